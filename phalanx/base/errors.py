@@ -1,0 +1,88 @@
+"""The errors that users see: what was wrong, why, and what to do; each kind has the exit code that scripts rely on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+class PhalanxError(Exception):
+    """Base of every error that a user can cause. The launcher prints it without a traceback and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One broken rule of a config.
+
+    `field` is the dotted path, `rule` reads on from the value ("must divide world_size"), `because` names the values it
+    clashes with, `valid` holds the nearest values that make this problem go away, `where` says where the value was set.
+    """
+
+    field: str
+    value: Any
+    rule: str
+    because: dict[str, Any] = field(default_factory=dict)
+    valid: tuple[Any, ...] = ()
+    where: str = ""
+
+    def at(self, where: str) -> Problem:
+        return replace(self, where=where)
+
+    def __str__(self) -> str:
+        text = f"config error: {self.field}={self.value!r}: {self.rule}"
+        if self.because:
+            text += ", because " + ", ".join(f"{k}={v!r}" for k, v in self.because.items())
+        text += "."
+        if self.valid:
+            text += " Valid near it: " + ", ".join(str(v) for v in self.valid) + "."
+        if self.where:
+            text += f" (set in {self.where})"
+        return text
+
+
+class ConfigError(PhalanxError):
+    """Every problem of a config at once."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = list(problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+class DataError(PhalanxError):
+    """Training data that is missing, damaged or does not fit the model."""
+
+    exit_code = 3
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+    exit_code = 4
+
+
+class NumericalStop(PhalanxError):
+    """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum)."""
+
+    exit_code = 5
+
+
+class PeerLost(PhalanxError):
+    """Another rank died or did not answer in time."""
+
+    exit_code = 6
+
+
+class FolderInUse(PhalanxError):
+    """Another run writes to this folder."""
+
+    exit_code = 7
+
+
+class Preempted(PhalanxError):
+    """The run was asked to stop (SIGTERM), saved its state and can be started again."""
+
+    exit_code = 75

@@ -1,0 +1,70 @@
+"""Boxes: axis-aligned pieces of a global tensor, and the even cut of a length among parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+def cut(length: int, parts: int) -> list[tuple[int, int]]:
+    """Cut `length` into `parts` runs (start, stop) that differ by at most one; the longer ones come first."""
+    small, extra = divmod(length, parts)
+    sizes = [small + (i < extra) for i in range(parts)]
+    return [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(parts)]
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """A box of a global tensor: `start[d] <= index[d] < stop[d]` for each dim d."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @staticmethod
+    def full(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def empty(self) -> bool:
+        return any(b <= a for a, b in zip(self.start, self.stop))
+
+    def intersect(self, other: Box) -> Box:
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop))
+        return Box(start, tuple(max(a, b) for a, b in zip(start, stop)))
+
+    def slices(self) -> tuple[slice, ...]:
+        """Slices that pick this box out of the global tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that pick this box out of a tensor that holds `outer`."""
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The boxes that a contiguous range [start, stop) of a row-major tensor of `shape` is made of (at most 2*dims - 1)."""
+    if stop <= start:
+        return []
+    if len(shape) == 0:
+        return [Box((), ())]
+    if len(shape) == 1:
+        return [Box((start,), (stop,))]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows are first..last
+    if first > last:  # inside one row
+        inner = flat_range_boxes(shape[1:], start - last * row, stop - last * row)
+        return [Box((last, *b.start), (last + 1, *b.stop)) for b in inner]
+    boxes = [Box((first - 1, *b.start), (first, *b.stop)) for b in flat_range_boxes(shape[1:], start - (first - 1) * row, row)] if start < first * row else []
+    if last > first:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
+    boxes += [Box((last, *b.start), (last + 1, *b.stop)) for b in flat_range_boxes(shape[1:], 0, stop - last * row)]
+    return boxes

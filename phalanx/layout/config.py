@@ -1,0 +1,26 @@
+"""The `layout` section: where things are computed. It never changes what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """Data-parallel size is what is left: dp = world / (pp * tp)."""
+
+    tp: int = 1
+    """Tensor-parallel size: each layer's weights are cut over this many ranks; activations between blocks are cut along tokens."""
+    pp: int = 1
+    """Pipeline-parallel size: number of ranks that the layers are spread over."""
+    virtual_stages: int = 1
+    """Model chunks per pipeline rank (interleaved schedules)."""
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
+    """Pipeline schedule. auto: 1f1b, or interleaved when virtual_stages > 1."""
+    stages: tuple[int, ...] | None = None
+    """Blocks per stage (embedding and head are blocks too), pp * virtual_stages numbers; unset: cut by cost."""
+    sharding: Literal[0, 1] = 1
+    """Sharding level of data parallelism. 0: all-reduced gradients; 1: optimizer state cut over the data-parallel ranks."""
+    bucket_mb: int = 100
+    """Gradients are reduced in buckets of about this many MiB, while backward still runs."""

@@ -1,0 +1,73 @@
+"""The `model` section: one dataclass per family, with the field names of Hugging Face configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama-3's frequency scaling (Llama 3.1 model card; `rope_type: llama3` in transformers)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    rope_type: Literal["llama3"] = "llama3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    family: Literal["llama"] = "llama"
+    vocab_size: int
+    """Size of the vocabulary; any size at any tp, padding never leaves the ranks."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the gated MLP."""
+    num_hidden_layers: int
+    """Number of transformer layers."""
+    num_attention_heads: int
+    """Number of query heads."""
+    num_key_value_heads: int | None = None
+    """Number of key/value heads (grouped-query attention); unset: as many as query heads."""
+    head_dim: int | None = None
+    """Width of a head; unset: hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 131072
+    """Longest sequence the model is meant for."""
+    rms_norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 rotary scaling."""
+    tie_word_embeddings: bool = False
+    """Use the input embedding as output head."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    family: Literal["gpt2"] = "gpt2"
+    vocab_size: int
+    """Size of the vocabulary."""
+    hidden_size: int
+    """Width of the residual stream (n_embd)."""
+    num_hidden_layers: int
+    """Number of transformer layers (n_layer)."""
+    num_attention_heads: int
+    """Number of heads (n_head)."""
+    intermediate_size: int | None = None
+    """Width of the MLP (n_inner); unset: 4 * hidden_size."""
+    max_position_embeddings: int = 1024
+    """Number of learned positions (n_positions)."""
+    layer_norm_epsilon: float = 1e-5
+    """Epsilon of LayerNorm."""
+    dropout: float = 0.0
+    """Dropout of embeddings and of each sub-layer's output, the same in every layout."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities (runs on the reference path)."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights; output projections use it / sqrt(2 * layers)."""

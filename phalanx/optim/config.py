@@ -1,0 +1,36 @@
+"""The `optim` section: optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    name: Literal["adamw"] = "adamw"
+    """Optimizer: AdamW with decoupled weight decay (Loshchilov & Hutter, 2019)."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    beta1: float = 0.9
+    """Decay of Adam's first moment, in [0, 1)."""
+    beta2: float = 0.95
+    """Decay of Adam's second moment, in [0, 1)."""
+    eps: float = 1e-8
+    """Adam's epsilon, > 0."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms and biases have none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Learning-rate schedule after warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 to lr."""
+    decay_steps: int | None = None
+    """Step at which the decay ends; unset: train.steps."""
+    wsd_decay_steps: int | None = None
+    """wsd only: length of the final decay; unset: a tenth of decay_steps."""
+    lr_scale: dict[str, float] = field(default_factory=dict)
+    """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first match counts."""

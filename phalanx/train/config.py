@@ -1,0 +1,89 @@
+"""Run: the whole config of a run as one typed object. Reading files and checking rules are in `train/load.py` and `train/checks.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.data.config import DataConfig
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.optim.config import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampConfig:
+    start: int
+    """Global batch at the beginning."""
+    increment: int
+    """Added at each of the equal steps on the way to train.global_batch."""
+    samples: int
+    """Number of samples over which the ramp runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int
+    """Optimizer steps of the whole run."""
+    global_batch: int
+    """Sequences per step, over all ranks."""
+    micro_batch: int
+    """Sequences per micro-batch, on one rank."""
+    seq_length: int
+    """Tokens per sequence."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations made again in backward: none, selective (inside attention), full (whole blocks)."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: GPUs if there are any."""
+    rampup: RampConfig | None = None
+    """Start with a smaller global batch and grow to train.global_batch."""
+    eval_interval: int | None = None
+    """Evaluate every so many steps; unset: never."""
+    eval_samples: int = 64
+    """Sequences per validation set and evaluation."""
+    loss_scale: float = 65536.0
+    """fp16: the first loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: good steps after which the scale doubles."""
+    loss_scale_hysteresis: int = 2
+    """fp16: overflows before the scale halves."""
+    loss_scale_min: float = 1.0
+    """fp16: the scale never goes below this."""
+    max_skipped: int = 50
+    """Stop (exit 5) after this many skipped steps in a row."""
+    timeout_s: float = 600.0
+    """A collective that takes longer means a lost peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    interval: int = 1
+    """Print a step line every so many steps; metrics.jsonl always has every step."""
+    tensorboard: bool = False
+    """Write TensorBoard files to the run's tb/ folder (needs the extra phalanx[tensorboard])."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs the extra phalanx[wandb])."""
+    report: bool = True
+    """Write report.html with the loss curve at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The config of a run. `dir` is the run's folder."""
+
+    model: LlamaConfig | GPT2Config
+    train: TrainConfig
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    dir: str = "runs/default"
+    """Folder of the run: config, metrics, checkpoints, report."""
+    init_from: str | None = None
+    """A Hugging Face folder whose weights the run starts from."""
