@@ -1,0 +1,145 @@
+"""Axis: one communicator as one rank sees it, with the collectives on plain tensors. Over an axis of size 1 each is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.base.errors import PeerLost
+from phalanx.comm.debug import Watch
+
+
+class Work:
+    """A collective under way. `wait()` returns its result; on a GPU the current stream waits, the host does not."""
+
+    def __init__(self, result: Tensor, handle: Any = None, finish: Callable[[], None] | None = None):
+        self.result, self._handle, self._finish = result, handle, finish
+
+    def wait(self) -> Tensor:
+        if self._handle is not None:
+            try:
+                self._handle.wait()
+            except RuntimeError as error:
+                raise PeerLost(f"a collective failed, so another rank died or did not answer in time: {error}") from error
+            self._handle = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return self.result
+
+
+def _all_gather(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return call(out, x, group=group, async_op=async_op)
+
+
+def _reduce_scatter(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, x, group=group, async_op=async_op)
+
+
+class Axis:
+    """`size` ranks, of which this one is number `index`; `ranks` are their numbers in the world."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...] = (0,), index: int = 0, group: Any = None, watch: Watch | None = None):
+        self.name, self.ranks, self.index, self.group = name, ranks, index, group
+        self.size = len(ranks)
+        self.watch = watch or Watch()
+
+    def _local(self, op: str, x: Tensor) -> bool:
+        """Whether the call is to stay on this rank: size 1, or a test drops it."""
+        if self.size == 1:
+            return True
+        return self.watch.on and self.watch.dropped(op, self.name, x.numel() * x.element_size())
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self.ranks))
+            raise PeerLost(f"a collective over {self.name} (ranks {ranks}) failed, so one of them died or timed out: {error}") from error
+
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Sum (or max) of x over the axis, in place."""
+        if self._local("all_reduce", x):
+            return Work(x)
+        kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        handle = self._run(lambda: dist.all_reduce(x, op=kind, group=self.group, async_op=async_op))
+        return Work(x, handle)
+
+    def all_gather(self, x: Tensor, async_op: bool = False) -> Work:
+        """(n, ...) on each rank -> (size * n, ...), in rank order along dim 0."""
+        if self._local("all_gather", x):
+            return Work(x if self.size == 1 else x.repeat(self.size, *(1,) * (x.dim() - 1)))
+        x = x.contiguous()
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        return Work(out, self._run(lambda: _all_gather(out, x, self.group, async_op)))
+
+    def all_gather_into(self, out: Tensor, async_op: bool = False) -> Work:
+        """Fill `out` (size * n,) from each rank's own n elements of it, in place."""
+        n = out.numel() // self.size
+        own = out[self.index * n : (self.index + 1) * n]
+        if self._local("all_gather", own):
+            return Work(out)
+        if out.device.type == "cpu":  # gloo needs input and output apart
+            own = own.clone()
+        return Work(out, self._run(lambda: _all_gather(out, own, self.group, async_op)))
+
+    def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
+        """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum."""
+        n = x.shape[0] // self.size
+        if self._local("reduce_scatter", x):
+            return Work(x if self.size == 1 else x[self.index * n : (self.index + 1) * n].clone())
+        x = x.contiguous()
+        out = x.new_empty(n, *x.shape[1:])
+        return Work(out, self._run(lambda: _reduce_scatter(out, x, self.group, async_op)))
+
+    def reduce_scatter_within(self, x: Tensor, async_op: bool = False) -> Work:
+        """Sum of x (size * n,) over the axis; each rank gets its own n elements, in place. The rest of x is undefined."""
+        n = x.numel() // self.size
+        own = x[self.index * n : (self.index + 1) * n]
+        if self._local("reduce_scatter", x):
+            return Work(own)
+        if x.device.type != "cpu":
+            return Work(own, self._run(lambda: _reduce_scatter(own, x, self.group, async_op)))
+        apart = torch.empty_like(own)  # gloo needs input and output apart
+        handle = self._run(lambda: _reduce_scatter(apart, x, self.group, async_op))
+        work = Work(own, handle, lambda: own.copy_(apart) and None)
+        return work if async_op else Work(work.wait())
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """x of the axis' rank number `source`, in place."""
+        if not self._local("broadcast", x):
+            self._run(lambda: dist.broadcast(x, src=self.ranks[source], group=self.group))
+        return x
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order (bytes in tensors: nothing is unpickled)."""
+        if self.size == 1:
+            return [text]
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+        sizes = self.all_gather(torch.tensor([len(text.encode())], device=device)).wait().tolist()
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+        padded[: min(len(data), len(padded))] = data[: len(padded)]
+        rows = self.all_gather(padded).wait().view(self.size, -1).cpu()
+        return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes)]
+
+    def barrier(self) -> None:
+        self.all_gather_text("")
+
+    def send(self, x: Tensor, to: int) -> Work:
+        """Post the send of x to the axis' rank number `to`."""
+        if self._local("send", x):
+            return Work(x)
+        return Work(x, self._run(lambda: dist.isend(x, dst=self.ranks[to], group=self.group)))
+
+    def recv(self, out: Tensor, source: int) -> Work:
+        """Post the receive of `out` from the axis' rank number `source`."""
+        if self.watch.on and self.watch.drop is not None and self.watch.drop.op == "send" and self.watch.drop.axis == self.name:
+            return Work(out.zero_())
+        return Work(out, self._run(lambda: dist.irecv(out, src=self.ranks[source], group=self.group)))

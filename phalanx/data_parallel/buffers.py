@@ -1,0 +1,158 @@
+"""Flat buffers of weights and gradients, and the one state machine that reduces, shards and gathers them.
+
+Level 0: gradients are summed over dp, each rank updates everything. Level 1: each rank gets the sum of its shard, updates it
+and all ranks gather the weights again, asynchronously, bucket by bucket, until the next forward needs them
+(Rajbhandari et al., "ZeRO", 2020). A bucket goes through: accumulating -> reducing -> reduced -> (update) -> gathering -> ready.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.dtypes import Precision
+from phalanx.comm.axis import Axis, Work
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.buckets import Bucket, piece_ranges
+from phalanx.layout.param import Replica
+from phalanx.ops.shard import Shard
+
+
+class FlatBucket:
+    """One bucket on one rank: `weight` (numel,) in the compute dtype, `grad` (numel,) in the master dtype."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int):
+        self.bucket, self.mesh, self.level = bucket, mesh, level
+        device = mesh.device
+        self.weight = torch.zeros(bucket.numel, dtype=precision.compute, device=device)
+        self.grad = torch.zeros(bucket.numel, dtype=precision.master, device=device)
+        self.lo, self.hi = bucket.shard(mesh.dp.index, mesh.dp.size) if level >= 1 else (0, bucket.numel)
+        own = self.weight[self.lo : self.hi]
+        self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
+        self.sums = self._sums()
+        self.deferred = any(r.axis == "pp" for r in self._replicas())
+        self._reducing: Work | None = None
+        self._gathering: Work | None = None
+
+    def _replicas(self) -> list[Replica]:
+        return [r for slot in self.bucket.slots for p in slot.spec.pieces for r in p.replicas]
+
+    def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
+        """Gradient ranges to be summed over a replica's ranks, per sub-axis, beside the sum over dp."""
+        parts: dict[Replica, list[Tensor]] = {}
+        for slot in self.bucket.slots:
+            if any(p.replicas for p in slot.spec.pieces):
+                for piece, (a, b) in zip(slot.spec.pieces, piece_ranges(slot)):
+                    for replica in piece.replicas:
+                        parts.setdefault(replica, []).append(self.grad[a:b])
+        order = sorted(parts, key=lambda r: (r.axis, r.members))
+        return [(self.mesh.sub(r), parts[r]) for r in order]
+
+    def attach(self, params: list[nn.Parameter]) -> None:
+        """Make the parameters of this bucket views of the flat weights, their `.grad` views of the flat gradients."""
+        for slot in self.bucket.slots:
+            p = params[slot.param]
+            view = slice(slot.offset, slot.offset + slot.numel)
+            p.data = self.weight[view].view(slot.spec.shape)
+            p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+            p.grad = self.grad[view].view(slot.spec.shape)
+
+    def reduce(self) -> None:
+        """Start summing the gradients. Sums between stages wait for `finish`: their ranks get here at different times."""
+        if not self.deferred:
+            self._start_reduce()
+
+    def _start_reduce(self) -> None:
+        for axis, views in self.sums:
+            packed = views[0] if len(views) == 1 else torch.cat(views)
+            axis.all_reduce(packed).wait()
+            if len(views) > 1:
+                for view, part in zip(views, packed.split([len(v) for v in views])):
+                    view.copy_(part)
+        dp = self.mesh.dp
+        self._reducing = dp.reduce_scatter_within(self.grad, async_op=True) if self.level >= 1 else dp.all_reduce(self.grad, async_op=True)
+
+    def finish(self) -> None:
+        """Wait until the sum over dp is there (in `grad[lo:hi]`)."""
+        if self._reducing is None:
+            self._start_reduce()
+        self._reducing.wait()  # type: ignore[union-attr]
+        self._reducing = None
+
+    def counted(self) -> list[Tensor]:
+        """The gradient elements that this rank counts in the norm: its dp part, without replicas that another rank counts."""
+        lo, hi = self.bucket.shard(self.mesh.dp.index, self.mesh.dp.size)
+        views, at = [], lo
+        skipped = sorted(r for slot in self.bucket.slots if any(p.replicas for p in slot.spec.pieces)
+                         for p, r in zip(slot.spec.pieces, piece_ranges(slot)) if not p.is_writer(self.mesh.at))  # fmt: skip
+        for a, b in [*skipped, (hi, hi)]:
+            if min(a, hi) > at:
+                views.append(self.grad[at : min(a, hi)])
+            at = max(at, b)
+        return views
+
+    def publish(self) -> None:
+        """Write the masters back to the weights and start gathering them."""
+        own = self.weight[self.lo : self.hi]
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        if self.level >= 1:
+            self._gathering = self.mesh.dp.all_gather_into(self.weight, async_op=True)
+
+    def ready(self) -> None:
+        """Wait until the weights have arrived."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+
+class Buffers:
+    """All buckets of one rank."""
+
+    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, level: int):
+        self.mesh = mesh
+        self.flat = [FlatBucket(b, mesh, precision, level) for b in buckets]
+        for f in self.flat:
+            f.attach(params)
+
+    def shards(self) -> list[Shard]:
+        """What the optimizer updates; moments start at zero."""
+        made = []
+        for f in self.flat:
+            grad = f.grad[f.lo : f.hi]
+            made.append(Shard(f.bucket, f.lo, f.hi, f.master, grad, torch.zeros_like(f.master), torch.zeros_like(f.master)))
+        return made
+
+    def masters_from_weights(self) -> None:
+        """Start (or load weights): the masters take the weights' values."""
+        for f in self.flat:
+            f.master.copy_(f.weight[f.lo : f.hi])
+
+    def zero_grads(self) -> None:
+        for f in self.flat:
+            f.grad.zero_()
+
+    def finish(self) -> None:
+        """Complete all reductions; those shared between stages last, in bucket order on each of their ranks."""
+        for f in self.flat:
+            f.finish()
+
+    def grad_norm(self) -> Tensor:
+        """() float64: the norm of the whole model's gradient, each global element counted once, the same on all ranks."""
+        views = [v for f in self.flat for v in f.counted()]
+        norms = torch._foreach_norm(views) if views else []
+        squares = [n.double().square() for n in norms]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return self.mesh.world.all_reduce(total).wait().sqrt()
+
+    def scale_grads(self, factor: Tensor) -> None:
+        for f in self.flat:
+            f.grad[f.lo : f.hi].mul_(factor)
+
+    def publish(self) -> None:
+        for f in self.flat:
+            f.publish()
+
+    def ready(self) -> None:
+        for f in self.flat:
+            f.ready()

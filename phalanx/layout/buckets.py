@@ -1,0 +1,80 @@
+"""Buckets: which parameters share a flat buffer, where each lies in it, and which runs of blocks use it.
+
+A stage's blocks are grouped into runs of about the bucket size; each run's parameters are one bucket, so its gradients can be
+reduced as soon as the run's last backward is over. A parameter used by several runs (tied embeddings) has a bucket of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from phalanx.layout.param import ParamSpec
+
+ALIGN = 64  # elements: 128 bytes in bf16, 256 in fp32
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket: elements offset..offset+numel."""
+
+    param: int
+    offset: int
+    numel: int
+    spec: ParamSpec
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`numel` is padded so that `shards` equal, aligned parts cover it; `users` are (stage, run) pairs."""
+
+    id: int
+    slots: tuple[Slot, ...]
+    numel: int
+    users: frozenset[tuple[int, int]]
+
+    def shard(self, index: int, shards: int) -> tuple[int, int]:
+        size = self.numel // shards
+        return index * size, (index + 1) * size
+
+
+def cut_runs(block_numels: list[int], limit: int) -> list[range]:
+    """Group consecutive blocks into runs of at most `limit` parameters (a larger block is a run alone)."""
+    runs, start, size = [], 0, 0
+    for i, numel in enumerate(block_numels):
+        if i > start and size + numel > limit:
+            runs.append(range(start, i))
+            start, size = i, 0
+        size += numel
+    runs.append(range(start, len(block_numels)))
+    return runs
+
+
+def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], shards: int) -> list[Bucket]:
+    """Buckets for parameters given with their users, in model order; parameters with equal users and equal pp replicas share one."""
+    groups: dict[tuple[object, object], list[int]] = {}
+    for i, (spec, users) in enumerate(params):
+        tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
+        groups.setdefault((users, tied), []).append(i)
+    buckets = []
+    for (users, _), members in groups.items():
+        offset, slots = 0, []
+        for i in members:
+            numel = prod(params[i][0].shape)
+            slots.append(Slot(i, offset, numel, params[i][0]))
+            offset += -(-numel // ALIGN) * ALIGN
+        unit = ALIGN * shards
+        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users))  # type: ignore[arg-type]
+    return buckets
+
+
+def piece_ranges(slot: Slot) -> list[tuple[int, int]]:
+    """Flat range (start, stop) in the bucket of each piece of the slot that is a run of whole leading rows; pieces that are not raise."""
+    row = prod(slot.spec.shape[1:])
+    ranges = []
+    for piece in slot.spec.pieces:
+        for dim, s in enumerate(piece.local[1:], 1):
+            if (s.start, s.stop, s.step) not in ((0, slot.spec.shape[dim], None), (0, slot.spec.shape[dim], 1)):
+                raise ValueError(f"{piece.name}: a replicated piece must be whole rows of its storage")
+        ranges.append((slot.offset + piece.local[0].start * row, slot.offset + piece.local[0].stop * row))
+    return ranges

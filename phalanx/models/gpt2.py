@@ -1,0 +1,101 @@
+"""GPT-2: LayerNorm, learned positions, GELU, biases, tied embeddings, dropout. Radford et al., 2019."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.batch import Batch
+from phalanx.layout.box import Box
+from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.models.config import GPT2Config
+from phalanx.nn.attention import Attention
+from phalanx.nn.embedding import Embedding
+from phalanx.nn.env import Env
+from phalanx.nn.head import Head
+from phalanx.nn.mlp import GeluMLP
+from phalanx.nn.module import Block
+from phalanx.nn.norm import LayerNorm
+from phalanx.ops.dropout import dropout
+from phalanx.ops.embedding import learned_positions
+
+
+class _Dropping(Block):
+    """A block with dropout at a few sites, keyed by the global place of each of this rank's tokens."""
+
+    def drop(self, x: Tensor, batch: Batch, p: float, layer: int, site: int) -> Tensor:
+        if p == 0.0 or not self.training:
+            return x
+        a, b = self.env.cut(batch.num_tokens)
+        places = torch.arange(a, b, device=x.device) % batch.seq_length
+        return dropout(x, p, self.env.seed, layer, site, (batch.samples[a:b], places))
+
+
+class GPT2Embedding(_Dropping):
+    def __init__(self, config: GPT2Config, env: Env):
+        super().__init__(env)
+        c, n = config, config.max_position_embeddings
+        self.p = c.dropout
+        self.embed = Embedding(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, env.tied())
+        whole = Piece(
+            "transformer.wpe.weight", (n, c.hidden_size), Box.full((n, c.hidden_size)), (slice(0, n), slice(0, c.hidden_size)),
+            Init("normal", c.initializer_range), replicas=env.everyone,
+        )  # fmt: skip
+        self.positions = self.param(ParamSpec(whole.shape, (whole,)))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        a, b = self.env.cut(batch.num_tokens)
+        x = self.embed(batch.tokens) + learned_positions(batch.positions[a:b], self.positions)
+        return self.drop(x, batch, self.p, 0, 1)
+
+
+class GPT2Layer(_Dropping):
+    def __init__(self, config: GPT2Config, env: Env, layer: int):
+        super().__init__(env)
+        c, at = config, f"transformer.h.{layer}"
+        self.p, self.layer = c.dropout, layer
+        std, std_out = c.initializer_range, c.initializer_range / math.sqrt(2 * c.num_hidden_layers)
+        names = (*(f"{at}.attn.c_attn.weight",) * 3, f"{at}.attn.c_proj.weight")
+        heads = c.num_attention_heads
+        self.norm1 = LayerNorm(env, f"{at}.ln_1", c.hidden_size, c.layer_norm_epsilon)
+        self.attention = Attention(
+            env, names, c.hidden_size, heads, heads, c.hidden_size // heads, std, std_out,  # type: ignore[arg-type]
+            bias=True, transposed=True, dropout=c.attention_dropout, layer=layer,
+        )  # fmt: skip
+        self.norm2 = LayerNorm(env, f"{at}.ln_2", c.hidden_size, c.layer_norm_epsilon)
+        inner = c.intermediate_size or 4 * c.hidden_size
+        self.mlp = GeluMLP(env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), batch), batch, self.p, self.layer, 2)
+        return x + self.drop(self.mlp(self.norm2(x)), batch, self.p, self.layer, 3)
+
+
+class GPT2Head(Block):
+    def __init__(self, config: GPT2Config, env: Env, tied: nn.Parameter | None):
+        super().__init__(env)
+        c = config
+        self.norm = LayerNorm(env, "transformer.ln_f", c.hidden_size, c.layer_norm_epsilon)
+        self.head = Head(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, env.tied(), tied)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.head.loss(self.norm(x), batch.labels)
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.head.logits(self.norm(x), rows)
+
+
+def make_blocks(config: GPT2Config, env: Env, which: range) -> list[Block]:
+    """Blocks number `which` of layers + 2: embedding, layers, head."""
+    made: dict[int, Block] = {}
+    for i in which:
+        if i == 0:
+            made[i] = GPT2Embedding(config, env)
+        elif i <= config.num_hidden_layers:
+            made[i] = GPT2Layer(config, env, i - 1)
+        else:
+            first = made.get(0)
+            made[i] = GPT2Head(config, env, first.embed.weight if isinstance(first, GPT2Embedding) else None)
+    return list(made.values())

@@ -1,0 +1,75 @@
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Touvron et al. 2023; Llama 3, Grattafiori et al. 2024."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from phalanx.base.batch import Batch
+from phalanx.models.config import LlamaConfig
+from phalanx.nn.attention import Attention
+from phalanx.nn.embedding import Embedding
+from phalanx.nn.env import Env
+from phalanx.nn.head import Head
+from phalanx.nn.mlp import SwiGLU
+from phalanx.nn.module import Block
+from phalanx.nn.norm import RMSNorm
+
+
+class LlamaEmbedding(Block):
+    def __init__(self, config: LlamaConfig, env: Env):
+        super().__init__(env)
+        replicas = env.tied() if config.tie_word_embeddings else ()
+        self.embed = Embedding(env, "model.embed_tokens.weight", config.vocab_size, config.hidden_size, config.initializer_range, replicas)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.embed(batch.tokens)
+
+
+class LlamaLayer(Block):
+    def __init__(self, config: LlamaConfig, env: Env, layer: int):
+        super().__init__(env)
+        c, at = config, f"model.layers.{layer}"
+        head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
+        names = tuple(f"{at}.self_attn.{n}_proj.weight" for n in "qkvo")
+        self.norm1 = RMSNorm(env, f"{at}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.attention = Attention(
+            env, names, c.hidden_size, c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads, head_dim,  # type: ignore[arg-type]
+            c.initializer_range, c.initializer_range, c.rope_theta, c.rope_scaling, layer=layer,
+        )  # fmt: skip
+        self.norm2 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        mlp = tuple(f"{at}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
+        self.mlp = SwiGLU(env, mlp, c.hidden_size, c.intermediate_size, c.initializer_range)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.attention(self.norm1(x), batch)
+        return x + self.mlp(self.norm2(x))
+
+
+class LlamaHead(Block):
+    def __init__(self, config: LlamaConfig, env: Env, tied: nn.Parameter | None):
+        super().__init__(env)
+        c = config
+        name = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
+        self.norm = RMSNorm(env, "model.norm", c.hidden_size, c.rms_norm_eps)
+        self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, env.tied() if c.tie_word_embeddings else (), tied)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.head.loss(self.norm(x), batch.labels)
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.head.logits(self.norm(x), rows)
+
+
+def make_blocks(config: LlamaConfig, env: Env, which: range) -> list[Block]:
+    """Blocks number `which` of layers + 2: embedding, layers, head."""
+    made: dict[int, Block] = {}
+    last = config.num_hidden_layers + 1
+    for i in which:
+        if i == 0:
+            made[i] = LlamaEmbedding(config, env)
+        elif i < last:
+            made[i] = LlamaLayer(config, env, i - 1)
+        else:
+            first = made.get(0)
+            made[i] = LlamaHead(config, env, first.embed.weight if config.tie_word_embeddings and isinstance(first, LlamaEmbedding) else None)
+    return list(made.values())

@@ -1,0 +1,94 @@
+"""Self-attention with grouped query heads cut over tp; one fused qkv matrix per rank, Hugging Face tensors outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.base.batch import Batch
+from phalanx.layout.param import Init, Replica
+from phalanx.nn.env import Env
+from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.ops import attention as ops
+from phalanx.ops.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.rope import inverse_frequencies, rope, rotary_table
+
+
+@dataclass(frozen=True)
+class Heads:
+    """This rank's heads: query heads q0..q1, key/value heads k0..k1, and who else holds those key/value heads."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    replicas: tuple[Replica, ...]
+
+    @staticmethod
+    def of(env: Env, heads: int, kv_heads: int) -> Heads:
+        """With fewer kv heads than tp ranks, runs of tp / kv_heads ranks share one; its gradient is summed over them."""
+        q0, q1 = env.cut(heads)
+        if kv_heads >= env.grid.tp:
+            return Heads(q0, q1, *env.cut(kv_heads), ())
+        sharing = env.grid.tp // kv_heads
+        k = env.at.tp // sharing
+        return Heads(q0, q1, k, k + 1, (Replica("tp", tuple(range(k * sharing, (k + 1) * sharing))),))
+
+
+class Attention(Module):
+    """qkv -> rotary (if any) -> causal attention -> output projection.
+
+    names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's c_attn).
+    """
+
+    def __init__(self, env: Env, names: tuple[str, str, str, str], width: int, heads: int, kv_heads: int, head_dim: int, std: float, std_out: float,
+                 rope_theta: float | None = None, rope_scaling: object = None, bias: bool = False, transposed: bool = False,
+                 dropout: float = 0.0, layer: int = 0):  # fmt: skip
+        super().__init__(env)
+        own = Heads.of(env, heads, kv_heads)
+        self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
+        self.first_head, self.dropout, self.layer = own.q0, dropout, layer
+        self.inv_freq = None if rope_theta is None else inverse_frequencies(head_dim, rope_theta, rope_scaling)
+        rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
+        self.qkv = self.param(column_spec(rows, width, Init("normal", std), transposed))
+        a, b = own.q0 * head_dim, own.q1 * head_dim
+        self.out = self.param(row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed))
+        biases = [Rows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
+        self.qkv_bias = self.param(bias_spec(biases)) if bias else None
+        self.out_bias = self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias else None
+        self.num_weights = width * (2 * heads + 2 * kv_heads) * head_dim
+
+    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[Rows]:
+        fused = names[0] == names[1]
+        sizes = (q_size, kv_size, kv_size)
+        runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
+        rows = []
+        for i, (first, last, replicas) in enumerate(runs):
+            base = sum(sizes[:i]) if fused else 0
+            size = sum(sizes) if fused else sizes[i]
+            rows.append(Rows(names[i], size, base + first * self.head_dim, base + last * self.head_dim, replicas))
+        return rows
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D)."""
+        qkv = gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias)
+        qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
+        if self.env.recompute == "selective" and self.training:
+            mixed = checkpoint(self.mix, qkv, batch, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self.mix(qkv, batch)
+        return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
+
+    def mix(self, qkv: Tensor, batch: Batch) -> Tensor:
+        """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
+        if self.inv_freq is not None:
+            cos, sin = rotary_table(batch.positions, self.inv_freq, qkv.dtype)
+            qkv = rope(qkv, cos, sin, self.heads + self.kv_heads)
+        if self.dropout > 0 and self.training:
+            return ops.attention_with_dropout(qkv, self.heads, self.kv_heads, batch, self.dropout, self.env.seed, self.layer, self.first_head)
+        return ops.attention(qkv, self.heads, self.kv_heads, batch)
+
+    def flops(self, seq_length: int) -> float:
+        return 2.0 * self.num_weights + 2.0 * seq_length * self.all_heads * self.head_dim

@@ -1,0 +1,40 @@
+"""Env: what a module must know of its place to build itself: coordinates, the tensor-parallel axis, dtype. No groups are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from phalanx.comm.axis import Axis
+from phalanx.layout.box import cut
+from phalanx.layout.grid import Coords, Grid
+from phalanx.layout.param import Replica
+
+
+@dataclass(frozen=True)
+class Env:
+    """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and the head."""
+
+    grid: Grid = field(default_factory=Grid)
+    at: Coords = field(default_factory=Coords)
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    recompute: Literal["none", "selective", "full"] = "none"
+    tied_stages: tuple[int, int] = (0, 0)
+
+    def cut(self, length: int) -> tuple[int, int]:
+        """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""
+        return cut(length, self.grid.tp)[self.at.tp]
+
+    @property
+    def everyone(self) -> tuple[Replica, ...]:
+        """Replicas of a parameter that each tp rank holds whole."""
+        return (Replica("tp", tuple(range(self.grid.tp))),) if self.grid.tp > 1 else ()
+
+    def tied(self) -> tuple[Replica, ...]:
+        """Replicas of a parameter that the first and the last stage share."""
+        first, last = self.tied_stages
+        return (Replica("pp", (first, last)),) if first != last else ()

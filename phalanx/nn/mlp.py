@@ -1,0 +1,48 @@
+"""MLPs cut over tp by their inner features (any width: the ranks' parts may differ by one): SwiGLU and GELU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from phalanx.layout.param import Init
+from phalanx.nn.env import Env
+from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.ops.activation import gelu, swiglu
+from phalanx.ops.matmul import gather_matmul, matmul_scatter
+
+
+class SwiGLU(Module):
+    """down(silu(gate x) * up x), gate and up stacked in one matrix."""
+
+    def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float):
+        super().__init__(env)
+        a, b = env.cut(inner)
+        self.gate_up = self.param(column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)))
+        self.down = self.param(row_spec(names[2], width, inner, a, b, Init("normal", std)))
+        self.num_weights = 3 * width * inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return matmul_scatter(swiglu(gather_matmul(x, self.gate_up, self.env.tp)), self.down, self.env.tp)
+
+    def flops(self, seq_length: int) -> float:
+        return 2.0 * self.num_weights
+
+
+class GeluMLP(Module):
+    """project(gelu(expand x)), with biases, matrices stored transposed outside (GPT-2's Conv1D)."""
+
+    def __init__(self, env: Env, names: tuple[str, str], width: int, inner: int, std: float, std_out: float):
+        super().__init__(env)
+        a, b = env.cut(inner)
+        self.expand = self.param(column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True))
+        self.expand_bias = self.param(bias_spec([Rows(f"{names[0]}.bias", inner, a, b)]))
+        self.project = self.param(row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True))
+        self.project_bias = self.replicated(f"{names[1]}.bias", width, Init("zeros"))
+        self.num_weights = 2 * width * inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = gelu(gather_matmul(x, self.expand, self.env.tp, self.expand_bias))
+        return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
+
+    def flops(self, seq_length: int) -> float:
+        return 2.0 * self.num_weights

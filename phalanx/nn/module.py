@@ -1,0 +1,98 @@
+"""Module: a torch module whose parameters carry their ParamSpec; Block: the unit of pipelines, buckets and recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.batch import Batch
+from phalanx.layout.box import Box
+from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.nn.env import Env
+
+ZEROS, ONES = Init("zeros"), Init("ones")
+
+
+class Module(nn.Module):
+    """A torch module; `self.param(...)` makes a parameter on the meta device with its spec as `.spec`."""
+
+    def __init__(self, env: Env):
+        super().__init__()
+        self.env = env
+
+    def param(self, spec: ParamSpec) -> nn.Parameter:
+        made = nn.Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"))
+        made.spec = spec  # type: ignore[attr-defined]
+        return made
+
+    def replicated(self, name: str, size: int, init: Init) -> nn.Parameter:
+        """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight decay."""
+        whole = Piece(name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone)
+        return self.param(ParamSpec((size,), (whole,)))
+
+    def flops(self, seq_length: int) -> float:
+        """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as half."""
+        return sum(m.flops(seq_length) for m in self.children() if isinstance(m, Module))
+
+
+class Block(Module):
+    """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed loss."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        raise TypeError(f"{type(self).__name__} has no forward")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of output features of one global matrix: `start..stop` of `size`, held by `replicas` too."""
+
+    name: str
+    size: int
+    start: int
+    stop: int
+    replicas: tuple[Replica, ...] = ()
+
+
+def column_spec(rows: list[Rows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
+    """Storage (sum of rows, inputs) stacking runs of output features. `transposed`: the global matrices are (inputs, outputs)."""
+    pieces, at = [], 0
+    for r in rows:
+        n = r.stop - r.start
+        shape, box = (r.size, inputs), Box((r.start, 0), (r.stop, inputs))
+        if transposed:
+            shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
+        pieces.append(Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), init, True, transposed, r.replicas))
+        at += n
+    return ParamSpec((at, inputs), tuple(pieces))
+
+
+def bias_spec(rows: list[Rows]) -> ParamSpec:
+    """Storage of the biases that belong to `column_spec(rows)`; no weight decay."""
+    pieces, at = [], 0
+    for r in rows:
+        n = r.stop - r.start
+        pieces.append(Piece(r.name, (r.size,), Box((r.start,), (r.stop,)), (slice(at, at + n),), ZEROS, False, False, r.replicas))
+        at += n
+    return ParamSpec((at,), tuple(pieces))
+
+
+def row_spec(name: str, outputs: int, inputs: int, start: int, stop: int, init: Init, transposed: bool = False) -> ParamSpec:
+    """Storage (outputs, stop - start) of a matrix whose inputs are cut over tp."""
+    shape, box = (outputs, inputs), Box((0, start), (outputs, stop))
+    if transposed:
+        shape, box = (inputs, outputs), Box((start, 0), (stop, outputs))
+    whole = (slice(0, outputs), slice(0, stop - start))
+    return ParamSpec((outputs, stop - start), (Piece(name, shape, box, whole, init, True, transposed),))
+
+
+def unique_parameters(blocks: list[Block]) -> Iterator[tuple[int, nn.Parameter]]:
+    """(number of the first block that has it, parameter), each parameter once, in order."""
+    seen: set[int] = set()
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield number, parameter

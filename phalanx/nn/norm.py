@@ -1,0 +1,30 @@
+"""Norms over this rank's tokens; their weights are whole on each tp rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from phalanx.nn.env import Env
+from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.ops.norm import layer_norm, rms_norm
+
+
+class RMSNorm(Module):
+    def __init__(self, env: Env, name: str, width: int, eps: float):
+        super().__init__(env)
+        self.eps = eps
+        self.weight = self.replicated(f"{name}.weight", width, ONES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(Module):
+    def __init__(self, env: Env, name: str, width: int, eps: float):
+        super().__init__(env)
+        self.eps = eps
+        self.weight = self.replicated(f"{name}.weight", width, ONES)
+        self.bias = self.replicated(f"{name}.bias", width, ZEROS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,0 +1,72 @@
+"""The two communicating matmuls of a sub-layer: gather tokens then multiply, multiply then scatter tokens.
+
+Between blocks each tensor-parallel rank holds T / tp tokens of the micro-batch (sequence parallelism, Korthikanti et al.,
+"Reducing activation recomputation in large transformer models", 2022). Inside a sub-layer each holds all T tokens and its part
+of the features. For y = x W^T: dx = dy W and dW = dy^T x; gathering in forward is scattering in backward and the reverse.
+The tokens are gathered again in backward instead of being kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.grads import add_grad, add_product_grad
+
+
+class _GatherMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # the slots, read in backward; not the values, which may move
+        return torch.nn.functional.linear(tp.all_gather(x).wait(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        gathering = tp.all_gather(x, async_op=True) if need_w else None
+        scattering = tp.reduce_scatter(dy @ weight, async_op=True) if need_x else None
+        dw = add_product_grad(weight, dy, gathering.wait()) if gathering else None
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        return scattering.wait() if scattering else None, dw, db, None
+
+
+class _MatmulScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(h)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        y = tp.reduce_scatter(h @ weight.t()).wait()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (h,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
+        need_h, need_w, need_b, _ = ctx.needs_input_grad
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        dy_all = tp.all_gather(dy).wait()
+        dw = add_product_grad(weight, dy_all, h) if need_w else None
+        return dy_all @ weight if need_h else None, dw, db, None
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradient is summed."""
+    return param.dtype if param.grad is None else param.grad.dtype
+
+
+def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
+    """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is cut like the outputs."""
+    return _GatherMatmul.apply(x, weight, bias, tp)
+
+
+def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
+    """h (T, in_local), weight (out, in_local) -> this rank's tokens (T / tp, out) of the sum over tp.
+
+    The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
+    """
+    return _MatmulScatter.apply(h, weight, bias, tp)

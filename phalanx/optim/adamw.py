@@ -1,0 +1,62 @@
+"""AdamW over the shards of flat buckets: groups by weight decay and learning-rate factor, state beside the masters."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.param import Piece
+from phalanx.ops.adamw import adamw_
+from phalanx.ops.shard import Shard
+from phalanx.optim.config import OptimConfig
+
+
+def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
+    """(weight decay, learning-rate factor) of a global tensor's elements."""
+    scale = next((s for glob, s in config.lr_scale.items() if fnmatchcase(piece.name, glob)), 1.0)
+    return config.weight_decay if piece.decay else 0.0, scale
+
+
+def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[tuple[int, int, tuple[float, float]]]:
+    """Runs (start, stop, group) of the bucket's elements lo..hi, neighbours of one group merged. Padding goes with what is before it."""
+    found: list[tuple[int, int, tuple[float, float]]] = []
+    starts = sorted(
+        (slot.offset + piece.local[0].start * (slot.numel // max(1, slot.spec.shape[0])), group_of(piece, config))
+        for slot in bucket.slots
+        for piece in slot.spec.pieces
+    )
+    for i, (start, group) in enumerate(starts):
+        stop = starts[i + 1][0] if i + 1 < len(starts) else bucket.numel
+        a, b = max(start if i else 0, lo), min(stop, hi)
+        if a >= b:
+            continue
+        if found and found[-1][2] == group and found[-1][1] == a:
+            found[-1] = (found[-1][0], b, group)
+        else:
+            found.append((a, b, group))
+    return found
+
+
+class AdamW:
+    """`step` () counts applied steps on the device: a skipped step does not advance it."""
+
+    def __init__(self, shards: list[Shard], config: OptimConfig, device: torch.device):
+        self.config, self.shards = config, shards
+        self.step = torch.zeros((), dtype=torch.float32, device=device)
+        self.groups: dict[tuple[float, float], list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        for s in shards:
+            for a, b, group in group_ranges(s.bucket, s.lo, s.hi, config):
+                views = tuple(t[a - s.lo : b - s.lo] for t in (s.master, s.grad, s.m, s.v))
+                self.groups.setdefault(group, []).append(views)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def update(self, lr: float, skip: Tensor) -> None:
+        """Update the masters from the shards' gradients; where `skip` () is 1 nothing changes, the count of steps included."""
+        c = self.config
+        self.step.add_(1.0 - skip)
+        for (decay, scale), members in self.groups.items():
+            p, g, m, v = (list(x) for x in zip(*members))
+            adamw_(p, g, m, v, self.step, lr * scale, c.beta1, c.beta2, c.eps, decay, skip)
