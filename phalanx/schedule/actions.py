@@ -1,0 +1,182 @@
+"""The words of a pipeline schedule: actions of whole stages, and the instructions that one executor per rank runs in list order.
+
+Who decides the order of actions is `generators`; how they become instructions is `lower`; what running them means is `simulate`
+(the slow twin) and `pipeline.execute` (the real one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from phalanx.base.errors import PhalanxError
+
+ActionKind = Literal["F", "B", "I", "W"]
+"""Forward, full backward, gradient of the inputs only, gradient of the weights only (I then W makes a B)."""
+TransferKind = Literal["act", "grad"]
+Buckets = Mapping[int, Set[tuple[int, int]]]
+"""Bucket number -> the (stage, run) pairs of one rank whose parameters lie in it."""
+
+
+class ScheduleError(PhalanxError):
+    """A schedule that cannot be made, or that would hang or compute the wrong thing. Found before any process group exists."""
+
+    exit_code = 2
+
+
+class Action(NamedTuple):
+    """Compute of one whole stage for one micro-batch."""
+
+    kind: ActionKind
+    stage: int
+    mb: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}(stage {self.stage}, mb {self.mb})"
+
+
+def F(stage: int, mb: int) -> Action:
+    return Action("F", stage, mb)
+
+
+def B(stage: int, mb: int) -> Action:
+    return Action("B", stage, mb)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Per rank, the order of its actions. `stage_rank[s]` is the rank that holds stage s; stages are numbered along the model."""
+
+    name: str
+    num_micro_batches: int
+    stage_rank: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def pp(self) -> int:
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_rank)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return any(action.kind != "F" for order in self.orders for action in order)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+
+    def consumer(self, action: Action) -> Action | None:
+        """The action that reads what this one makes, or None at the end of the chain."""
+        if action.kind == "W":
+            return None
+        stage = action.stage + 1 if action.kind == "F" else action.stage - 1
+        return Action(action.kind, stage, action.mb) if 0 <= stage < self.num_stages else None
+
+
+# ---- Instructions. A value between two stages is named by its reader: (kind, reading stage, mb). An executor keeps such values in
+# one table: the last run of a stage puts its result there, Send takes it away, Wait puts a received one there, and the first
+# run of the next stage takes it. So two neighbouring stages on one rank need no instruction between them.
+
+
+class Value(NamedTuple):
+    """What crosses a stage border: the activation for `stage`'s forward, or the gradient for `stage`'s backward."""
+
+    kind: TransferKind
+    stage: int
+    mb: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} for stage {self.stage}, mb {self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the blocks of one run. Run 0 reads the value (act, stage, mb), or the batch in stage 0."""
+
+    stage: int
+    run: int
+    mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Full backward of one run. The last run reads the value (grad, stage, mb), or the loss seed in the last stage."""
+
+    stage: int
+    run: int
+    mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Post the asynchronous receive, from rank `peer`, of the activation for `stage`'s forward or the gradient for its backward."""
+
+    kind: TransferKind
+    stage: int
+    mb: int
+    peer: int
+
+    @property
+    def value(self) -> Value:
+        return Value(self.kind, self.stage, self.mb)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for the posted receive of the same name; its value can be read from here on."""
+
+    kind: TransferKind
+    stage: int
+    mb: int
+
+    @property
+    def value(self) -> Value:
+        return Value(self.kind, self.stage, self.mb)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Post the asynchronous send, to rank `peer`, of `stage`'s output activation or of the gradient of `stage`'s input.
+
+    The buffer belongs to the transfer until it is complete.
+    """
+
+    kind: TransferKind
+    stage: int
+    mb: int
+    peer: int
+
+    @property
+    def value(self) -> Value:
+        return Value(self.kind, self.stage + 1 if self.kind == "act" else self.stage - 1, self.mb)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Make sure that the parameters of a bucket, gathered since the last optimizer update, have arrived."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start the gradient reduction of a bucket: nothing adds to its gradients any more in this step."""
+
+    bucket: int
+
+
+Instruction = Forward | Backward | Recv | Wait | Send | Gather | Reduce
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions per rank, with the facts they were made from (so that the simulator can tell what is missing)."""
+
+    schedule: Schedule
+    runs_per_stage: tuple[int, ...]
+    buckets_of_rank: tuple[Buckets, ...]
+    lists: tuple[tuple[Instruction, ...], ...]

@@ -1,0 +1,159 @@
+"""Turns the actions of stages into instructions: runs of blocks, messages posted in one order on both ends, gather and reduce of buckets.
+
+Knows which values cross ranks and who touches a bucket; leaves the order of compute to `generators` and the doing to the executor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from phalanx.schedule.actions import (
+    Action,
+    Backward,
+    Buckets,
+    Forward,
+    Gather,
+    Instruction,
+    Program,
+    Recv,
+    Reduce,
+    Schedule,
+    ScheduleError,
+    Send,
+    TransferKind,
+    Wait,
+)
+
+
+def lower(
+    schedule: Schedule,
+    runs_per_stage: Sequence[int] | None = None,
+    buckets_of_rank: Sequence[Buckets] | None = None,
+    prefetch: int = 1,
+) -> Program:
+    """The instruction list of every rank.
+
+    `runs_per_stage[s]` is the number of runs that stage s is cut into (default 1 each); `buckets_of_rank[r]` maps the buckets
+    of rank r to the (stage, run) pairs that use them (default none). Receives are posted `prefetch` actions before they are used
+    (or earlier, where the sender's order asks for it), so the message travels under compute and few buffers wait.
+
+    Raises ScheduleError when the numbers do not fit the schedule or a value is sent to an action that does not exist.
+    """
+    runs = tuple(runs_per_stage) if runs_per_stage is not None else (1,) * schedule.num_stages
+    buckets = tuple(buckets_of_rank) if buckets_of_rank is not None else ({},) * schedule.pp
+    _check(schedule, runs, buckets, prefetch)
+    edges = _edges(schedule)
+    lists = []
+    for rank in range(schedule.pp):
+        receives = _receives(schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch)
+        lists.append(_with_buckets(_compute_and_messages(schedule, rank, runs, receives), buckets[rank]))
+    return Program(schedule, runs, buckets, tuple(lists))
+
+
+def _check(schedule: Schedule, runs: tuple[int, ...], buckets: tuple[Buckets, ...], prefetch: int) -> None:
+    if len(runs) != schedule.num_stages or min(runs) < 1:
+        raise ScheduleError(f"runs_per_stage={runs} must give each of the {schedule.num_stages} stages at least one run")
+    if len(buckets) != schedule.pp:
+        raise ScheduleError(f"buckets are given for {len(buckets)} ranks, but the schedule has {schedule.pp}")
+    if prefetch < 0:
+        raise ScheduleError(f"prefetch={prefetch} must not be negative")
+    for rank, of_rank in enumerate(buckets):
+        here = {(stage, run) for stage in schedule.stages_of(rank) for run in range(runs[stage])}
+        for bucket, users in of_rank.items():
+            if not users or not users <= here:
+                raise ScheduleError(f"bucket {bucket} of rank {rank} must lie in (stage, run) pairs {sorted(here)}, not {sorted(users)}")
+
+
+def _edges(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
+    """(sending rank, receiving rank) -> the actions that read the messages, in sending order: the order of both ends."""
+    edges: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            reader = _remote_reader(schedule, action)
+            if reader is not None:
+                edges[rank, schedule.stage_rank[reader.stage]].append(reader)
+    return edges
+
+
+def _compute_and_messages(schedule: Schedule, rank: int, runs: tuple[int, ...], receives: dict[int, list[Recv]]) -> list[Instruction]:
+    received = {recv.value for posts in receives.values() for recv in posts}
+    program: list[Instruction] = []
+    for position, action in enumerate(schedule.orders[rank]):
+        program += receives.get(position, [])  # before the Wait below: a rank that waits must not keep its peers from sending
+        wait = Wait(_kind(action), action.stage, action.mb)
+        if wait.value in received:
+            program.append(wait)
+        program += _compute(action, runs[action.stage])
+        reader = _remote_reader(schedule, action)
+        if reader is not None:
+            program.append(Send(_kind(action), action.stage, action.mb, schedule.stage_rank[reader.stage]))
+    return program
+
+
+def _compute(action: Action, num_runs: int) -> Iterable[Instruction]:
+    if action.kind == "F":
+        return [Forward(action.stage, run, action.mb) for run in range(num_runs)]
+    if action.kind == "B":
+        return [Backward(action.stage, run, action.mb) for run in reversed(range(num_runs))]
+    raise ScheduleError(f"{action}: split backwards (I, W) are not lowered yet")
+
+
+def _receives(order: Sequence[Action], incoming: dict[int, list[Action]], prefetch: int) -> dict[int, list[Recv]]:
+    """Position in a rank's order -> the receives to post before that action; `incoming` has its readers per sending rank.
+
+    On each edge the order is the sender's; a value that is needed late must still be posted before a later one needed early.
+    """
+    position = {action: i for i, action in enumerate(order)}
+    due: list[tuple[int, Recv]] = []
+    for source, readers in sorted(incoming.items()):
+        need = len(order)
+        from_last = []
+        for reader in reversed(readers):
+            if reader not in position:
+                raise ScheduleError(f"rank {source} makes a value for {reader}, which no rank runs")
+            need = min(need, position[reader])
+            from_last.append((need, Recv(_kind(reader), reader.stage, reader.mb, source)))
+        due += reversed(from_last)
+    posts: dict[int, list[Recv]] = defaultdict(list)
+    for need, recv in sorted(due, key=lambda pair: pair[0]):  # stable, so each edge keeps its order
+        posts[max(0, need - prefetch)].append(recv)
+    return posts
+
+
+def _remote_reader(schedule: Schedule, action: Action) -> Action | None:
+    """Who reads this action's result on another rank; at a stage border within a rank, and at both ends of the model, nobody."""
+    reader = schedule.consumer(action)
+    if reader is None or schedule.stage_rank[reader.stage] == schedule.stage_rank[action.stage]:
+        return None
+    return reader
+
+
+def _kind(action: Action) -> TransferKind:
+    return "act" if action.kind == "F" else "grad"
+
+
+def _with_buckets(program: list[Instruction], buckets: Buckets) -> tuple[Instruction, ...]:
+    """Gather before a bucket's first Forward, Reduce after its last Backward: found by use, so tied weights need no special rule."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    buckets_of = defaultdict(list)
+    for bucket, users in buckets.items():
+        for user in users:
+            buckets_of[user].append(bucket)
+    for i, instruction in enumerate(program):
+        if isinstance(instruction, Forward | Backward):
+            for bucket in buckets_of[instruction.stage, instruction.run]:
+                if isinstance(instruction, Forward):
+                    first.setdefault(bucket, i)
+                else:
+                    last[bucket] = i
+    before, after = defaultdict(list), defaultdict(list)
+    for bucket in buckets:  # the mapping's order, the same on every data-parallel peer
+        if bucket in first:
+            before[first[bucket]].append(Gather(bucket))
+        if bucket in last:
+            # A gradient that the previous stage waits for goes out before a reduction that nobody waits for yet.
+            i = last[bucket]
+            after[i + (i + 1 < len(program) and isinstance(program[i + 1], Send))].append(Reduce(bucket))
+    return tuple(x for i, instruction in enumerate(program) for x in (*before[i], instruction, *after[i]))

@@ -1,0 +1,393 @@
+"""Runs the instruction lists of all ranks on paper: proves that they finish and compute the right thing, and says how long and how full.
+
+The slow twin of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order, as one
+communicator per edge does; what the instructions mean is written in `actions`, how they were made does not matter here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from phalanx.schedule.actions import (
+    Backward,
+    Forward,
+    Gather,
+    Instruction,
+    Program,
+    Recv,
+    Reduce,
+    ScheduleError,
+    Send,
+    TransferKind,
+    Value,
+    Wait,
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the forward and of the backward of each stage for one micro-batch, and of one message between ranks."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    send: float = 0.0
+
+    @classmethod
+    def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> Costs:
+        return cls((forward,) * num_stages, (backward,) * num_stages, send)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One run of blocks at work on one rank."""
+
+    rank: int
+    start: float
+    end: float
+    instruction: Forward | Backward
+
+
+@dataclass(frozen=True)
+class LiveChange:
+    """From `time` on, a rank holds the activations of `live` micro-batches of `stage`."""
+
+    time: float
+    stage: int
+    live: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a simulation saw. Times are seconds since the start of the step; tuples go by rank unless the name says otherwise."""
+
+    program: Program
+    makespan: float
+    busy: tuple[float, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    live: tuple[tuple[LiveChange, ...], ...]
+    peak_live: tuple[int, ...]
+    """Most (stage, micro-batch) activations alive at once, over all stages of a rank."""
+    peak_live_of_stage: tuple[int, ...]
+    peak_receives: tuple[int, ...]
+    """Most receive buffers posted and not yet waited for."""
+    peak_sends: tuple[int, ...]
+    """Most send buffers whose transfer was not complete."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time that is idle, 0 to 1."""
+        total = self.makespan * len(self.busy)
+        return 1 - sum(self.busy) / total if total else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle time over compute time: (p-1)/m for 1F1B, (p-1)/(v m) interleaved (arXiv:2104.04473, section 2.2)."""
+        busy = sum(self.busy)
+        return self.makespan * len(self.busy) / busy - 1 if busy else 0.0
+
+
+def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool = False) -> Trace:
+    """Run all lists to their end. With `host_rendezvous` a Send also stops its host until the receiver has posted.
+
+    Raises ScheduleError, naming ranks and instructions, when a list reads a value that is not there, computes something twice or
+    never, when the two ends of an edge disagree, when a bucket is used before it is gathered or reduced before its last
+    gradient, or when ranks wait for each other.
+    """
+    if len(program.lists) != program.schedule.pp:
+        raise ScheduleError(f"there are {len(program.lists)} lists for {program.schedule.pp} ranks")
+    costs = costs or Costs.uniform(program.schedule.num_stages)
+    if len(costs.forward) != program.schedule.num_stages or len(costs.backward) != program.schedule.num_stages:
+        raise ScheduleError(f"costs are for {len(costs.forward)} stages, the schedule has {program.schedule.num_stages}")
+    edges: dict[tuple[int, int], _Edge] = defaultdict(lambda: _Edge(costs.send))
+    ranks = [_Rank(program, rank, costs, edges, host_rendezvous) for rank in range(program.schedule.pp)]
+    while any(not rank.finished for rank in ranks):
+        # The result does not depend on who goes first: a rank's next instruction and all times follow from the lists alone.
+        if not any([rank.advance() for rank in ranks]):
+            _deadlock(ranks)
+    for (source, to), edge in edges.items():
+        edge.check_empty(source, to)
+    for rank in ranks:
+        rank.check_complete()
+    return _trace(program, ranks, edges)
+
+
+class _Edge:
+    """Messages from one rank to another: the i-th send meets the i-th receive."""
+
+    def __init__(self, cost: float):
+        self.cost = cost
+        self.sends: list[tuple[Value, float]] = []
+        self.recvs: list[tuple[Value, float]] = []
+        self.ends: list[float] = []
+        self.place: dict[Value, int] = {}
+
+    def post(self, end: Literal["send", "recv"], value: Value, time: float, source: int, to: int) -> None:
+        if end == "recv":
+            self.place[value] = len(self.recvs)
+        (self.sends if end == "send" else self.recvs).append((value, time))
+        i = len(self.ends)
+        if i >= min(len(self.sends), len(self.recvs)):
+            return
+        (sent, send_time), (expected, recv_time) = self.sends[i], self.recvs[i]
+        if sent != expected:
+            raise ScheduleError(f"edge rank {source} -> rank {to}: message {i} is sent as ({sent}) but received as ({expected})")
+        self.ends.append(max(send_time, recv_time, self.ends[-1] if i else 0.0) + self.cost)
+
+    def arrival(self, value: Value) -> float | None:
+        i = self.place[value]
+        return self.ends[i] if i < len(self.ends) else None
+
+    def check_empty(self, source: int, to: int) -> None:
+        if len(self.sends) != len(self.recvs):
+            some = self.sends if len(self.sends) > len(self.recvs) else self.recvs
+            what = "sent but never received" if some is self.sends else "received but never sent"
+            raise ScheduleError(f"edge rank {source} -> rank {to}: ({some[len(self.ends)][0]}) is {what}")
+
+
+@dataclass
+class _Rank:
+    """One executor: a list, a place in it, a clock, and the values it holds."""
+
+    program: Program
+    rank: int
+    costs: Costs
+    edges: dict[tuple[int, int], _Edge]
+    host_rendezvous: bool
+
+    at: int = 0
+    time: float = 0.0
+    blocked_on: int | None = None
+    values: set[Value] = field(default_factory=set)
+    posted: dict[Value, int] = field(default_factory=dict)
+    received: set[Value] = field(default_factory=set)
+    done: set[Forward | Backward] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
+    sent_at: list[tuple[int, int, float]] = field(default_factory=list)
+    sending: bool = False
+    spans: list[Span] = field(default_factory=list)
+    live: Counter[int] = field(default_factory=Counter)
+    live_changes: list[LiveChange] = field(default_factory=list)
+    peak_live: int = 0
+    peak_receives: int = 0
+
+    def __post_init__(self) -> None:
+        self.schedule = self.program.schedule
+        self.list = self.program.lists[self.rank]
+        self.stages = set(self.schedule.stages_of(self.rank))
+        self.buckets = self.program.buckets_of_rank[self.rank]
+        self.buckets_of = defaultdict(list)
+        for bucket, users in self.buckets.items():
+            for user in users:
+                self.buckets_of[user].append(bucket)
+
+    @property
+    def finished(self) -> bool:
+        return self.at == len(self.list)
+
+    @property
+    def here(self) -> Instruction | None:
+        return None if self.finished else self.list[self.at]
+
+    def state(self) -> str:
+        return "has finished" if self.finished else f"stands at instruction {self.at}, {self.here}, and waits for rank {self.blocked_on}"
+
+    def fail(self, why: str) -> NoReturn:
+        raise ScheduleError(f"rank {self.rank}, instruction {self.at}, {self.here}: {why}")
+
+    def require(self, condition: bool, why: str) -> None:
+        if not condition:
+            self.fail(why)
+
+    def advance(self) -> bool:
+        """Go on until the end or a wait; says whether anything was done."""
+        start = self.at
+        while not self.finished and self.step(self.list[self.at]):
+            self.at += 1
+        return self.at > start
+
+    def step(self, instruction: Instruction) -> bool:
+        """Do one instruction; False when it must wait for a peer."""
+        match instruction:
+            case Forward():
+                self.forward(instruction)
+            case Backward():
+                self.backward(instruction)
+            case Recv():
+                self.recv(instruction)
+            case Send():
+                return self.send(instruction)
+            case Wait():
+                return self.wait(instruction)
+            case Gather(bucket):
+                self.require(bucket in self.buckets and bucket not in self.gathered, "gathers an unknown bucket, or one twice")
+                self.gathered.add(bucket)
+            case Reduce(bucket):
+                self.reduce(bucket)
+        return True
+
+    # ---- compute
+
+    def forward(self, do: Forward) -> None:
+        self.check_place(do)
+        if do.run > 0:
+            self.require(Forward(do.stage, do.run - 1, do.mb) in self.done, "the run before it has not run")
+        else:
+            self.take("act", do.stage, do.mb, exists=do.stage > 0)
+            self.change_live(do.stage, +1)
+        missing = [bucket for bucket in self.buckets_of[do.stage, do.run] if bucket not in self.gathered]
+        self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
+        self.work(do, self.costs.forward[do.stage])
+        if do.run == self.program.runs_per_stage[do.stage] - 1:
+            if do.stage < self.schedule.num_stages - 1:
+                self.values.add(Value("act", do.stage + 1, do.mb))
+            if not self.schedule.has_backward:
+                self.change_live(do.stage, -1)
+
+    def backward(self, do: Backward) -> None:
+        self.check_place(do)
+        last = self.program.runs_per_stage[do.stage] - 1
+        self.require(Forward(do.stage, last, do.mb) in self.done, "its forward has not run")
+        if do.run < last:
+            self.require(Backward(do.stage, do.run + 1, do.mb) in self.done, "the run after it has not run backward")
+        else:
+            self.take("grad", do.stage, do.mb, exists=do.stage < self.schedule.num_stages - 1)
+        finished = [bucket for bucket in self.buckets_of[do.stage, do.run] if bucket in self.reduced]
+        self.require(not finished, f"adds gradients to buckets {finished} after their reduction")
+        self.work(do, self.costs.backward[do.stage])
+        if do.run == 0:
+            self.change_live(do.stage, -1)
+            if do.stage > 0:
+                self.values.add(Value("grad", do.stage - 1, do.mb))
+
+    def check_place(self, do: Forward | Backward) -> None:
+        self.require(do.stage in self.stages, f"stage {do.stage} is not on this rank")
+        self.require(0 <= do.run < self.program.runs_per_stage[do.stage], f"stage {do.stage} has no such run")
+        self.require(0 <= do.mb < self.schedule.num_micro_batches, "there is no such micro-batch")
+        self.require(do not in self.done, "runs a second time")
+
+    def take(self, kind: TransferKind, stage: int, mb: int, exists: bool) -> None:
+        if exists:
+            value = Value(kind, stage, mb)
+            self.require(value in self.values, f"({value}) is not there")
+            self.values.remove(value)
+
+    def work(self, do: Forward | Backward, stage_cost: float) -> None:
+        start = self.time
+        self.time += stage_cost / self.program.runs_per_stage[do.stage]
+        self.spans.append(Span(self.rank, start, self.time, do))
+        self.done.add(do)
+
+    def change_live(self, stage: int, by: int) -> None:
+        self.live[stage] += by
+        self.live_changes.append(LiveChange(self.time, stage, self.live[stage]))
+        self.peak_live = max(self.peak_live, self.live.total())
+
+    # ---- messages
+
+    def recv(self, do: Recv) -> None:
+        self.require(do.value not in self.posted, "is posted a second time")
+        from_stage = do.stage - 1 if do.kind == "act" else do.stage + 1
+        self.require(do.stage in self.stages and self.owner(from_stage) == do.peer, f"stage {from_stage} is not on rank {do.peer}")
+        self.posted[do.value] = do.peer
+        self.edges[do.peer, self.rank].post("recv", do.value, self.time, do.peer, self.rank)
+        self.peak_receives = max(self.peak_receives, len(self.posted) - len(self.received))
+
+    def wait(self, do: Wait) -> bool:
+        self.require(do.value in self.posted, "no receive is posted for it")
+        self.require(do.value not in self.received, "waits a second time")
+        peer = self.posted[do.value]
+        arrival = self.edges[peer, self.rank].arrival(do.value)
+        self.blocked_on = peer
+        if arrival is None:
+            return False
+        self.time = max(self.time, arrival)
+        self.received.add(do.value)
+        self.values.add(do.value)
+        return True
+
+    def send(self, do: Send) -> bool:
+        """Post; then, when the host stops for its receiver, stay here until that has posted too."""
+        edge = self.edges[self.rank, do.peer]
+        if not self.sending:
+            self.require(do.stage in self.stages and self.owner(do.value.stage) == do.peer, f"its reader is not on rank {do.peer}")
+            self.take(*do.value, exists=True)
+            self.sent_at.append((do.peer, len(edge.sends), self.time))
+            edge.post("send", do.value, self.time, self.rank, do.peer)
+            self.sending = True
+        i = self.sent_at[-1][1]
+        if self.host_rendezvous:
+            self.blocked_on = do.peer
+            if i >= len(edge.recvs):
+                return False
+            self.time = max(self.time, edge.recvs[i][1])
+        self.sending = False
+        return True
+
+    def owner(self, stage: int) -> int | None:
+        return self.schedule.stage_rank[stage] if 0 <= stage < self.schedule.num_stages else None
+
+    # ---- buckets and the end
+
+    def reduce(self, bucket: int) -> None:
+        self.require(bucket in self.buckets and bucket not in self.reduced, "reduces an unknown bucket, or one twice")
+        for stage, run in self.buckets[bucket]:
+            for mb in range(self.schedule.num_micro_batches):
+                self.require(Backward(stage, run, mb) in self.done, f"{Backward(stage, run, mb)} still adds gradients")
+        self.reduced.add(bucket)
+
+    def check_complete(self) -> None:
+        kinds = (Forward, Backward) if self.schedule.has_backward else (Forward,)
+        for stage in sorted(self.stages):
+            for run in range(self.program.runs_per_stage[stage]):
+                for mb in range(self.schedule.num_micro_batches):
+                    for kind in kinds:
+                        if kind(stage, run, mb) not in self.done:
+                            raise ScheduleError(f"rank {self.rank} never runs {kind(stage, run, mb)}")
+        if self.values:
+            raise ScheduleError(f"rank {self.rank} holds values that nobody reads: {', '.join(str(v) for v in sorted(self.values))}")
+        if len(self.posted) > len(self.received):
+            raise ScheduleError(f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}")
+        if self.schedule.has_backward and self.reduced != set(self.buckets):
+            raise ScheduleError(f"rank {self.rank} never reduces buckets {sorted(set(self.buckets) - self.reduced)}")
+
+
+def _deadlock(ranks: list[_Rank]) -> NoReturn:
+    """Follow who waits for whom from any stuck rank: the walk ends in a ring of waits, or at a rank that has finished."""
+    rank = next(rank for rank in ranks if not rank.finished)
+    walk: list[_Rank] = []
+    while rank not in walk and not rank.finished:
+        walk.append(rank)
+        rank = ranks[rank.blocked_on if rank.blocked_on is not None else rank.rank]
+    culprits = walk[walk.index(rank) :] if rank in walk else [walk[-1], rank]
+    raise ScheduleError("deadlock:\n" + "\n".join(f"  rank {rank.rank} {rank.state()}" for rank in culprits))
+
+
+def _trace(program: Program, ranks: list[_Rank], edges: dict[tuple[int, int], _Edge]) -> Trace:
+    peak_of_stage: Counter[int] = Counter()
+    for change in (change for rank in ranks for change in rank.live_changes):
+        peak_of_stage[change.stage] = max(peak_of_stage[change.stage], change.live)
+    return Trace(
+        program=program,
+        makespan=max(rank.time for rank in ranks),
+        busy=tuple(sum(span.end - span.start for span in rank.spans) for rank in ranks),
+        spans=tuple(tuple(rank.spans) for rank in ranks),
+        live=tuple(tuple(rank.live_changes) for rank in ranks),
+        peak_live=tuple(rank.peak_live for rank in ranks),
+        peak_live_of_stage=tuple(peak_of_stage[stage] for stage in range(program.schedule.num_stages)),
+        peak_receives=tuple(rank.peak_receives for rank in ranks),
+        peak_sends=tuple(_peak_sends(rank, edges) for rank in ranks),
+    )
+
+
+def _peak_sends(rank: _Rank, edges: dict[tuple[int, int], _Edge]) -> int:
+    changes = []
+    for peer, i, time in rank.sent_at:
+        changes += [(time, 1), (edges[rank.rank, peer].ends[i], -1)]
+    now = peak = 0
+    for _, by in sorted(changes):  # at equal times, releases first
+        now += by
+        peak = max(peak, now)
+    return peak
