@@ -1,0 +1,265 @@
+"""Token files: Megatron's .bin/.idx pair, read through memory maps as one stream of tokens and written atomically.
+
+The .bin holds token ids and nothing else. The .idx holds, little-endian: magic (9 bytes), version (u64), dtype code (u8),
+number of sequences S (u64), number of document indices D + 1 (u64), then lengths in tokens (i32, S), byte offsets into the
+.bin (i64, S), the first sequence of each document closed by S (i64, D + 1), and perhaps one mode per sequence (i8, S).
+What the tokens mean and in which order they are seen is left to `tokenizers` and `mixture`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from phalanx.base.errors import DataError
+from phalanx.data.files import must_exist, sync, sync_folder, temporary_name
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+CHUNK = 1 << 20  # entries looked at or copied at a time: memory stays flat however many documents there are
+MAX_LENGTH = 2**31 - 1  # lengths are int32
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype Megatron stores ids of this vocabulary in."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def strip_suffix(prefix: str | os.PathLike[str]) -> str:
+    """`x` for each of `x`, `x.bin` and `x.idx`."""
+    text = os.fspath(prefix)
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
+
+
+class Corpus:
+    """An open pair of files, seen as one stream of `num_tokens` tokens: all sequences in file order.
+
+    Only memory maps are held, so a billion documents cost no memory of this process; opening reads the .idx once, front to
+    back. Raises DataError for a file that is missing, truncated, foreign, or does not belong to the other one.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]):
+        self.prefix = strip_suffix(prefix)
+        self.bin_path = must_exist(self.prefix + ".bin")
+        self.idx_path = must_exist(self.prefix + ".idx")
+        self.dtype, self.num_sequences, num_indices = _read_header(self.idx_path)
+        self.num_documents = num_indices - 1
+        lengths_end = HEADER.size + 4 * self.num_sequences
+        self._lengths = _map(self.idx_path, np.int32, HEADER.size, self.num_sequences)
+        self._pointers = _map(self.idx_path, np.int64, lengths_end, self.num_sequences)
+        self._documents = _map(self.idx_path, np.int64, lengths_end + 8 * self.num_sequences, num_indices)
+        self._bytes = _map(self.bin_path, np.uint8, 0, self.bin_path.stat().st_size)
+        self._check_documents()
+        self.num_tokens, contiguous = self._check_pointers()
+        self._first = int(self._pointers[0]) if self.num_sequences else 0
+        self._offsets = None if contiguous else _running_sum(self._lengths)
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.prefix!r}, {self.num_tokens} tokens, {self.num_documents} documents, {self.dtype})"
+
+    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens start..stop-1 of the stream, (stop - start,) in the file's dtype; a read-only view when the file is contiguous."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start}..{stop} of {self.bin_path}, which holds {self.num_tokens}")
+        if self._offsets is None:
+            return self._read(self._first + start * self.dtype.itemsize, stop - start)
+        first = int(np.searchsorted(self._offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self._offsets, stop, side="left"))
+        run = [self.sequence(s) for s in range(first, last)]
+        skip = start - int(self._offsets[first])
+        return np.concatenate([np.empty(0, self.dtype), *run])[skip : skip + stop - start]
+
+    def sequence(self, s: int) -> NDArray[Any]:
+        """Sequence number s, as Megatron's `IndexedDataset[s]`."""
+        return self._read(int(self._pointers[s]), int(self._lengths[s]))
+
+    def document_start(self, d: int) -> int:
+        """Offset in the stream of the first token of document d; num_tokens for d = num_documents."""
+        s = int(self._documents[d])
+        if s == self.num_sequences:
+            return self.num_tokens
+        return int(self._offsets[s]) if self._offsets is not None else (int(self._pointers[s]) - self._first) // self.dtype.itemsize
+
+    def document_at(self, offset: int) -> int:
+        """Number of the document that token `offset` belongs to."""
+        return bisect_right(range(self.num_documents), offset, key=self.document_start) - 1
+
+    def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Offsets in the stream, ascending, of the documents that start in [start, stop)."""
+        documents = range(self.num_documents)
+        low = bisect_left(documents, start, key=self.document_start)
+        high = bisect_left(documents, min(stop, self.num_tokens), lo=low, key=self.document_start)
+        sequences = self._documents[low:high]
+        if self._offsets is not None:
+            return np.unique(self._offsets[sequences])  # unique: empty documents start where the next one does
+        return np.unique((self._pointers[sequences] - self._first) // self.dtype.itemsize)
+
+    def _read(self, pointer: int, count: int) -> NDArray[Any]:
+        return np.frombuffer(self._bytes, dtype=self.dtype, count=count, offset=pointer) if count else np.empty(0, self.dtype)
+
+    def _check_documents(self) -> None:
+        indices = self._documents
+        ends = (int(indices[0]), int(indices[-1]))
+        if ends != (0, self.num_sequences):
+            raise DataError(
+                f"{self.idx_path}: damaged: document indices run from {ends[0]} to {ends[1]}, expected 0 to {self.num_sequences}"
+            )
+        for at in range(0, self.num_documents, CHUNK):
+            if np.any(np.diff(indices[at : at + CHUNK + 1]) < 0):
+                raise DataError(f"{self.idx_path}: damaged: document indices decrease")
+
+    def _check_pointers(self) -> tuple[int, bool]:
+        """(tokens in all sequences, whether they lie in the .bin one after the other in file order)."""
+        size, item = self.bin_path.stat().st_size, self.dtype.itemsize
+        tokens, end, furthest, contiguous = 0, None, 0, True
+        for at in range(0, self.num_sequences, CHUNK):
+            lengths = self._lengths[at : at + CHUNK].astype(np.int64)
+            starts = self._pointers[at : at + CHUNK]
+            stops = starts + lengths * item
+            if lengths.min() < 0 or starts.min() < 0:
+                raise DataError(f"{self.idx_path}: damaged: a negative length or byte offset in sequences {at}..{at + len(lengths) - 1}")
+            contiguous &= (end is None or int(starts[0]) == end) and bool(np.array_equal(starts[1:], stops[:-1]))
+            tokens, end, furthest = tokens + int(lengths.sum()), int(stops[-1]), max(furthest, int(stops.max()))
+        if size < furthest or (contiguous and size != furthest):
+            kind = "truncated" if size < furthest else "too long"
+            raise DataError(f"{self.bin_path}: {kind}: {size} bytes, expected {furthest} by {self.idx_path.name}")
+        return tokens, contiguous
+
+
+def check_vocab(corpus: Corpus, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
+    """Raise DataError with file, document, offset and id for the first token in [start, stop) outside [0, vocab_size)."""
+    stop = corpus.num_tokens if stop is None else stop
+    for at in range(start, stop, CHUNK):
+        part = corpus.tokens(at, min(at + CHUNK, stop))
+        bad = np.flatnonzero((part < 0) | (part >= vocab_size))
+        if len(bad):
+            offset = at + int(bad[0])
+            document = corpus.document_at(offset)
+            raise DataError(
+                f"{corpus.bin_path}: token id {int(part[bad[0]])} is outside the vocabulary of {vocab_size}: "
+                f"document {document}, its token {offset - corpus.document_start(document)}, token {offset} of the file"
+            )
+
+
+class CorpusWriter:
+    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does; a context manager.
+
+    Nothing is seen under the final names before the block ends well, and nothing is left behind when it does not. Lengths and
+    document indices are spooled to disk, so memory is bounded by one document.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike):
+        self.prefix = strip_suffix(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype.name not in CODES.values() or self.dtype.kind == "f":
+            raise ValueError(f"token ids cannot be stored as {self.dtype.name}; integer types of {', '.join(CODES.values())} can")
+        self.num_tokens = self.num_sequences = self.num_documents = 0
+        self._bin_path, self._idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
+        self._bin_path.parent.mkdir(parents=True, exist_ok=True)
+        self._bin_temporary, self._idx_temporary = temporary_name(self._bin_path), temporary_name(self._idx_path)
+
+    def __enter__(self) -> CorpusWriter:
+        self._bin: IO[bytes] = open(self._bin_temporary, "wb")
+        self._lengths = tempfile.TemporaryFile(dir=self._bin_path.parent)
+        self._documents = tempfile.TemporaryFile(dir=self._bin_path.parent)
+        self._documents.write(np.int64(0).tobytes())
+        return self
+
+    def add_document(self, tokens: NDArray[Any] | Sequence[int], lengths: Sequence[int] | None = None) -> None:
+        """Append a document of one sequence, or of several whose `lengths` add up to its tokens. DataError if an id does not fit."""
+        ids = np.asarray(tokens)
+        lengths = [len(ids)] if lengths is None else lengths
+        if sum(lengths) != len(ids) or max(lengths, default=0) > MAX_LENGTH or min(lengths, default=0) < 0:
+            raise DataError(
+                f"{self._bin_path}: document {self.num_documents} has {len(ids)} tokens, "
+                f"but its sequence lengths add up to {sum(lengths)} (each must be 0..{MAX_LENGTH})"
+            )
+        limits = np.iinfo(self.dtype)
+        if len(ids) and not limits.min <= int(ids.min()) <= int(ids.max()) <= limits.max:
+            raise DataError(
+                f"{self._bin_path}: document {self.num_documents} has ids {ids.min()}..{ids.max()}, "
+                f"{self.dtype} holds {limits.min}..{limits.max}"
+            )
+        self._bin.write(ids.astype(self.dtype).tobytes())
+        self._lengths.write(np.asarray(lengths, dtype=np.int32).tobytes())
+        self.num_sequences += len(lengths)
+        self.num_tokens += len(ids)
+        self.num_documents += 1
+        self._documents.write(np.int64(self.num_sequences).tobytes())
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            for file in (self._bin, self._lengths, self._documents):
+                file.close()
+            self._bin_temporary.unlink(missing_ok=True)
+            self._idx_temporary.unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        sync(self._bin)
+        with open(self._idx_temporary, "wb") as idx:
+            self._write_index(idx)
+            sync(idx)
+        self._idx_path.unlink(missing_ok=True)  # a crash between the renames must not leave an old .idx beside the new .bin
+        os.replace(self._bin_temporary, self._bin_path)
+        os.replace(self._idx_temporary, self._idx_path)
+        sync_folder(self._bin_path.parent)
+
+    def _write_index(self, idx: IO[bytes]) -> None:
+        code = next(c for c, name in CODES.items() if name == self.dtype.name)
+        idx.write(HEADER.pack(MAGIC, 1, code, self.num_sequences, self.num_documents + 1))
+        self._lengths.seek(0)
+        shutil.copyfileobj(self._lengths, idx)
+        self._lengths.seek(0)
+        pointer = 0
+        while piece := self._lengths.read(4 * CHUNK):
+            ends = pointer + np.cumsum(np.frombuffer(piece, np.int32), dtype=np.int64) * self.dtype.itemsize
+            idx.write(np.concatenate([[pointer], ends[:-1]]).astype(np.int64).tobytes())
+            pointer = int(ends[-1])
+        self._documents.seek(0)
+        shutil.copyfileobj(self._documents, idx)
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """(dtype, number of sequences, number of document indices). DataError unless the size of the file fits them exactly."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if not MAGIC.startswith(head[: len(MAGIC)]):
+        raise DataError(f"{path}: not a Megatron index: it starts with {head[:9]!r}, expected {MAGIC!r} ({size} bytes)")
+    if len(head) < HEADER.size:
+        raise DataError(f"{path}: truncated: {size} bytes, expected at least {HEADER.size}")
+    _, version, code, sequences, indices = HEADER.unpack(head)
+    if version != 1:
+        raise DataError(f"{path}: index version {version}, expected 1")
+    if code not in CODES or CODES[code].startswith("float"):
+        raise DataError(f"{path}: dtype code {code} ({CODES.get(code, 'unknown')}) cannot hold token ids")
+    expected = HEADER.size + 12 * sequences + 8 * indices
+    if indices < 1 or size not in (expected, expected + sequences):  # the longer one has a mode per sequence
+        kind = "truncated" if size < expected else "damaged"
+        raise DataError(f"{path}: {kind}: {size} bytes, expected {expected} for {sequences} sequences and {indices} document indices")
+    return np.dtype(CODES[code]), sequences, indices
+
+
+def _map(path: Path, dtype: DTypeLike, offset: int, count: int) -> NDArray[Any]:
+    """A read-only map; as a plain array, because numpy's memmap class makes each small slice slow."""
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+
+
+def _running_sum(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,128 @@
+"""Tokenizers: loading, training and saving `tokenizer.json` files of the Hugging Face `tokenizers` library. No code is ever loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from phalanx.base.errors import DataError
+from phalanx.data.files import must_exist, replacing
+
+END_OF_DOCUMENT = "<|endoftext|>"
+OTHER_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+BYTES = "bytes"
+MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
+
+
+class Tokenizer:
+    """Text to ids and back. Text is only ever text: the name of a special token inside it is not turned into that token.
+
+    vocab_size  the largest id plus one
+    eod         id of the end-of-document token, or None if the tokenizer has none
+    fingerprint SHA-256 of its JSON
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer, eod_token: str | None):
+        self._core = core
+        self._core.encode_special_tokens = True
+        self._core.no_padding()
+        self._core.no_truncation()
+        self.eod_token = eod_token
+        self.eod: int | None = core.token_to_id(eod_token) if eod_token is not None else None
+        self.vocab_size = max(core.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = hashlib.sha256(core.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._core.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, on all cores."""
+        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write tokenizer.json and the tokenizer_config.json that transformers needs; returns the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eod_token,
+            "bos_token": self.eod_token,
+            "clean_up_tokenization_spaces": False,
+        }
+        with replacing(folder / "tokenizer.json") as file:
+            file.write(self._core.to_str(pretty=True).encode())
+        with replacing(folder / "tokenizer_config.json") as file:
+            file.write(json.dumps({k: v for k, v in config.items() if v is not None}, indent=2).encode())
+        return folder
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """A tokenizer.json, a folder that holds one, or `bytes`. DataError if it is missing or not one."""
+    if os.fspath(path) == BYTES:
+        return byte_tokenizer()
+    path = must_exist(path)
+    file = must_exist(path / "tokenizer.json") if path.is_dir() else path
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{file}: not a tokenizer.json: {error}") from None
+    return Tokenizer(core, _end_of_document(core, file.with_name("tokenizer_config.json")))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0..255 are the bytes of UTF-8, 256 ends a document. Needs no training and no file."""
+    vocab = {character: byte for byte, character in _byte_characters().items()}
+    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    _make_byte_level(core)
+    core.add_special_tokens([END_OF_DOCUMENT])
+    return Tokenizer(core, END_OF_DOCUMENT)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> Tokenizer:
+    """Train a byte-level BPE and save it to `folder`: id 0 ends a document, every text can be encoded.
+
+    ValueError if vocab_size cannot hold every byte. Few texts can give a smaller vocabulary than asked for.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size {vocab_size}: a byte-level vocabulary has {MIN_VOCAB_SIZE} tokens or more")
+    core = tokenizers.Tokenizer(models.BPE())
+    _make_byte_level(core)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(texts, trainer)
+    tokenizer = Tokenizer(core, END_OF_DOCUMENT)
+    tokenizer.save(folder)
+    return tokenizer
+
+
+def _make_byte_level(core: tokenizers.Tokenizer) -> None:
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # type: ignore[assignment]
+    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def _end_of_document(core: tokenizers.Tokenizer, config: Path) -> str | None:
+    """The end-of-document token: ours, else the end of sequence that the tokenizer's own config names, else a usual one."""
+    named: list[str] = []
+    if config.exists():
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{config}: not a tokenizer_config.json: {error}") from None
+        named = [eos["content"] if isinstance(eos, dict) else eos] if eos else []
+    return next((token for token in (END_OF_DOCUMENT, *named, *OTHER_ENDS) if core.token_to_id(token) is not None), None)
