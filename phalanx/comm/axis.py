@@ -42,6 +42,10 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
     return call(out, x, group=group, async_op=async_op)
 
 
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source)
+
+
 class Axis:
     """`size` ranks, of which this one is number `index`; `ranks` are their numbers in the world."""
 
@@ -108,7 +112,7 @@ class Axis:
             return Work(own, self._run(lambda: _reduce_scatter(own, x, self.group, async_op)))
         apart = torch.empty_like(own)  # gloo needs input and output apart
         handle = self._run(lambda: _reduce_scatter(apart, x, self.group, async_op))
-        work = Work(own, handle, lambda: own.copy_(apart) and None)
+        work = Work(own, handle, finish=lambda: _copy(own, apart))
         return work if async_op else Work(work.wait())
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:

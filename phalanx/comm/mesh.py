@@ -36,7 +36,8 @@ class Mesh:
     """The axes of one rank.
 
     tp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
-    All groups of a rank are made in the same order on all their members, and only by their members.
+    Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
+    only, because torch names such a group by the number of groups that a rank has made before.
     """
 
     def __init__(self, grid: Grid, rank: int = 0, device: torch.device | str = "cpu", timeout_s: float = 600.0):
@@ -44,32 +45,39 @@ class Mesh:
         self.at = grid.coords(rank)
         self.watch = Watch()
         self._timeout = timedelta(seconds=timeout_s)
-        self._made: dict[tuple[str, tuple[int, ...]], Axis] = {}
-        self.world = self._axis("world", tuple(range(grid.world)))
-        self.tp = self._axis("tp", grid.ranks(self.at, ("tp",)))
-        self.dp = self._axis("dp", grid.ranks(self.at, ("dp",)))
-        self.pp = self._axis("pp", grid.ranks(self.at, ("pp",)))
+        self._axes: list[Axis] = []
+        self._subs: dict[Replica, Axis] = {}
+        self.world = self._phase("world", tuple(range(grid.world)))
+        self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
+        self.dp = self._phase("dp", grid.ranks(self.at, ("dp",)))
+        self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
 
-    def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        if (name, ranks) not in self._made:
-            group = None
-            if len(ranks) > 1:
-                group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
-            self._made[name, ranks] = Axis(name, ranks, ranks.index(self.rank), group, self.watch)
-        return self._made[name, ranks]
+    def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        group = None
+        if self.grid.world > 1:
+            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+        axis = Axis(name, ranks, ranks.index(self.rank), group, self.watch)
+        self._axes.append(axis)
+        return axis
 
     def _make_edges(self) -> dict[tuple[int, int], Axis]:
-        """Directed edges between neighbouring pipeline ranks (a ring), each with a communicator of its own.
+        """Directed edges between neighbours on the ring of pipeline ranks, each with a communicator of its own.
 
-        Every rank walks the ring's edges in one order, so that both ends of each meet without a world-wide call.
+        A phase is a set of edges that share no rank: the even ones, the odd ones, and the closing one of an odd ring.
         """
         n, edges = self.grid.pp, {}
-        for source in range(n if n > 1 else 0):
-            for a, b in ((source, (source + 1) % n), ((source + 1) % n, source)):
-                if self.at.pp in (a, b) and (a, b) not in edges:
-                    ranks = self.grid.members(self.at, "pp", (a, b))
-                    edges[a, b] = self._axis(f"edge {a}->{b}", ranks)
+        if n == 1:
+            return {}
+        ring = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
+        for phase in (ring[0 : n - n % 2 : 2], ring[1::2], ring[n - 1 :] if n % 2 else []):
+            for backward in (False, True) if phase else ():
+                directed = [(b, a) if backward else (a, b) for a, b in phase]
+                mine = next((e for e in directed if self.at.pp in e), None)
+                ranks = self.grid.members(self.at, "pp", mine) if mine else (self.rank,)
+                axis = self._phase(f"edge {mine[0]}->{mine[1]}" if mine else "no edge", ranks)
+                if mine:
+                    edges[mine] = axis
         return edges
 
     def edge(self, source: int, to: int) -> Axis:
@@ -78,24 +86,33 @@ class Mesh:
 
     def sub(self, replica: Replica) -> Axis:
         """The ranks that share a replica with this one."""
-        return self._axis(f"{replica.axis} part", self.grid.members(self.at, replica.axis, replica.members))
+        whole = {"tp": self.tp, "pp": self.pp, "dp": self.dp}[replica.axis]
+        return whole if len(replica.members) == whole.size else self._subs[replica]
 
     def prepare(self, replicas: set[Replica]) -> None:
-        """Make the sub-axes that a model needs, in one order on all ranks."""
-        for replica in sorted(replicas, key=lambda r: (r.axis, r.members)):
-            self.sub(replica)
+        """Make the sub-axes that a model needs. `replicas`: those of all pipeline ranks, so that all make as many groups.
+
+        Two replicas of one axis and size are different parts of it (such as the runs of tp ranks that share a kv head).
+        """
+        for axis, size in sorted({(r.axis, len(r.members)) for r in replicas}):
+            if size == self.grid.size(axis):
+                continue
+            mine = next((r for r in replicas if r.axis == axis and len(r.members) == size and getattr(self.at, axis) in r.members), None)
+            made = self._phase(f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,))
+            if mine:
+                self._subs[mine] = made
 
     def warm_up(self) -> None:
         """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake."""
-        for axis in self._made.values():
+        for axis in self._axes:
             if axis.size > 1:
                 axis.all_reduce(torch.zeros(1, device=self.device)).wait()
 
     def close(self) -> None:
-        for axis in self._made.values():
+        for axis in self._axes:
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
-        self._made.clear()
+        self._axes.clear()
 
 
 def local_device(kind: str, local_rank: int) -> torch.device:

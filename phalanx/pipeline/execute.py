@@ -1,0 +1,116 @@
+"""The one executor: runs a list of instructions in order; what each does is in the handlers it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.base.batch import Batch
+from phalanx.comm.axis import Work
+from phalanx.comm.mesh import Mesh
+from phalanx.nn.module import Block
+from phalanx.nn.recompute import run_block
+from phalanx.schedule.actions import Backward, Forward, Instruction, Recv, Send, Value, Wait
+
+Handlers = Mapping[type, Callable[[Any], None]]
+
+
+def execute(instructions: Sequence[Instruction], handlers: Handlers) -> None:
+    for instruction in instructions:
+        handlers[type(instruction)](instruction)
+
+
+class Stages:
+    """The blocks of one rank, grouped in runs, and the values in flight between them.
+
+    A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on. `begin`
+    sets what a step works on; afterwards `loss_sum` () float64 holds the summed loss of this rank's last stage (else 0).
+    """
+
+    def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype):
+        self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # what the first block gets instead of an activation
+        self._values: dict[Value, Tensor] = {}  # named by their reader
+        self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
+        self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
+        self._receiving: dict[Value, Work] = {}
+        self._sending: list[Work] = []
+
+    def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
+        """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
+        self.batches, self.seed = batches, seed
+        self.loss_sum.zero_()
+
+    def end(self) -> None:
+        """Wait for the sends, so that their buffers may go."""
+        for work in self._sending:
+            work.wait()
+        self._sending.clear()
+        left = [*self._values, *self._inner, *self._saved, *self._receiving]
+        if left:
+            raise RuntimeError(f"the schedule left values behind: {left[:4]}")
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {Forward: self.forward, Backward: self.backward, Recv: self.recv, Wait: self.wait, Send: self.send}
+
+    def is_last(self, stage: int, run: int) -> bool:
+        return stage == len(self.runs_per_stage) - 1 and run == self.runs_per_stage[stage] - 1
+
+    def forward(self, i: Forward) -> None:
+        x = self._input(i)
+        batch = self.batches[i.mb]
+        if self.seed is not None and (i.stage, i.run) != (0, 0):
+            x = x.detach().requires_grad_()
+        with torch.set_grad_enabled(self.seed is not None):
+            y = x
+            for block in self.runs[i.stage, i.run]:
+                y = run_block(block, y, batch)
+        if self.seed is not None:
+            self._saved[i.stage, i.run, i.mb] = (x, y)
+        out = y.detach()
+        if self.is_last(i.stage, i.run):
+            self.take_output(i.mb, out)
+        elif i.run == self.runs_per_stage[i.stage] - 1:
+            self._values[Value("act", i.stage + 1, i.mb)] = out
+        else:
+            self._inner["act", i.stage, i.run + 1, i.mb] = out
+
+    def take_output(self, mb: int, out: Tensor) -> None:
+        """What the last block made: the micro-batch's summed loss."""
+        self.loss_sum.add_(out)
+
+    def _input(self, i: Forward) -> Tensor:
+        if i.run > 0:
+            return self._inner.pop(("act", i.stage, i.run, i.mb))
+        return self._values.pop(Value("act", i.stage, i.mb)) if i.stage > 0 else self._none
+
+    def backward(self, i: Backward) -> None:
+        x, y = self._saved.pop((i.stage, i.run, i.mb))
+        y.backward(self._output_grad(i, y))
+        if i.run > 0:
+            self._inner["grad", i.stage, i.run - 1, i.mb] = x.grad  # type: ignore[assignment]
+        elif i.stage > 0:
+            self._values[Value("grad", i.stage - 1, i.mb)] = x.grad  # type: ignore[assignment]
+
+    def _output_grad(self, i: Backward, y: Tensor) -> Tensor:
+        if self.is_last(i.stage, i.run):
+            return self.seed.to(y.dtype)  # type: ignore[union-attr]
+        if i.run < self.runs_per_stage[i.stage] - 1:
+            return self._inner.pop(("grad", i.stage, i.run, i.mb))
+        return self._values.pop(Value("grad", i.stage, i.mb))
+
+    def recv(self, i: Recv) -> None:
+        tokens = self.batches[i.mb].num_tokens // self.mesh.grid.tp
+        buffer = torch.empty(tokens, self.width, dtype=self.dtype, device=self.mesh.device)
+        self._receiving[i.value] = self.mesh.edge(i.peer, self.mesh.at.pp).recv(buffer, source=0)
+
+    def wait(self, i: Wait) -> None:
+        self._values[i.value] = self._receiving.pop(i.value).wait()
+
+    def send(self, i: Send) -> None:
+        value = self._values.pop(i.value).contiguous()
+        self._sending.append(self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))

@@ -1,0 +1,102 @@
+"""build: from a plan and a mesh to everything a rank trains with; the one place that knows every room, one call per line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.dtypes import precision
+from phalanx.base.rng import fill_normal_
+from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.buffers import Buffers, FlatBucket
+from phalanx.layout.buckets import Slot
+from phalanx.layout.param import Piece
+from phalanx.nn.module import Block
+from phalanx.optim.adamw import AdamW
+from phalanx.optim.scaler import LossScaler
+from phalanx.pipeline.execute import Handlers, Stages
+from phalanx.schedule.actions import Gather, Instruction, Reduce
+from phalanx.train.plan import Plan
+
+
+@dataclass
+class State:
+    """What a rank trains with. `programs` caches the instruction lists by (number of micro-batches, backward or not)."""
+
+    plan: Plan
+    mesh: Mesh
+    blocks: dict[tuple[int, int], list[Block]]
+    buffers: Buffers
+    optimizer: AdamW
+    scaler: LossScaler
+    stages: Stages
+    handlers: Handlers
+    programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
+
+    def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
+        key = (num_micro_batches, backward)
+        if key not in self.programs:
+            self.programs[key] = self.plan.programs(num_micro_batches, backward).lists[self.mesh.at.pp]
+        return self.programs[key]
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout and recompute on or off."""
+        for run in self.blocks.values():
+            for block in run:
+                block.train(mode)
+
+
+def build(plan: Plan, mesh: Mesh) -> State:
+    """Weights are not set: `init_weights` or a checkpoint does that."""
+    train, kind = plan.run.train, precision(plan.run.train.precision)
+    blocks = plan.blocks_of(mesh.at, mesh.tp)
+    buckets, params = plan.buckets_of(blocks)
+    mesh.prepare(plan.replicas(mesh.at.tp))
+    to_device(params, mesh.device)
+    buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding)
+    optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device)
+    scaler = LossScaler(
+        mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
+        train.loss_scale_min, kind.loss_scaling,
+    )  # fmt: skip
+    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
+    handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
+    mesh.warm_up()
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers)
+
+
+def to_device(params: list[nn.Parameter], device: torch.device) -> None:
+    """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
+    for p in params:
+        spec = p.spec  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device)))
+        p.spec = spec  # type: ignore[attr-defined]
+
+
+def init_weights(state: State) -> None:
+    """Fill masters and weights from (seed, global name, position): the same bits in every layout."""
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype, device=flat.weight.device)
+            for piece in slot.spec.pieces:
+                view = storage[piece.local]
+                fill(view.t() if piece.transposed else view, piece, state.plan.run.train.seed)
+            write_slot(flat, slot, storage)
+
+
+def fill(out: Tensor, piece: Piece, seed: int) -> None:
+    """Initial values of a piece, `out` in global orientation."""
+    if piece.init.kind == "normal":
+        fill_normal_(out, piece.init.std, piece.shape, piece.box.start, seed, piece.name)
+    else:
+        out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
+
+
+def write_slot(flat: FlatBucket, slot: Slot, storage: Tensor) -> None:
+    """Set a parameter's weights, and its part of the masters, from its whole storage in the master dtype."""
+    flat.weight[slot.offset : slot.offset + slot.numel] = storage.flatten().to(flat.weight.dtype)
+    a, b = max(flat.lo, slot.offset), min(flat.hi, slot.offset + slot.numel)
+    if a < b:
+        flat.master[a - flat.lo : b - flat.lo] = storage.flatten()[a - slot.offset : b - slot.offset]

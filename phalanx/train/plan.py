@@ -1,0 +1,177 @@
+"""make_plan: everything a run decides before any process group exists: grid, stages, runs, schedule, buckets; on a laptop for any world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+
+from torch import nn
+
+from phalanx.base.dtypes import precision
+from phalanx.comm.axis import Axis
+from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
+from phalanx.layout.grid import Coords, Grid
+from phalanx.layout.param import ParamSpec, Replica
+from phalanx.layout.stages import cut_stages, given_stages
+from phalanx.models import gpt2, llama
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.nn.env import Env
+from phalanx.nn.module import Block
+from phalanx.schedule.actions import Program, Schedule
+from phalanx.schedule.generators import generate
+from phalanx.schedule.lower import lower
+from phalanx.train.config import Run
+
+FAMILIES = {"llama": llama.make_blocks, "gpt2": gpt2.make_blocks}
+
+
+def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: range) -> list[Block]:
+    return FAMILIES[model.family](model, env, which)  # type: ignore[operator]
+
+
+def num_blocks(model: LlamaConfig | GPT2Config) -> int:
+    """Embedding, layers, head."""
+    return model.num_hidden_layers + 2
+
+
+def grid_of(run: Run, world: int) -> Grid:
+    return Grid(pp=run.layout.pp, dp=world // (run.layout.pp * run.layout.tp), tp=run.layout.tp)
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """Of one whole, uncut block: number of parameters, and forward FLOPs per token."""
+
+    name: str
+    numel: int
+    flops: float
+
+
+@lru_cache(maxsize=8)
+def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int) -> tuple[BlockFacts, ...]:
+    """Facts of the model's blocks, read from the real modules on the meta device. A tied head counts its FLOPs, not its weights."""
+    blocks = make_blocks(model, Env(), range(num_blocks(model)))
+    seen: set[int] = set()
+    facts = []
+    for block in blocks:
+        fresh = [p for p in block.parameters() if id(p) not in seen]
+        seen.update(id(p) for p in fresh)
+        facts.append(BlockFacts(type(block).__name__, sum(global_numel(p.spec) for p in fresh), block.flops(seq_length)))  # type: ignore[attr-defined]
+    return tuple(facts)
+
+
+def global_numel(spec: ParamSpec) -> int:
+    return sum(piece.box.numel for piece in spec.pieces)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of a run. `stages[s]` are block numbers, `runs[s]` groups of them that share a bucket."""
+
+    run: Run
+    grid: Grid
+    facts: tuple[BlockFacts, ...]
+    stages: tuple[range, ...]
+    runs: tuple[tuple[range, ...], ...]
+
+    @property
+    def schedule_name(self) -> str:
+        chosen = self.run.layout.schedule
+        return ("interleaved" if self.run.layout.virtual_stages > 1 else "1f1b") if chosen == "auto" else chosen
+
+    @property
+    def runs_per_stage(self) -> tuple[int, ...]:
+        return tuple(len(r) for r in self.runs)
+
+    def num_micro_batches(self, global_batch: int) -> int:
+        return global_batch // (self.run.train.micro_batch * self.grid.dp)
+
+    def schedule(self, num_micro_batches: int, backward: bool = True) -> Schedule:
+        name = self.schedule_name if backward else "forward"
+        return generate(name, self.grid.pp, self.run.layout.virtual_stages, num_micro_batches)
+
+    @cached_property
+    def stage_rank(self) -> tuple[int, ...]:
+        return self.schedule(1).stage_rank
+
+    def stages_of(self, pp: int) -> list[int]:
+        return [s for s, rank in enumerate(self.stage_rank) if rank == pp]
+
+    def env(self, at: Coords, tp: Axis | None = None) -> Env:
+        train = self.run.train
+        return Env(
+            grid=self.grid, at=at, tp=tp or Axis("tp"), dtype=precision(train.precision).compute, seed=train.seed,
+            recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
+        )  # fmt: skip
+
+    def blocks_of(self, at: Coords, tp: Axis | None = None) -> dict[tuple[int, int], list[Block]]:
+        """The blocks of one rank on the meta device, by (stage, run)."""
+        made = {}
+        for stage in self.stages_of(at.pp):
+            blocks = dict(zip(self.stages[stage], make_blocks(self.run.model, self.env(at, tp), self.stages[stage])))
+            for number, run in enumerate(self.runs[stage]):
+                made[stage, number] = [blocks[b] for b in run]
+        return made
+
+    def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[nn.Parameter]]:
+        """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
+        params, users = users_of(blocks)
+        specs = [(p.spec, u) for p, u in zip(params, users)]  # type: ignore[attr-defined]
+        return make_buckets(specs, self.grid.dp), params  # type: ignore[arg-type]
+
+    def replicas(self, tp: int) -> set[Replica]:
+        """Every replica axis of all pipeline ranks with this tp coordinate."""
+        blocks = (b for pp in range(self.grid.pp) for run in self.blocks_of(Coords(pp=pp, tp=tp)).values() for b in run)
+        return {r for block in blocks for p in block.parameters() for piece in p.spec.pieces for r in piece.replicas}  # type: ignore[attr-defined]
+
+    def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
+        """The lowered instruction lists of all pipeline ranks."""
+        users = [{b.id: b.users for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)]
+        return lower(self.schedule(num_micro_batches, backward), self.runs_per_stage, users)
+
+
+def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[nn.Parameter], list[frozenset[tuple[int, int]]]]:
+    """Each parameter of a rank once, in order, with the (stage, run) pairs that use it."""
+    users: dict[int, set[tuple[int, int]]] = {}
+    params: list[nn.Parameter] = []
+    for where, run in blocks.items():
+        for block in run:
+            for p in block.parameters():
+                if id(p) not in users:
+                    params.append(p)
+                users.setdefault(id(p), set()).add(where)
+    return params, [frozenset(users[id(p)]) for p in params]
+
+
+def make_plan(run: Run, world: int) -> Plan:
+    """Decide the layout of a checked config on `world` ranks. Pure: the same on every rank and on a laptop."""
+    grid = grid_of(run, world)
+    facts = model_facts(repr(run.model), run.model, run.train.seq_length)
+    num_stages = grid.pp * run.layout.virtual_stages
+    # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from being free
+    costs = [f.flops + 0.01 * facts[1].flops for f in facts]
+    stages = given_stages(run.layout.stages) if run.layout.stages else cut_stages(costs, num_stages)
+    limit = bucket_numel(run)
+    runs = []
+    for stage in stages:
+        cut = cut_runs([facts[b].numel // grid.tp for b in stage], limit)
+        runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
+    return Plan(run, grid, facts, tuple(stages), tuple(runs))
+
+
+def bucket_numel(run: Run) -> int:
+    """Parameters per bucket: layout.bucket_mb MiB of gradients."""
+    bytes_each = 8 if run.train.precision == "fp64" else 4
+    return max(1, run.layout.bucket_mb * 2**20 // bytes_each)
+
+
+def without_layout(run: Run) -> Run:
+    """The same run on one process: what every layout must agree with."""
+    layout = replace(run.layout, tp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
+    return replace(run, layout=layout)
+
+
+def local_numel(specs: Iterable[ParamSpec]) -> int:
+    return sum(prod(s.shape) for s in specs)

@@ -1,0 +1,79 @@
+"""One training step on one rank: forward and backward of all micro-batches, norm, update. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.pipeline.execute import execute
+from phalanx.train.build import State
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device scalars of one step, equal on all ranks: mean loss per token, gradient norm, 1 if the step was skipped, valid tokens."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    tokens: Tensor
+
+
+def train_step(state: State, batches: Sequence[Batch], lr: float) -> StepResult:
+    """`batches`: this data-parallel rank's micro-batches, on the device."""
+    tokens = accumulate(state, batches)
+    return update(state, tokens, lr)
+
+
+def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
+    """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
+    tokens = count_tokens(state, batches)
+    state.stages.begin(batches, seed=state.scaler.scale / tokens)
+    execute(state.program(len(batches)), state.handlers)
+    state.stages.end()
+    state.buffers.finish()
+    return tokens
+
+
+def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
+    """() float64: tokens with a loss in the whole global batch."""
+    mine = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().double()
+    return state.mesh.dp.all_reduce(mine).wait()
+
+
+def update(state: State, tokens: Tensor, lr: float) -> StepResult:
+    """Norm, clip, optimizer. A norm that is not finite skips the step on all ranks, state unchanged."""
+    buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
+    norm = buffers.grad_norm() / scaler.scale
+    skip = (~torch.isfinite(norm)).float()
+    factor = 1.0 / scaler.scale
+    if clip > 0:
+        factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
+    buffers.scale_grads(factor)
+    state.optimizer.update(lr, skip)
+    buffers.publish()
+    buffers.zero_grads()
+    scaler.update(skip)
+    return StepResult(mean_loss(state, tokens), norm, skip, tokens)
+
+
+def mean_loss(state: State, tokens: Tensor) -> Tensor:
+    """() float64: the mean loss per token, the same on all ranks. The last stage's ranks with tp 0 know their part."""
+    mine = state.stages.loss_sum.clone() if state.mesh.at.tp == 0 else torch.zeros_like(state.stages.loss_sum)
+    return state.mesh.world.all_reduce(mine).wait() / tokens
+
+
+@torch.no_grad()
+def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    """(summed loss, tokens) over all data-parallel ranks of forward-only micro-batches."""
+    state.train(False)
+    tokens = count_tokens(state, batches)
+    state.stages.begin(batches, seed=None)
+    execute(state.program(len(batches), backward=False), state.handlers)
+    state.stages.end()
+    state.train(True)
+    return mean_loss(state, tokens) * tokens, tokens

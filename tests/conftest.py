@@ -1,0 +1,18 @@
+"""Shared by all tests: one pool of ranks per session."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+
+from tests.pool import RankPool, warm_imports  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    warm_imports()
+    pool = RankPool()
+    yield pool
+    pool.close()

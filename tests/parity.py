@@ -1,0 +1,155 @@
+"""What the central test runs on each rank: a few steps of a tiny model in any layout, and everything that must not depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.base.rng import fill_normal_
+from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.box import Box
+from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
+from phalanx.train.build import State, build, write_slot
+from phalanx.train.config import Run, TrainConfig
+from phalanx.train.plan import make_plan
+from phalanx.train.step import accumulate, update
+
+SEQ, VOCAB = 16, 131
+
+MODELS = {
+    "llama": LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=6,
+        rope_scaling=RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8),
+    ),
+    "llama-tied": LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=6, num_attention_heads=4, tie_word_embeddings=True,
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=SEQ, dropout=0.1, attention_dropout=0.1,
+    ),
+}  # fmt: skip
+
+
+def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -> Run:
+    options = {"steps": 10, "global_batch": global_batch, "micro_batch": micro_batch, "seq_length": SEQ, "precision": "fp64", **train}
+    return Run(model=MODELS[model], train=TrainConfig(**options))
+
+
+def sample_batch(ids: list[int], documents: bool) -> Batch:
+    """Sequences made from their sample ids alone, some labels ignored (more in later samples: counts differ between micro-batches)."""
+    rows = [torch.randint(0, VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i)) for i in ids]
+    tokens = torch.stack(rows)
+    labels = tokens[:, 1:].clone()
+    for row, i in enumerate(ids):
+        labels[row, : i % 5] = IGNORE
+    positions = torch.arange(SEQ).repeat(len(ids))
+    docs = None
+    if documents:
+        cuts = torch.tensor([[(t >= 3 + i % 7) + (t >= 11) for t in range(SEQ)] for i in ids])
+        docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 3).reshape(-1)
+        starts = torch.cat([torch.tensor([0]), (docs[1:] != docs[:-1]).nonzero()[:, 0] + 1])
+        positions = torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
+    samples = torch.tensor(ids).repeat_interleave(SEQ)
+    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), SEQ, docs)
+
+
+def step_batches(run: Run, mesh: Mesh, step: int, documents: bool) -> list[Batch]:
+    n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
+    first = step * n + mesh.dp.index * (n // dp)
+    return [sample_batch(list(range(i, i + size)), documents) for i in range(first, first + n // dp, size)]
+
+
+def set_weights(state: State) -> None:
+    """Random values for every tensor, norms and biases too: ones and zeros would hide errors."""
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype)
+            for piece in slot.spec.pieces:
+                view = storage[piece.local]
+                view = view.t() if piece.transposed else view
+                fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
+                view.add_(1.0 if piece.init.kind == "ones" else 0.0)
+            write_slot(flat, slot, storage)
+
+
+Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]
+
+
+def parts_of(state: State, what: str) -> Parts:
+    """This rank's boxes of every global tensor of its shards ('grad' or 'master'); elements of other ranks are NaN."""
+    found: Parts = []
+    for flat in state.buffers.flat:
+        whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
+        whole[flat.lo : flat.hi] = (flat.grad[flat.lo : flat.hi] if what == "grad" else flat.master).double()
+        for slot in flat.bucket.slots:
+            storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            for piece in slot.spec.pieces:
+                view = storage[piece.local]
+                found.append((piece.name, piece.shape, piece.box, (view.t() if piece.transposed else view).numpy().copy()))
+    return found
+
+
+def run_layout(rank: int, world: int, run: Run, steps: int, documents: bool = False, drop: Site | None = None, watch: bool = False) -> dict:
+    """Train `steps` steps; losses, norms, all gradients of each step and the last weights, as this rank's parts."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    set_weights(state)
+    mesh.watch.on, mesh.watch.drop = watch or drop is not None, drop
+    state.train()
+    losses, norms, grads = [], [], []
+    for step in range(steps):
+        tokens = accumulate(state, step_batches(run, mesh, step, documents))
+        grads.append(parts_of(state, "grad"))
+        result = update(state, tokens, lr=1e-2)
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    state.buffers.ready()
+    sites = list(mesh.watch.calls)
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master"), "sites": sites}
+
+
+def assemble(parts: list[Parts]) -> dict[str, np.ndarray]:
+    """Global tensors from all ranks' boxes: complete, and equal where ranks hold the same elements."""
+    whole: dict[str, np.ndarray] = {}
+    for rank_parts in parts:
+        for name, shape, box, values in rank_parts:
+            target = whole.setdefault(name, np.full(shape, np.nan))[box.slices()]
+            both = ~np.isnan(target) & ~np.isnan(values)
+            np.testing.assert_allclose(values[both], target[both], rtol=1e-12, atol=1e-14, err_msg=f"replicas of {name} differ")
+            np.copyto(target, values, where=~np.isnan(values))
+    for name, values in whole.items():
+        assert not np.isnan(values).any(), f"{name} has elements that no rank holds, or NaN"
+    return whole
+
+
+def compare(results: list[dict], truth: dict, steps: int) -> None:
+    """All that a layout must not change: per tensor within 1e-9 x max(its own scale, 1e-6 x the largest gradient)."""
+    for result in results:
+        np.testing.assert_allclose(result["losses"], truth["losses"], rtol=1e-10, err_msg="losses")
+        np.testing.assert_allclose(result["norms"], truth["norms"], rtol=1e-9, err_msg="norms")
+    for step in range(steps):
+        same_tensors(assemble([r["grads"][step] for r in results]), truth["grads"][step], f"step {step} gradient of")
+    same_tensors(assemble([r["weights"] for r in results]), truth["weights"], "weights of")
+
+
+def same_tensors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], what: str) -> None:
+    assert found.keys() == truth.keys()
+    largest = max(np.abs(t).max() for t in truth.values())
+    for name, expected in truth.items():
+        bound = 1e-9 * max(np.abs(expected).max(), 1e-6 * largest)
+        off = np.abs(found[name] - expected).max()
+        assert off <= bound, f"{what} {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+def truth_of(ranks, run: Run, steps: int, documents: bool) -> dict:
+    """The single-process run of the same config."""
+    from phalanx.train.plan import without_layout
+
+    alone = replace(without_layout(run), layout=replace(without_layout(run).layout, sharding=0))
+    (result,) = ranks.run("tests.parity:run_layout", 1, replace(alone, train=replace(alone.train, recompute="none")), steps, documents)
+    return {**result, "grads": [assemble([g]) for g in result["grads"]], "weights": assemble([result["weights"]])}

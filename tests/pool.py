@@ -1,0 +1,109 @@
+"""A persistent pool of forked ranks: a distributed test is one call, and costs milliseconds instead of a spawn."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+
+class RanksFailed(Exception):
+    """A rank raised, died or did not answer; the text holds each rank's traceback."""
+
+
+def _serve(pipe: Any, rank: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # must be the first torch call after the fork: an inherited thread pool would hang
+    while True:
+        job = pipe.recv()
+        if job is None:
+            return
+        world, store, target, args = job
+        try:
+            pipe.send((True, _run(rank, world, store, target, args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            if world > 1:
+                os._exit(1)  # the others may hang in a collective: the pool starts anew
+
+
+def _run(rank: int, world: int, store: str, target: str, args: tuple) -> Any:
+    import torch
+
+    from phalanx.comm.mesh import init_world, leave_world
+
+    module, name = target.split(":")
+    init_world(rank, world, f"file://{store}", torch.device("cpu"), timeout_s=60.0)
+    try:
+        return getattr(importlib.import_module(module), name)(rank, world, *args)
+    finally:
+        leave_world()
+
+
+class RankPool:
+    """`run("tests.x:function", world, *args)` calls function(rank, world, *args) on `world` ranks with a gloo world, and returns all results."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Any]] = []
+
+    def _ensure(self, count: int) -> None:
+        context = mp.get_context("fork")
+        while len(self.workers) < count:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, mine))
+
+    def run(self, target: str, world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        self._ensure(world)
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self.workers[:world]:
+                pipe.send((world, os.path.join(folder, "store"), target, args))
+            return self._collect(world, timeout)
+
+    def _collect(self, world: int, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {pipe: i for i, (_, pipe) in enumerate(self.workers[:world])}
+        while waiting and not failures:
+            ready = mp.connection.wait(list(waiting), timeout)
+            if not ready:
+                failures = {i: f"no answer in {timeout} s" for i in waiting.values()}
+            for pipe in ready:
+                i = waiting.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "died"
+                (results if ok else failures)[i] = value
+        if failures:
+            self.close(kill=True)
+            raise RanksFailed("\n".join(f"rank {i}: {text}" for i, text in sorted(failures.items())))
+        return [results[i] for i in range(world)]
+
+    def close(self, kill: bool = False) -> None:
+        for process, pipe in self.workers:
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+            process.join(10)
+            pipe.close()
+        self.workers = []
+
+
+def warm_imports() -> None:
+    """Import what ranks need before they are forked."""
+    import torch._dynamo  # noqa: F401  (the first functional collective would import it in every rank)
+    import torch.distributed  # noqa: F401
+
+    import phalanx.train.build  # noqa: F401
+    import phalanx.train.step  # noqa: F401
+
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 3000))

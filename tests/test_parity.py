@@ -1,0 +1,89 @@
+"""The central test: every layout computes what one process computes, in float64."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from phalanx.layout.config import LayoutConfig
+from tests.parity import base_run, compare, truth_of
+
+STEPS = 2
+
+
+def case(model: str, world: int, global_batch: int = 8, micro_batch: int = 1, documents: bool = False, recompute: str = "none", bucket_mb: int = 0, **layout):
+    return dict(model=model, world=world, global_batch=global_batch, micro_batch=micro_batch, documents=documents, recompute=recompute,
+                bucket_mb=bucket_mb, layout=layout)  # fmt: skip
+
+
+NAMED = {
+    "tp4 with 2 kv heads, odd vocabulary": case("llama", 4, tp=4),
+    "tp8, documents": case("llama", 8, tp=8, documents=True, global_batch=2),
+    "pp4 x 2 virtual stages, tied": case("llama-tied", 4, pp=4, virtual_stages=2),
+    "gpt2 pp4 x 2 virtual stages, tied, dropout": case("gpt2", 4, pp=4, virtual_stages=2),
+    "tp2 pp2 dp2 sharded": case("llama", 8, tp=2, pp=2),
+    "gpt2 tp2 pp2 dp2 sharded, full recompute": case("gpt2", 8, tp=2, pp=2, recompute="full"),
+    "tied tp2 pp2 dp2 sharded": case("llama-tied", 8, tp=2, pp=2, micro_batch=2),
+    "fewer micro-batches than stages": case("llama", 4, pp=4, global_batch=2),
+    "interleaved, 3 micro-batches on 2 ranks": case("llama", 2, pp=2, virtual_stages=3, global_batch=3),
+    "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
+    "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
+    "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),
+    "full recompute pp2 tp2": case("llama", 4, pp=2, tp=2, recompute="full", documents=True),
+    "dp4 level 0": case("llama", 4, sharding=0),
+    "dp8 level 1": case("gpt2", 8),
+    "dp2 tp4 gpt2": case("gpt2", 8, tp=4, micro_batch=2),
+    "one rank, level 1, accumulation": case("llama", 1),
+}
+
+
+def build_run(c: dict):
+    run = base_run(c["model"], c["global_batch"], c["micro_batch"], recompute=c["recompute"])
+    return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
+
+
+def generated() -> dict[str, dict]:
+    """Factorisations of up to 8 ranks over pp, dp, tp; schedules; sharding levels; recompute; bucket sizes."""
+    cases = {}
+    for model, (pp, dp, tp) in itertools.product(("llama", "llama-tied", "gpt2"), itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))):
+        if not 1 < pp * dp * tp <= 8:
+            continue
+        for number in range(3):
+            pick = random.Random(f"{model} {pp} {dp} {tp} {number}")
+            layout: dict = {"pp": pp, "tp": tp, "sharding": pick.choice([0, 1])}
+            if pp > 1:
+                layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model != "llama" else [1])
+                layout["schedule"] = pick.choice(["auto", "gpipe"])
+            options = dict(global_batch=dp * pick.choice([1, 2, 3, 4]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
+                           recompute=pick.choice(["none", "none", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+            name = f"{model} {layout} {options}"
+            cases[name] = case(model, pp * dp * tp, **options, **layout)
+    return cases
+
+
+def check(ranks, c: dict) -> None:
+    run = build_run(c)
+    truth = truth_of(ranks, run, STEPS, c["documents"])
+    compare(ranks.run("tests.parity:run_layout", c["world"], run, STEPS, c["documents"]), truth, STEPS)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_layouts(ranks, name):
+    check(ranks, NAMED[name])
+
+
+SAMPLE = random.Random(20261120).sample(sorted(generated()), 30)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sampled_layouts(ranks, name):
+    check(ranks, generated()[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(generated()) - set(SAMPLE)))
+def test_all_layouts(ranks, name):
+    check(ranks, generated()[name])
