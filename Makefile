@@ -1,0 +1,60 @@
+# make train   a small model learns on whatever this machine has (TEXT=file for your own text)
+# make test    lint, types, import direction and the fast tests
+# make soak    the large sets of tests
+# make test-gpu  tests that need a GPU
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet
+
+# Ranks of the tests share few cores: more threads than cores makes them hundreds of times slower.
+export OMP_NUM_THREADS ?= 1
+# The package is used where it lies; nothing is installed into the environment but what it needs.
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: help env env-dev train test lint types imports soak test-gpu clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+env: $(VENV)/.ready
+env-dev: $(VENV)/.ready-dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Phalanx needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: requirements.txt | $(VENV)/bin/python
+	$(PIP) -r requirements.txt
+	@touch $@
+
+$(VENV)/.ready-dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
+	$(PIP) -r requirements-dev.txt
+	@touch $@ $(VENV)/.ready
+
+# The demo may use every core.
+train: $(VENV)/.ready
+	env -u OMP_NUM_THREADS $(PY) -m phalanx.train.demo $(if $(TEXT),--text "$(TEXT)")
+
+test: lint types imports
+	$(PY) -m pytest tests -m "not soak and not gpu" $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(PY) -m ruff check phalanx tests
+
+types: $(VENV)/.ready-dev
+	$(PY) -m mypy
+
+imports: $(VENV)/.ready-dev
+	$(VENV)/bin/lint-imports
+
+soak: $(VENV)/.ready-dev
+	$(PY) -m pytest tests -m soak $(ARGS)
+
+# Uses the Python that is there: GPU machines bring their own torch.
+test-gpu:
+	$(PYTHON) -m pytest tests -m gpu $(ARGS)
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

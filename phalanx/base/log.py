@@ -1,0 +1,72 @@
+"""Lines for people: `key=value` text, errors in one form, and a log that writes to the console and to a file. Decides no content."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from phalanx.base.errors import ConfigError, PhalanxError
+
+
+def pairs(**values: Any) -> str:
+    """`a=1 b=2.5`, the form of every line that scripts read."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def describe(error: BaseException) -> str:
+    """An error as users see it: its kind in words, then its text. Every problem of a config names its kind itself."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ConfigError):
+        return text
+    if not isinstance(error, PhalanxError):
+        return f"{type(error).__name__}: {text}"
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
+    return f"{words}: {text}"
+
+
+class Log:
+    """One per process. Rank 0 speaks on the console and writes the file; other ranks only speak when `warn` or `error` is called.
+
+    path    a file that gets every line, with its time; None: no file
+    """
+
+    def __init__(self, rank: int = 0, path: str | Path | None = None, out: TextIO | None = None, err: TextIO | None = None):
+        self.rank = rank
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._said: set[str] = set()
+        self._file: TextIO | None = None
+        if path is not None and rank == 0:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8")
+
+    def info(self, text: str) -> None:
+        if self.rank == 0:
+            self._write(self._out, text)
+
+    def warn(self, text: str) -> None:
+        self._write(self._err, self._from_rank(f"warning: {text}"))
+
+    def error(self, text: str) -> None:
+        self._write(self._err, self._from_rank(text))
+
+    def once(self, text: str) -> None:
+        """A warning that is worth saying one time only."""
+        if text not in self._said:
+            self._said.add(text)
+            self.warn(text)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _from_rank(self, text: str) -> str:
+        return text if self.rank == 0 else f"rank {self.rank}: {text}"
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        print(text, file=stream, flush=True)
+        if self._file is not None:
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=self._file, flush=True)

@@ -1,0 +1,129 @@
+"""Dotted paths over nested dataclasses: read, replace, list and describe their fields. Knows nothing of what a config means."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REQUIRED = dataclasses.MISSING
+
+
+@dataclass(frozen=True)
+class Key:
+    """One field of a tree of dataclasses. `default` is REQUIRED where there is none; `owner` is the class that declares it."""
+
+    path: str
+    hint: Any
+    doc: str
+    default: Any
+    owner: type
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def type(self) -> str:
+        return type_text(self.hint)
+
+
+def get(tree: Any, path: str) -> Any:
+    """The value at a dotted path; inside a dict the rest of the path is the key. KeyError if there is no such field."""
+    if not path:
+        return tree
+    if isinstance(tree, Mapping):
+        return tree[path]
+    head, _, rest = path.partition(".")
+    if isinstance(tree, (tuple, list)) and head.isdigit() and int(head) < len(tree):
+        return get(tree[int(head)], rest)
+    if not dataclasses.is_dataclass(tree) or head not in field_names(type(tree)):
+        raise KeyError(path)
+    return get(getattr(tree, head), rest)
+
+
+def replace_at(tree: Any, path: str, value: Any) -> Any:
+    """A copy of the tree with another value at a dotted path."""
+    if not path:
+        return value
+    if isinstance(tree, Mapping):
+        return {**tree, path: value}
+    head, _, rest = path.partition(".")
+    if isinstance(tree, tuple) and head.isdigit() and int(head) < len(tree):
+        i = int(head)
+        return (*tree[:i], replace_at(tree[i], rest, value), *tree[i + 1 :])
+    if not dataclasses.is_dataclass(tree) or isinstance(tree, type) or head not in field_names(type(tree)):
+        raise KeyError(path)
+    return dataclasses.replace(tree, **{head: replace_at(getattr(tree, head), rest, value)})
+
+
+def field_names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+def hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, without None; of any other type itself."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(a for a in typing.get_args(hint) if a is not type(None))
+    return (hint,)
+
+
+def sections(hint: Any) -> tuple[type, ...]:
+    """The dataclasses that a field of this type can hold."""
+    return tuple(m for m in members(hint) if dataclasses.is_dataclass(m) and isinstance(m, type))
+
+
+def keys(cls: type, prefix: str = "") -> Iterator[Key]:
+    """Every field below `cls`, sections before what is in them. A path occurs once per class that can stand there."""
+    types_, docs = hints(cls), field_docs(cls)
+    for f in dataclasses.fields(cls):
+        path = f"{prefix}{f.name}"
+        default = f.default_factory() if f.default_factory is not REQUIRED else f.default
+        yield Key(path, types_[f.name], docs.get(f.name, ""), default, cls)
+        for section in sections(types_[f.name]):
+            yield from keys(section, f"{path}.")
+
+
+def leaves(cls: type) -> list[Key]:
+    """Every field below `cls` that holds a value rather than a section."""
+    return [k for k in keys(cls) if not sections(k.hint)]
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string below each field of a class: Python drops it, so it is read from the source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    docs: dict[str, str] = {}
+    for field, text in zip(body, body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                docs[field.target.id] = inspect.cleandoc(text.value.value)
+    return docs
+
+
+def type_text(hint: Any) -> str:
+    """A type in words that fit a YAML file: `int`, `list of str`, `one of "a", "b"`, `int or null`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return "null"
+    if origin is typing.Literal:
+        return "one of " + ", ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in args)
+    if origin in (tuple, list):
+        return f"list of {type_text(args[0])}"
+    if origin is dict:
+        return f"map of {type_text(args[0])} to {type_text(args[1])}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_text(a) for a in args)
+    if dataclasses.is_dataclass(hint):
+        return f"section ({', '.join(field_names(hint))})"  # type: ignore[arg-type]
+    return getattr(hint, "__name__", str(hint))

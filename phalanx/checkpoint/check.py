@@ -1,0 +1,22 @@
+"""Rules of the `checkpoint` section: numbers, and that what is to be loaded is there."""
+
+from __future__ import annotations
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import at_least, exists, missing_checkpoint, problem
+from phalanx.checkpoint.config import CheckpointConfig
+
+
+def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
+    """files: look whether `load` is there."""
+    found = []
+    if config.interval is not None and config.interval < 1:
+        rule = "must be an integer >= 1, or null to save only at the end"
+        found.append(problem("checkpoint", config, "interval", rule, {}, (500, None)))
+    if config.keep_last == 1:
+        rule = "must be >= 2 (a second one may be half written), or 0 to keep all"
+        found.append(problem("checkpoint", config, "keep_last", rule, {}, (2, 0)))
+    found += at_least("checkpoint", config, 0, "keep_last")
+    if files and config.load is not None and not exists(config.load):
+        found.append(missing_checkpoint("checkpoint.load", config.load))
+    return found

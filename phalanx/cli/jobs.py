@@ -1,0 +1,20 @@
+"""What ranks do: the functions that the launcher calls by name, each a few lines that hand over to `train/`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.base.placement import Placement
+from phalanx.train.load import load_run
+
+
+def train(placement: Placement, config: dict[str, Any]) -> None:
+    from phalanx.train.main import train as run_training
+
+    run_training(load_run(base=config), placement)
+
+
+def verify(placement: Placement, config: dict[str, Any], steps: int) -> None:
+    from phalanx.train.verify import verify as run_verification
+
+    run_verification(load_run(base=config), placement, steps)

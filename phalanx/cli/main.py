@@ -1,0 +1,205 @@
+"""The `phalanx` program: verbs, options, and errors without tracebacks. Each verb imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx import __version__
+from phalanx.base.errors import PhalanxError
+from phalanx.base.log import describe
+
+CONFIG = click.argument("config", metavar="CONFIG")
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[a.b=c]...")
+RANKS = click.option("--ranks", type=int, default=None, metavar="N", help="Number of ranks (default: all GPUs; on a CPU what the layout needs).")
+
+
+class Verbs(click.Group):
+    """A group that says what a mistyped verb may have meant."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            close = difflib.get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(close)}?" if close else f" There are: {', '.join(self.list_commands(ctx))}."
+            ctx.fail(f"No such verb: {name}.{hint}")
+        return super().resolve_command(ctx, args)
+
+
+INVITATION = f"""\
+Phalanx {__version__}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
+
+  phalanx doctor                                  what this machine can do
+  phalanx plan CONFIG --ranks 64                  layout, memory and time, without a GPU
+  phalanx train CONFIG                            train (resumes by itself)
+  phalanx train CONFIG layout.tp=2 optim.lr=1e-4  the same with other values
+  phalanx generate RUN "Once upon a time"         text from a checkpoint
+  phalanx explain layout.tp                       what a config key means
+
+`phalanx --help` lists every verb."""
+
+
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="phalanx")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Train transformer language models, on one CPU or on thousands of GPUs, with one config."""
+    if ctx.invoked_subcommand is None:
+        click.echo(INVITATION)
+
+
+@cli.command(short_help="Train a run, or continue it.")
+@CONFIG
+@OVERRIDES
+@RANKS
+@click.option("--logs", type=click.Path(file_okay=False), default=None, help="Write each rank's output to files in this folder.")
+def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str | None) -> None:
+    """Train the run that CONFIG (.yaml, or .py with `def run()`) describes; continue it if its folder has checkpoints."""
+    from phalanx.cli.setup import arguments, prepare
+
+    ready = prepare(config, overrides, ranks)
+    run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), logs)
+
+
+@cli.command(short_help="Compare a layout with one process.")
+@CONFIG
+@OVERRIDES
+@RANKS
+@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps to compare.")
+def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int) -> None:
+    """Compare the run's layout with one process: losses and every gradient."""
+    from phalanx.cli.setup import arguments, prepare
+
+    ready = prepare(config, overrides, ranks)
+    run_ranks("phalanx.cli.jobs:verify", ready, {**arguments(ready.run), "steps": steps}, None)
+
+
+@cli.command(short_help="Show layout, memory and time; needs no GPU.")
+@CONFIG
+@OVERRIDES
+@RANKS
+def plan(config: str, overrides: tuple[str, ...], ranks: int | None) -> None:
+    """Print what the run would do on N ranks: layout, stages, memory, time. Needs no GPU and no data."""
+    from phalanx.cli.setup import prepare_elsewhere
+
+    ready = prepare_elsewhere(config, overrides, ranks)
+    from phalanx.train.plan import plan_text
+
+    click.echo(plan_text(ready.run, ready.ranks))
+
+
+@cli.command(short_help="Make text with a checkpoint.")
+@click.argument("checkpoint")
+@click.argument("prompt")
+@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to make.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: always the likeliest token.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    """Continue PROMPT with the model in CHECKPOINT (a checkpoint, or a run folder: its newest)."""
+    from phalanx.train.generate import generate as make_text
+
+    click.echo(make_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed))
+
+
+@cli.command()
+def doctor() -> None:
+    """Say what this machine can do, and what is missing."""
+    from phalanx.train.doctor import report
+
+    click.echo(report())
+
+
+@cli.command(short_help="Explain a config key or a section.")
+@click.argument("key")
+def explain(key: str) -> None:
+    """Explain a config KEY (such as layout.tp), or a whole section."""
+    from phalanx.train.load import explain as explain_key
+
+    click.echo(explain_key(key))
+
+
+@cli.group(cls=Verbs)
+def data() -> None:
+    """Prepare token files and look into them."""
+
+
+@data.command("prepare")
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("-o", "--out", required=True, help="Prefix of the .bin and .idx files to write.")
+@click.option("--tokenizer", required=True, help="A tokenizer.json or a folder that holds one.")
+@click.option("--key", default="text", show_default=True, help="Field of a .jsonl line that holds the text.")
+@click.option("--errors", type=click.Choice(["strict", "replace", "skip"]), default="strict", show_default=True, help="Text that is not UTF-8.")
+def data_prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, errors: Any) -> None:
+    """Turn text files, .jsonl files or folders of them into token files."""
+    from dataclasses import asdict
+
+    from phalanx.base.log import pairs
+    from phalanx.data.prepare import prepare
+    from phalanx.data.tokenizers import load_tokenizer
+
+    summary = prepare(inputs, out, load_tokenizer(tokenizer), key=key, errors=errors)
+    click.echo(pairs(**{k: v for k, v in asdict(summary).items() if k != "sources"}))
+
+
+@data.command("show")
+@click.argument("prefix")
+@click.option("--tokenizer", default=None, help="Show text rather than token numbers.")
+@click.option("--documents", type=click.IntRange(min=0), default=2, show_default=True, help="Documents to show.")
+def data_show(prefix: str, tokenizer: str | None, documents: int) -> None:
+    """Show what is in PREFIX.bin and PREFIX.idx."""
+    from phalanx.cli.show import data_text
+
+    click.echo(data_text(prefix, tokenizer, documents))
+
+
+@cli.group(cls=Verbs)
+def checkpoint() -> None:
+    """Look into checkpoints."""
+
+
+@checkpoint.command("list")
+@click.argument("run")
+def checkpoint_list(run: str) -> None:
+    """List the checkpoints of the folder RUN."""
+    from phalanx.cli.show import checkpoints_text
+
+    click.echo(checkpoints_text(Path(run)))
+
+
+def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
+    """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
+    from phalanx.base.placement import Placement
+    from phalanx.launch.local import start
+    from phalanx.launch.worker import find, stop_early
+
+    if ready.placement is None and ready.ranks > 1:
+        start(target, values, ready.ranks, logs)
+    else:
+        signal.signal(signal.SIGTERM, stop_early)
+        find(target)(ready.placement or Placement(), **values)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
+    sys.exit(guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False)))
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    try:
+        call()
+        return 0
+    except PhalanxError as error:
+        click.echo(describe(error), err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("stopped by Ctrl-C", err=True)
+        return 130

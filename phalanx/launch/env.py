@@ -1,0 +1,98 @@
+"""The environment of a process: which rank torchrun or SLURM made it, and what its machine can do. Starts nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from phalanx.base.errors import Problem
+from phalanx.base.placement import Placement
+from phalanx.train.checks import Facts
+
+__all__ = ["Placement", "describe_machine", "first_host", "read_placement"]
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
+    """This process's place in a world that someone else started, or None if it is to start its own; and what is wrong with it."""
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
+        return _from_slurm(env)  # without a step it is the batch script itself, of which there is one
+    return None, []
+
+
+def _from_torchrun(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
+    alone = env.get("WORLD_SIZE") == "1"
+    wanted = ("RANK", "WORLD_SIZE") if alone else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    absent = [name for name in wanted if name not in env]
+    there = {name: env[name] for name in TORCHRUN if name in env}
+    problems = [Problem(name, None, "must be set where the others are", there, (), "the environment") for name in absent]
+    numbers, wrong = _integers(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    problems += wrong or _impossible("RANK", "WORLD_SIZE", numbers)
+    if problems:
+        return None, problems
+    rank = numbers["RANK"]
+    return Placement(rank, numbers.get("LOCAL_RANK", rank), numbers["WORLD_SIZE"], "" if alone else "env://"), []
+
+
+def _from_slurm(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+    numbers, problems = _integers(env, "SLURM_PROCID", size, "SLURM_LOCALID")
+    there = {name: env[name] for name in ("SLURM_PROCID", size, "SLURM_LOCALID") if name in env}
+    problems += [Problem(n, None, "must be set where the others are", there, (), "the environment") for n in (size, "SLURM_LOCALID") if n not in env]
+    problems = problems or _impossible("SLURM_PROCID", size, numbers)
+    if not problems and numbers[size] > 1 and not (nodes or "MASTER_ADDR" in env):
+        problems = [Problem("SLURM_NODELIST", None, "must be set (or MASTER_ADDR), to know where rank 0 is", there, (), "the environment")]
+    if problems:
+        return None, problems
+    if numbers[size] == 1:
+        return Placement(0, numbers["SLURM_LOCALID"], 1), []
+    job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
+    port = env.get("MASTER_PORT", str(15000 + int(job) % 15000))
+    address = env.get("MASTER_ADDR") or first_host(nodes)
+    return Placement(numbers["SLURM_PROCID"], numbers["SLURM_LOCALID"], numbers[size], f"tcp://{address}:{port}"), []
+
+
+def _integers(env: Mapping[str, str], *names: str) -> tuple[dict[str, int], list[Problem]]:
+    numbers, problems = {}, []
+    for name in names:
+        if name in env:
+            if env[name].isdigit():
+                numbers[name] = int(env[name])
+            else:
+                problems.append(Problem(name, env[name], "must be an integer >= 0", {}, (), "the environment"))
+    return numbers, problems
+
+
+def _impossible(rank: str, size: str, numbers: Mapping[str, int]) -> list[Problem]:
+    if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
+        return [Problem(rank, numbers[rank], f"must be < {size}", {size: numbers[size]}, (), "the environment")]
+    return []
+
+
+def first_host(nodes: str) -> str:
+    """`gpu[03-07,9],x1` -> `gpu03`: the first name of a SLURM list."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    return f"{found[1]}{found[2] or ''}{found[3] or ''}" if found else nodes
+
+
+def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
+    """What this machine can do, for a world of one. Imports torch if there may be a GPU."""
+    missing = tuple(name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is None)
+    if wanted == "cpu":
+        return Facts(missing=missing)
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return Facts(device_count=0, missing=missing)
+    name, (major, _) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    hip = torch.version.hip is not None
+    return Facts(
+        device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6, missing=missing
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""How a rank ended: written by the rank to a file of its own, read by the launcher, which finds the one that began it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.base.errors import CheckpointError, ConfigError, DataError, FolderInUse, NumericalStop, PeerLost, PhalanxError, Preempted
+
+# Kinds of ends that explain others come first; a lost peer is a consequence of one of them.
+CAUSES = tuple(e.exit_code for e in (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    rank: int
+    code: int
+    text: str
+    time: float = 0.0
+
+    def write(self, folder: str | Path) -> None:
+        path = Path(folder) / f"rank-{self.rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(partial, path)
+
+
+class RankFailed(PhalanxError):
+    """The launcher's error: which rank failed and how; `exit_code` is that of the rank's own error."""
+
+    def __init__(self, text: str, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(text)
+
+
+def read_outcomes(folder: str | Path) -> list[Outcome]:
+    return sorted((Outcome(**json.loads(p.read_text(encoding="utf-8"))) for p in Path(folder).glob("rank-*.json")), key=lambda o: o.rank)
+
+
+def verdict(world_size: int, outcomes: list[Outcome], exits: Mapping[int, int]) -> RankFailed | None:
+    """What the whole run ended with, or None if every rank is done.
+
+    outcomes  what ranks said themselves; exits  exit status per rank that failed first, negative = killed by that signal
+    """
+    said = {o.rank: o for o in outcomes}
+    causes = [o for o in outcomes if o.code in CAUSES]
+    killed = [rank for rank, status in sorted(exits.items()) if status < 0 and rank not in said]
+    crashed = [o for o in outcomes if o.code == 1]
+    silent = [rank for rank in sorted(exits) if rank not in said and rank not in killed]
+    if causes:
+        return _from(world_size, outcomes, min(causes, key=lambda o: o.time))
+    if killed:
+        rank = killed[0]
+        return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(-exits[rank])}", PeerLost.exit_code)
+    if crashed:
+        return _from(world_size, outcomes, min(crashed, key=lambda o: o.time))
+    if silent:
+        rank = silent[0]
+        return RankFailed(f"rank {rank} of {world_size} ended with status {exits[rank]} and said nothing", exits[rank])
+    for code in (PeerLost.exit_code, Preempted.exit_code):
+        for o in outcomes:
+            if o.code == code:
+                return _from(world_size, outcomes, o)
+    return None
+
+
+def _from(world_size: int, outcomes: list[Outcome], chosen: Outcome) -> RankFailed:
+    """Its text, with the rank in front unless every rank said the same."""
+    same = [o for o in outcomes if (o.code, o.text) == (chosen.code, chosen.text)]
+    who = "" if len(same) == world_size else f"rank {chosen.rank} of {world_size}: "
+    return RankFailed(who + chosen.text, chosen.code)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

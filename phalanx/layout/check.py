@@ -1,0 +1,62 @@
+"""Rules of the `layout` section: sizes against the world and against the number of blocks."""
+
+from __future__ import annotations
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import at_least, divisors, problem
+from phalanx.layout.config import LayoutConfig
+
+
+def check(config: LayoutConfig, *, world_size: int, blocks: int) -> list[Problem]:
+    """blocks: transformer layers + 2 (embedding and head are blocks)."""
+    found = at_least("layout", config, 1, "tp", "pp", "virtual_stages", "bucket_mb")
+    if not found:
+        found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks)
+    return found
+
+
+def check_world(config: LayoutConfig, world_size: int) -> list[Problem]:
+    alone = [
+        problem("layout", config, name, "must divide world_size", {"world_size": world_size}, divisors(getattr(config, name), world_size))
+        for name in ("tp", "pp")
+        if world_size % getattr(config, name)
+    ]
+    if alone or world_size % (config.tp * config.pp) == 0:
+        return alone
+    because = {"tp * pp": config.tp * config.pp, "layout.tp": config.tp, "world_size": world_size}
+    return [problem("layout", config, "pp", "tp * pp must divide world_size", because, divisors(config.pp, world_size // config.tp))]
+
+
+def check_schedule(config: LayoutConfig) -> list[Problem]:
+    found = []
+    stages, schedule = config.virtual_stages, config.schedule
+    if stages > 1 and config.pp == 1:
+        found.append(problem("layout", config, "virtual_stages", "needs pp >= 2", {"layout.pp": 1}, (1,)))
+    if stages > 1 and schedule not in ("auto", "interleaved"):
+        because = {"layout.virtual_stages": stages}
+        found.append(problem("layout", config, "schedule", "runs one stage per rank", because, ("auto", "interleaved")))
+    if stages == 1 and schedule == "interleaved":
+        because = {"layout.virtual_stages": stages}
+        found.append(problem("layout", config, "schedule", "needs virtual_stages >= 2", because, ("auto", "1f1b")))
+    return found
+
+
+def check_stages(config: LayoutConfig, blocks: int) -> list[Problem]:
+    count = config.pp * config.virtual_stages
+    if count > blocks:
+        name, other = ("virtual_stages", "pp") if config.virtual_stages > 1 else ("pp", "virtual_stages")
+        because = {f"layout.{other}": getattr(config, other), "blocks (layers + 2)": blocks}
+        return [problem("layout", config, name, "leaves stages without a block", because)]
+    if config.stages is None:
+        return []
+    even = tuple(blocks * (i + 1) // count - blocks * i // count for i in range(count))
+    found = []
+    if len(config.stages) != count:
+        because = {"numbers": len(config.stages), "pp * virtual_stages": count}
+        found.append(problem("layout", config, "stages", "must have pp * virtual_stages numbers", because, (even,)))
+    if any(n < 1 for n in config.stages):
+        found.append(problem("layout", config, "stages", "must give each stage at least 1 block", {}, (even,)))
+    if sum(config.stages) != blocks:
+        because = {"sum": sum(config.stages), "blocks (layers + 2)": blocks}
+        found.append(problem("layout", config, "stages", "must sum to the number of blocks", because, (even,)))
+    return found

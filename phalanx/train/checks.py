@@ -1,0 +1,269 @@
+"""Every rule of a run at once: asks each room for its problems, adds those between rooms, and looks for values that would do.
+
+Pure apart from looking whether files exist (`Facts.files`). `raise_problems` picks the error: 2, or 3 and 4 when only data or
+a checkpoint is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from phalanx.base import tree
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.rules import MissingPath, at_least, divisors, exists, missing_checkpoint, multiples, no_effect, problem, within
+from phalanx.checkpoint.check import check as check_checkpoint
+from phalanx.data.check import check as check_data
+from phalanx.layout.check import check as check_layout
+from phalanx.models.check import check as check_model
+from phalanx.optim.check import check as check_optim
+from phalanx.train.config import Run
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run is checked against. The defaults describe a machine that can do everything, as for a plan on a laptop.
+
+    device_count  GPUs of this machine; None: unknown. local_ranks: ranks that share them
+    env           problems already found in the environment or in options
+    missing       optional packages that are not installed
+    files         look whether paths exist
+    """
+
+    world_size: int = 1
+    local_ranks: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_count: int | None = None
+    device_name: str = "CPU"
+    bf16_ok: bool = True
+    fp16_ok: bool = True
+    env: tuple[Problem, ...] = ()
+    missing: tuple[str, ...] = ()
+    files: bool = True
+
+
+def check(run: Run, facts: Facts) -> list[Problem]:
+    """Every problem of a run, each with values near it that make it go away (found by checking the run with them)."""
+    found = broken_rules(run, facts)
+    return [suggest(run, facts, p, found) for p in found]
+
+
+def raise_problems(problems: list[Problem]) -> None:
+    """Raise all problems as one ConfigError; as DataError or CheckpointError if nothing is wrong but missing paths of one kind."""
+    kinds = {p.error if isinstance(p, MissingPath) else ConfigError for p in problems}
+    if not problems:
+        return
+    if len(kinds) == 1 and ConfigError not in kinds:
+        raise kinds.pop()("\n".join(str(p).removeprefix("config error: ") for p in problems))
+    raise ConfigError(problems)
+
+
+# ---- the rules -----------------------------------------------------------------------------------------------------------------
+
+
+def broken_rules(run: Run, facts: Facts) -> list[Problem]:
+    blocks = max(run.model.num_hidden_layers, 1) + 2
+    evaluates = run.train.eval_interval is not None
+    return [
+        *facts.env,
+        *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
+        *check_layout(run.layout, world_size=facts.world_size, blocks=blocks),
+        *check_train(run),
+        *check_batch(run, facts),
+        *check_device(run, facts),
+        *check_optim(run.optim, steps=run.train.steps),
+        *check_data(run.data, evaluates=evaluates, files=facts.files),
+        *check_checkpoint(run.checkpoint, files=facts.files),
+        *check_log(run, facts),
+        *check_start(run, facts),
+        *(check_folder(run) if facts.files else ()),
+    ]
+
+
+def check_train(run: Run) -> list[Problem]:
+    c = run.train
+    found = at_least("train", c, 1, "steps", "global_batch", "micro_batch", "seq_length", "eval_interval", "eval_samples", "max_skipped")
+    found += within("train", c, "timeout_s", "(0, inf)")
+    if not 0 <= c.seed < 2**63:
+        found.append(problem("train", c, "seed", "must be an integer in [0, 2**63)", {}, (1234,)))
+    if c.eval_interval is None:
+        found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
+    return found + check_loss_scale(run)
+
+
+def check_loss_scale(run: Run) -> list[Problem]:
+    c = run.train
+    names = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis", "loss_scale_min")
+    if c.precision != "fp16":
+        return no_effect("train", c, names, "train.precision=fp16", {"train.precision": c.precision})
+    found = at_least("train", c, 1, "loss_scale_window", "loss_scale_hysteresis")
+    found += within("train", c, "loss_scale", "(0, inf)") + within("train", c, "loss_scale_min", "(0, inf)")
+    if c.loss_scale < c.loss_scale_min:
+        found.append(problem("train", c, "loss_scale", "must be >= loss_scale_min", {"train.loss_scale_min": c.loss_scale_min}, (65536.0,)))
+    return found
+
+
+def check_batch(run: Run, facts: Facts) -> list[Problem]:
+    """How the global batch is cut: over data-parallel ranks, into micro-batches, and each of these along tokens over tp."""
+    c, tp, pp = run.train, run.layout.tp, run.layout.pp
+    if min(c.global_batch, c.micro_batch, c.seq_length, tp, pp) < 1:
+        return []
+    found = []
+    if c.micro_batch * c.seq_length % tp:
+        because, valid = {"train.micro_batch": c.micro_batch, "layout.tp": tp}, multiples(c.seq_length, tp // math.gcd(tp, c.micro_batch))
+        found.append(problem("train", c, "seq_length", "micro_batch * seq_length must be a multiple of tp", because, valid))
+    if facts.world_size % (tp * pp):
+        return found  # no data-parallel size to speak of: the layout's own problem says so
+    dp = facts.world_size // (tp * pp)
+    unit = c.micro_batch * dp
+    if c.global_batch % unit:
+        because = {"micro_batch * dp": unit, "train.micro_batch": c.micro_batch, "dp": dp}
+        found.append(problem("train", c, "global_batch", "must be a multiple of micro_batch * dp", because, multiples(c.global_batch, unit)))
+    return found + check_rampup(run, unit)
+
+
+def check_rampup(run: Run, unit: int) -> list[Problem]:
+    """Every batch size on the way up has to be a whole number of micro-batches on every rank."""
+    ramp, goal = run.train.rampup, run.train.global_batch
+    if ramp is None:
+        return []
+    at = "train.rampup"
+    found = at_least(at, ramp, 1, "start", "increment", "samples")
+    if found:
+        return found
+    if ramp.start >= goal:
+        return [problem(at, ramp, "start", "must be < train.global_batch", {"train.global_batch": goal})]
+    if ramp.start % unit:
+        rule = "must be a multiple of micro_batch * dp"
+        found.append(problem(at, ramp, "start", rule, {"micro_batch * dp": unit}, multiples(ramp.start, unit)))
+    if ramp.increment % unit:
+        rule, steps = "must be a multiple of micro_batch * dp", divisors(ramp.increment, goal - ramp.start)
+        found.append(problem(at, ramp, "increment", rule, {"micro_batch * dp": unit}, steps))
+    if (goal - ramp.start) % ramp.increment:
+        because = {"train.global_batch - start": goal - ramp.start}
+        found.append(problem(at, ramp, "increment", "must divide train.global_batch - start", because, divisors(ramp.increment, goal - ramp.start)))
+    return found
+
+
+def check_device(run: Run, facts: Facts) -> list[Problem]:
+    c, found = run.train, []
+    if c.device == "cuda" and facts.device_count == 0:
+        found.append(problem("train", c, "device", "needs a GPU", {"GPUs": 0}, ("cpu", "auto")))
+    elif facts.device == "cuda" and facts.device_count is not None and facts.local_ranks > facts.device_count:
+        because = {"GPUs": facts.device_count}
+        found.append(Problem("--ranks", facts.local_ranks, "must be <= the number of GPUs", because, (facts.device_count,)))
+    able = {"bf16": facts.bf16_ok, "fp16": facts.fp16_ok}
+    if not able.get(c.precision, True):
+        others = tuple(name for name in ("bf16", "fp16", "fp32") if able.get(name, True))
+        found.append(problem("train", c, "precision", "must be a dtype of the device", {"device": facts.device_name}, others))
+    return found
+
+
+def check_log(run: Run, facts: Facts) -> list[Problem]:
+    found = at_least("log", run.log, 1, "interval")
+    for name, off in (("tensorboard", False), ("wandb", None)):
+        if getattr(run.log, name) and name in facts.missing:
+            because = {"not installed": name}
+            found.append(problem("log", run.log, name, f"needs a package: pip install 'phalanx[{name}]'", because, (off,)))
+    return found
+
+
+def check_start(run: Run, facts: Facts) -> list[Problem]:
+    if run.init_from is None:
+        return []
+    if run.checkpoint.load is not None:
+        because = {"checkpoint.load": run.checkpoint.load}
+        return [Problem("init_from", run.init_from, "has no effect together with checkpoint.load", because, (None,))]
+    return [missing_checkpoint("init_from", run.init_from)] if facts.files and not exists(run.init_from) else []
+
+
+def check_folder(run: Run) -> list[Problem]:
+    """The run's folder can be made or written to."""
+    if not run.dir:
+        return [Problem("dir", run.dir, "must name a folder", {}, ("runs/default",))]
+    there = os.path.abspath(run.dir)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        return [Problem("dir", run.dir, f"must be a folder ({errno.errorcode[errno.ENOTDIR]})", {"a file": there}, _other_folders(run.dir))]
+    if not os.access(there, os.W_OK | os.X_OK):
+        rule = f"must be writable ({errno.errorcode[errno.EACCES]})"
+        return [Problem("dir", run.dir, rule, {"folder": there}, _other_folders(run.dir))]
+    return []
+
+
+def _other_folders(path: str) -> tuple[str, ...]:
+    return (f"{path.rstrip('/')}-2", "runs/default")
+
+
+# ---- values that would do ------------------------------------------------------------------------------------------------------
+
+
+def suggest(run: Run, facts: Facts, broken: Problem, found: list[Problem]) -> Problem:
+    """The problem with `valid` holding only values that end it, preferring values that start no other."""
+    try:
+        tree.get(run, broken.field)
+    except KeyError:
+        return broken  # an option or a variable of the environment: nothing to try
+    quick = replace(facts, files=False)
+    before = _names(broken_rules(run, quick))
+    if _name(broken) not in before:
+        quick, before = facts, _names(found)
+    tries = Tries(run, quick, broken, before)
+    clean = _both_sides(broken.value, [v for v in broken.valid if tries.clean(v)])
+    if not clean and type(broken.value) is int:
+        clean = _both_sides(broken.value, [v for v in _outward(broken.value) if tries.clean(v)])
+    good = clean or _both_sides(broken.value, [v for v in (*broken.valid, *_outward(broken.value)) if tries.ends(v)])
+    return replace(broken, valid=tuple(good))
+
+
+@dataclass(frozen=True)
+class Tries:
+    """Other values of one field, each checked by the whole validator once."""
+
+    run: Run
+    facts: Facts
+    broken: Problem
+    before: set[tuple[str, str]]
+    seen: dict[Any, set[tuple[str, str]]] = field(default_factory=dict)
+
+    def after(self, value: Any) -> set[tuple[str, str]]:
+        name = repr(value)
+        if name not in self.seen:
+            self.seen[name] = _names(broken_rules(tree.replace_at(self.run, self.broken.field, value), self.facts))
+        return self.seen[name]
+
+    def ends(self, value: Any) -> bool:
+        """The problem is gone."""
+        return _name(self.broken) not in self.after(value)
+
+    def clean(self, value: Any) -> bool:
+        """The problem is gone and no other has come."""
+        return self.ends(value) and self.after(value) <= self.before
+
+
+def _outward(value: Any, far: int = 48) -> list[int]:
+    """Positive integers around a bad one, the nearest first."""
+    if type(value) is not int:
+        return []
+    start = max(value, 0)
+    return [v for d in range(1, far) for v in (start - d, start + d) if v > 0]
+
+
+def _both_sides(value: Any, good: list[Any]) -> list[Any]:
+    """Of numbers the nearest below and the nearest above (two above, if there is none below); of others the first three."""
+    if type(value) is not int or not all(type(v) is int for v in good):
+        return good[:3]
+    below, above = sorted(v for v in good if v < value)[-1:], sorted(v for v in good if v > value)
+    return below + (above[:1] if below else above[:2])
+
+
+def _name(p: Problem) -> tuple[str, str]:
+    return p.field, p.rule
+
+
+def _names(problems: list[Problem]) -> set[tuple[str, str]]:
+    return {_name(p) for p in problems}

@@ -1,0 +1,63 @@
+"""What other frameworks call our config keys; only used to say what an unknown key may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+SYNONYMS: Mapping[str, str] = MappingProxyType(
+    {
+        "learning_rate": "optim.lr",
+        "max_lr": "optim.lr",
+        "optimizer": "optim.name",
+        "lr_scheduler": "optim.schedule",
+        "lr_decay_style": "optim.schedule",
+        "lr_warmup_steps": "optim.warmup_steps",
+        "warmup": "optim.warmup_steps",
+        "clip_grad_norm": "optim.clip_grad",
+        "max_grad_norm": "optim.clip_grad",
+        "max_norm": "optim.clip_grad",
+        "betas": "optim.beta1",
+        "train_iters": "train.steps",
+        "max_steps": "train.steps",
+        "iterations": "train.steps",
+        "gbs": "train.global_batch",
+        "global_batch_size": "train.global_batch",
+        "mbs": "train.micro_batch",
+        "micro_batch_size": "train.micro_batch",
+        "batch_size": "train.global_batch",
+        "seq_len": "train.seq_length",
+        "sequence_length": "train.seq_length",
+        "dtype": "train.precision",
+        "activation_checkpoint": "train.recompute",
+        "gradient_checkpointing": "train.recompute",
+        "tensor_parallel": "layout.tp",
+        "tensor_parallel_size": "layout.tp",
+        "tensor_model_parallel_size": "layout.tp",
+        "pipeline_parallel": "layout.pp",
+        "pipeline_parallel_size": "layout.pp",
+        "pipeline_model_parallel_size": "layout.pp",
+        "virtual_pipeline_model_parallel_size": "layout.virtual_stages",
+        "vpp": "layout.virtual_stages",
+        "zero_stage": "layout.sharding",
+        "layers": "model.num_hidden_layers",
+        "num_layers": "model.num_hidden_layers",
+        "n_layer": "model.num_hidden_layers",
+        "hidden": "model.hidden_size",
+        "n_embd": "model.hidden_size",
+        "ffn_hidden_size": "model.intermediate_size",
+        "n_inner": "model.intermediate_size",
+        "heads": "model.num_attention_heads",
+        "n_head": "model.num_attention_heads",
+        "kv_heads": "model.num_key_value_heads",
+        "num_query_groups": "model.num_key_value_heads",
+        "model_type": "model.family",
+        "norm_eps": "model.rms_norm_eps",
+        "data_path": "data.paths",
+        "save_interval": "checkpoint.interval",
+        "save_total_limit": "checkpoint.keep_last",
+        "output_dir": "dir",
+        "save": "dir",
+        "log_interval": "log.interval",
+    }
+)
