@@ -62,8 +62,8 @@ def save_on_stop(placement, folder):
     while not asked:
         time.sleep(0.02)
     time.sleep(0.5 * placement.rank)  # the last to save must not be ended by the first
-    with open(f"{folder}/saved-{placement.rank}", "w"):
-        pass
+    with open(f"{folder}/saved-{placement.rank}", "w") as f:
+        f.write(str(len(asked)))
     raise Preempted("step 3 is saved; start the same command again to go on")
 
 def early(placement, folder):
@@ -278,7 +278,7 @@ def test_a_signal_is_passed_on_and_the_ranks_are_waited_for(jobs, signum):
     parent.send_signal(signum)
     _, err = parent.communicate(timeout=60)
     assert parent.returncode == 75 and "step 3 is saved" in err and "Traceback" not in err
-    assert (jobs / "saved-0").exists() and (jobs / "saved-1").exists()
+    assert [(jobs / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]  # the first to end did not hurry the other
 
 
 def test_a_signal_before_training_began(jobs):

@@ -19,7 +19,6 @@ from typing import Any
 
 from phalanx.base.errors import ConfigError, PhalanxError, Preempted
 from phalanx.base.log import describe
-from phalanx.base.placement import Placement
 from phalanx.launch.env import read_placement
 from phalanx.launch.outcome import Outcome
 
@@ -88,14 +87,6 @@ def leave(folder: str, error: BaseException) -> None:
     sys.stderr.flush()
     # a preempted rank is no failure: the launcher must wait for the others rather than end them
     os._exit(0 if code == Preempted.exit_code else code)
-
-
-def place() -> Placement:
-    """The place of this process for code that is run by hand under torchrun or SLURM. ConfigError if the environment is wrong."""
-    placement, problems = read_placement(os.environ)
-    if problems:
-        raise ConfigError(problems)
-    return placement or Placement()
 
 
 if __name__ == "__main__":
