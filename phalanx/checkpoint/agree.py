@@ -1,0 +1,52 @@
+"""agree: a step that all ranks must take together; if it fails on one rank, every rank raises the same error instead of waiting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+from phalanx.base.errors import CheckpointError, PeerLost, PhalanxError
+from phalanx.comm.axis import Axis
+
+T = TypeVar("T")
+
+
+def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank of the axis and give each rank all results (JSON values), in rank order.
+
+    Raises CheckpointError on every rank where `work` failed on any of them. Other errors than those of users and of the disk
+    are bugs: they keep their type on their own rank.
+    """
+    failure: Exception | None = None
+    try:
+        answer = {"result": work()}
+    except PeerLost:
+        raise  # the others cannot be told
+    except Exception as error:
+        failure, answer = error, {"error": str(error) or type(error).__name__}
+    answers = [json.loads(text) for text in axis.all_gather_text(json.dumps(answer))]
+    errors = {rank: a["error"] for rank, a in zip(axis.ranks, answers) if "error" in a}
+    if failure is not None and not isinstance(failure, (PhalanxError, OSError, SafetensorError)):
+        raise failure
+    if errors:
+        raise CheckpointError(_text(errors, axis.size)) from failure
+    return [a["result"] for a in answers]
+
+
+def together(axis: Axis, work: Callable[[], T]) -> T:
+    """This rank's own result of `work` (any value), once it has succeeded on every rank."""
+    made: list[T] = []
+    agree(axis, lambda: made.append(work()))
+    return made[0]
+
+
+def _text(errors: dict[int, str], size: int) -> str:
+    """One error that all ranks share reads as one; else each says whose it is."""
+    if len(errors) == size and len(set(errors.values())) == 1:
+        return next(iter(errors.values()))
+    shown = [f"rank {rank}: {text}" for rank, text in list(errors.items())[:4]]
+    more = len(errors) - len(shown)
+    return "\n".join(shown + ([f"and {more} more ranks"] if more else []))

@@ -1,0 +1,112 @@
+"""Bring boxes of global tensors to the ranks that write them, one tensor at a time on each: no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+
+import torch
+from torch import Tensor
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.holdings import Item
+from phalanx.checkpoint.tensors import natural
+from phalanx.comm.axis import Axis, Work
+from phalanx.layout.box import Box
+
+Held = tuple[str, tuple[int, ...], Box]  # name, global shape, box
+
+
+@dataclass(frozen=True)
+class Job:
+    """A global tensor, and which rank has which box of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, Box], ...]
+
+
+@dataclass(frozen=True)
+class File:
+    """Tensors that one rank writes to one file, in this order."""
+
+    name: str
+    writer: int
+    jobs: tuple[Job, ...]
+
+
+def plan_files(held: list[list[Held]], itemsize: int, max_bytes: int) -> list[File]:
+    """Files of a model of which rank r offers the boxes held[r]: the same on every rank, and the same files in every layout.
+
+    Raises CheckpointError if the offers do not cover each tensor exactly.
+    """
+    jobs = _jobs(held)
+    groups: list[list[Job]] = [[]]
+    size = 0
+    for job in jobs:
+        n = prod(job.shape) * itemsize
+        if groups[-1] and size + n > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(job)
+        size += n
+    count, world = len(groups), len(held)
+    names = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return [File(names[i], i * world // count if count < world else i % world, tuple(g)) for i, g in enumerate(groups)]
+
+
+def _jobs(held: list[list[Held]]) -> list[Job]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts: dict[str, list[tuple[int, Box]]] = {}
+    for rank, offers in enumerate(held):
+        for name, shape, box in offers:
+            if shapes.setdefault(name, shape) != shape:
+                raise CheckpointError(f"ranks disagree about the shape of {name}: {shapes[name]} and {shape}")
+            parts.setdefault(name, []).append((rank, box))
+    for name, boxes in parts.items():
+        have = sum(box.numel for _, box in boxes)
+        if have != prod(shapes[name]):
+            raise CheckpointError(f"the ranks offer {have} elements of {name}, which has {prod(shapes[name])}")
+    return [Job(name, shapes[name], tuple(sorted(parts[name]))) for name in sorted(parts, key=natural)]
+
+
+def gather(axis: Axis, files: list[File], items: list[Item], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[File, Tensor]]:
+    """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate to the end.
+
+    In a round each writer gets its next tensor. All ranks walk the messages of a round in one order, so that even sends which
+    wait for their receiver cannot wait in a circle.
+    """
+    mine = {(i.name, i.box): i.view for i in items}
+    queues = [[(f, job) for f in files if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
+    for round in zip_longest(*queues):
+        yield from _round(axis, [entry for entry in round if entry is not None], mine, dtype, device)
+
+
+def _round(axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Box], Tensor], dtype: torch.dtype,
+           device: torch.device) -> Iterator[tuple[File, Tensor]]:  # fmt: skip
+    me, work, arriving = axis.index, list[Work](), list[tuple[Tensor, Tensor]]()
+    ready: list[tuple[File, Tensor]] = []
+    for file, job in entries:
+        if file.writer == me:
+            ready.append((file, torch.empty(job.shape, dtype=dtype, device=device)))
+        for source, box in job.parts:
+            if source == me and file.writer == me:
+                ready[-1][1][box.slices()].copy_(mine[job.name, box])
+            elif source == me:
+                work.append(axis.send(as_bytes(mine[job.name, box].contiguous()), file.writer))
+            elif file.writer == me:
+                part = torch.empty(box.shape, dtype=dtype, device=device)
+                work.append(axis.recv(as_bytes(part), source))
+                arriving.append((ready[-1][1][box.slices()], part))
+    for w in work:
+        w.wait()
+    for target, part in arriving:
+        target.copy_(part)
+    yield from ready
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor as bytes, which every backend can send."""
+    return x.reshape(-1).view(torch.uint8)

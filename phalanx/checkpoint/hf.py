@@ -1,0 +1,156 @@
+"""Hugging Face's config.json <-> our model configs. What a config asks for and we cannot compute is refused by name, never ignored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.manifest import missing
+from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
+
+ModelConfig = LlamaConfig | GPT2Config
+ROPE_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GELU = ("gelu_new", "gelu_pytorch_tanh")
+
+# key -> the only values that our model computes; a key that is absent means the first
+LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
+    "quantization_config": (None,), "sliding_window": (None,), "partial_rotary_factor": (1.0, None),
+}  # fmt: skip
+GPT2_ONLY: dict[str, tuple[Any, ...]] = {
+    "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,), "tie_word_embeddings": (True,), "quantization_config": (None,),
+}  # fmt: skip
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder."""
+    path = Path(folder) / "config.json"
+    if not path.parent.is_dir():
+        raise CheckpointError(missing(path.parent, "folder"))
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return found
+
+
+def model_config_from_hf(folder: str | Path) -> ModelConfig:
+    """The model of a Hugging Face folder. Code named in it is never run. CheckpointError names everything that is not supported."""
+    return from_hf(read_config(folder), str(Path(folder) / "config.json"))
+
+
+def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The model that a config.json describes; `where` names it in errors."""
+    family = config.get("model_type")
+    if family not in ("llama", "gpt2"):
+        raise CheckpointError(f"{where}: model_type={family!r} is not one of gpt2, llama")
+    try:
+        return _llama(config, where) if family == "llama" else _gpt2(config, where)
+    except KeyError as error:
+        raise CheckpointError(f"{where}: {error.args[0]} is missing") from error
+
+
+def _refuse(config: dict[str, Any], only: dict[str, tuple[Any, ...]], where: str, more: list[str] | None = None) -> None:
+    found = [f"{k}={config[k]!r} (supported: {_shown(ok)})" for k, ok in only.items() if k in config and config[k] not in ok] + (more or [])
+    if found:
+        raise CheckpointError(f"{where}: not supported: {'; '.join(found)}")
+
+
+def _shown(values: tuple[Any, ...]) -> str:
+    return ", ".join(repr(v) for v in values if v is not None) or "unset"
+
+
+def _llama(c: dict[str, Any], where: str) -> LlamaConfig:
+    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    odd = [] if kind in ("default", "llama3") else [f"rope_type={kind!r} (supported: 'default', 'llama3')"]
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        odd.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} (supported: 1.0)")
+    _refuse(c, LLAMA_ONLY, where, odd)
+    return LlamaConfig(
+        vocab_size=c["vocab_size"], hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
+        num_hidden_layers=c["num_hidden_layers"], num_attention_heads=c["num_attention_heads"],
+        num_key_value_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim"),
+        max_position_embeddings=c.get("max_position_embeddings", 2048), rms_norm_eps=c.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
+        rope_scaling=RopeScaling(**{k: rope[k] for k in ROPE_FIELDS}) if kind == "llama3" else None,
+        tie_word_embeddings=c.get("tie_word_embeddings", False), initializer_range=c.get("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def _gpt2(c: dict[str, Any], where: str) -> GPT2Config:
+    dropout, embedding = c.get("resid_pdrop", 0.1), c.get("embd_pdrop", 0.1)
+    odd = [] if dropout == embedding else [f"embd_pdrop={embedding!r} beside resid_pdrop={dropout!r} (supported: equal ones)"]
+    _refuse(c, GPT2_ONLY, where, odd)
+    return GPT2Config(
+        vocab_size=c["vocab_size"], hidden_size=c["n_embd"], num_hidden_layers=c["n_layer"], num_attention_heads=c["n_head"],
+        intermediate_size=c.get("n_inner"), max_position_embeddings=c.get("n_positions", 1024),
+        layer_norm_epsilon=c.get("layer_norm_epsilon", 1e-5), dropout=dropout, attention_dropout=c.get("attn_pdrop", 0.1),
+        initializer_range=c.get("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, int] | None = None) -> dict[str, Any]:
+    """config.json for a model whose weights are of `dtype`. Special tokens that are not given are none (not Hugging Face's defaults)."""
+    ids = {name: (token_ids or {}).get(name) for name in TOKEN_IDS}
+    kind = str(dtype).removeprefix("torch.")
+    specific = _to_llama(model) if isinstance(model, LlamaConfig) else _to_gpt2(model)
+    return {**specific, **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}
+
+
+def generation_config(token_ids: dict[str, int] | None = None) -> dict[str, Any]:
+    return {"_from_model_config": True, **{k: v for k, v in (token_ids or {}).items() if k in TOKEN_IDS}}
+
+
+def _to_llama(m: LlamaConfig) -> dict[str, Any]:
+    """Rotary parameters in both spellings: transformers 5 reads `rope_parameters`, others `rope_theta` and `rope_scaling`."""
+    scaling = asdict(m.rope_scaling) if m.rope_scaling else None
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
+        "intermediate_size": m.intermediate_size, "num_hidden_layers": m.num_hidden_layers, "num_attention_heads": m.num_attention_heads,
+        "num_key_value_heads": m.num_key_value_heads or m.num_attention_heads,
+        "head_dim": m.head_dim or m.hidden_size // m.num_attention_heads, "max_position_embeddings": m.max_position_embeddings,
+        "rms_norm_eps": m.rms_norm_eps, "rope_theta": m.rope_theta, "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": m.rope_theta, **(scaling or {"rope_type": "default"})},
+        "tie_word_embeddings": m.tie_word_embeddings, "initializer_range": m.initializer_range, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+
+
+def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_embd": m.hidden_size,
+        "n_layer": m.num_hidden_layers, "n_head": m.num_attention_heads, "n_inner": m.intermediate_size,
+        "n_positions": m.max_position_embeddings, "layer_norm_epsilon": m.layer_norm_epsilon, "resid_pdrop": m.dropout,
+        "embd_pdrop": m.dropout, "attn_pdrop": m.attention_dropout, "initializer_range": m.initializer_range,
+        "activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def resolved(model: dict[str, Any]) -> dict[str, Any]:
+    """A model config's dict with the defaults that depend on other fields filled in, so that two spellings of one model are equal."""
+    m = dict(model)
+    if m.get("family") == "llama":
+        m["num_key_value_heads"] = m.get("num_key_value_heads") or m.get("num_attention_heads")
+        m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
+    if m.get("family") == "gpt2":
+        m["intermediate_size"] = m.get("intermediate_size") or 4 * m["hidden_size"]
+    return m
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`field old -> new` of every field in which two model configs differ, those that a run may change left out."""
+    may_change = {"dropout", "attention_dropout", "initializer_range"}
+    if new.get("family") == "llama":
+        may_change.add("max_position_embeddings")  # of rotary positions it is no shape
+    a, b = resolved(old), resolved(new)
+    return [f"model.{k} {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and k not in may_change]

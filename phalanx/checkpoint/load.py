@@ -1,0 +1,200 @@
+"""Load a checkpoint, or a Hugging Face folder, into any layout: every rank reads the boxes that it holds, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.hf import ModelConfig, differences, read_config
+from phalanx.checkpoint.holdings import KINDS, Item, masters_to_load, state_to_load
+from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_manifest
+from phalanx.checkpoint.save import key_of
+from phalanx.checkpoint.tensors import Index, Part, Stored, fill, open_tensors
+from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.buffers import Buffers
+from phalanx.layout.box import Box
+from phalanx.optim.adamw import AdamW
+from phalanx.optim.scaler import LossScaler
+
+Shapes = dict[str, tuple[int, ...]]
+SHOWN = 50  # problems of tensors in one error
+HEAD = "lm_head.weight"
+PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old Hugging Face files carry along
+
+
+def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh,
+               model: ModelConfig | None = None) -> dict[str, Any]:  # fmt: skip
+    """Masters, moments, the optimizer's step and the loss scale, bit for bit as saved in any layout; then weights = cast of masters.
+
+    Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of them if the
+    checkpoint is missing or damaged, or is of another model (given `model`, every differing field is listed, old -> new).
+    """
+    path = Path(path)
+    manifest = together(mesh.world, lambda: read_manifest_for(path, model))
+    items = state_to_load(optimizer.shards)
+    wanted = wanted_names(mesh, items["master"])
+    index = together(mesh.world, lambda: fitting(state_index(path), wanted, str(path)))
+    for shard in optimizer.shards:
+        for kind in KINDS:
+            getattr(shard, kind).zero_()  # padding is zero, whatever was there
+    agree(mesh.world, lambda: _fill_state(items, index, path / "state"))
+    scalars = {name: float.fromhex(text) for name, text in manifest.optimizer.items()}
+    optimizer.step.fill_(scalars["optimizer.step"])
+    for name, value in scaler.state().items():
+        value.fill_(scalars[f"scaler.{name}"])
+    _publish(buffers)
+    return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}
+
+
+def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:
+    """The manifest of a checkpoint of this model (if given)."""
+    manifest = read_manifest(path)
+    changed = differences(manifest.model, json.loads(json.dumps(asdict(model)))) if model is not None else []
+    if changed:
+        raise CheckpointError(f"checkpoint {path} is of another model: " + ", ".join(changed))
+    return manifest
+
+
+def wanted_names(mesh: Mesh, items: list[Item]) -> Shapes:
+    """Names and shapes of the whole model's tensors: those that any rank holds a part of."""
+    return {name: tuple(shape) for rank in agree(mesh.world, lambda: {i.name: i.shape for i in items}) for name, shape in rank.items()}
+
+
+def fitting(index: Index, wanted: Shapes, where: str) -> Index:
+    """The index, if it holds exactly the tensors that are wanted, in their shapes. Else CheckpointError with every one that differs."""
+    problems = mismatches(index, wanted)
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise CheckpointError(f"{where} does not fit the model:\n" + "\n".join(problems[:SHOWN] + more))
+    return index
+
+
+def state_index(path: Path) -> Index:
+    """Where each box of the state lies; `key` is still without its kind."""
+    try:
+        table = json.loads((path / "state/index.json").read_text())["files"]
+        index: Index = {}
+        for file, boxes in table.items():
+            for name, shape, start, stop in boxes:
+                stored = index.setdefault(name, Stored(tuple(shape)))
+                stored.parts.append(Part(Path(file).name, "", Box(tuple(start), tuple(stop))))
+        return index
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'state/index.json'} is damaged: {error}") from error
+
+
+def mismatches(index: Index, wanted: Shapes) -> list[str]:
+    """Every tensor that is missing, of another shape, or left over; the vocabulary is named where its size differs."""
+    found = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in index]
+    found += [f"not in the model: {name} {stored.shape}" for name, stored in index.items() if name not in wanted]
+    for name, shape in wanted.items():
+        have = index[name].shape if name in index else shape
+        if have != shape:
+            size = f" (vocabulary of {have[0]} instead of {shape[0]})" if _is_vocabulary(name) and have[1:] == shape[1:] else ""
+            found.append(f"another shape: {name} has {have}, the model wants {shape}{size}")
+    return found
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.endswith(("embed_tokens.weight", "wte.weight", HEAD))
+
+
+def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path) -> None:
+    for kind in KINDS:
+        keyed = {name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts]) for name, s in index.items()}
+        fill(wanted[kind], keyed, folder)
+
+
+def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
+    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), of any dtype.
+
+    Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing, unexpected or
+    of another shape: nothing is ever left at random values. Moments are not touched.
+    """
+    path = Path(path)
+    folder = path / "weights" if (path / NAME).is_file() else path
+    items = masters_to_load(buffers)
+    wanted = wanted_names(mesh, items)
+    index = together(mesh.world, lambda: fitting(adapt(hf_index(folder), wanted, str(folder)), wanted, str(folder)))
+    for f in buffers.flat:
+        f.master.zero_()
+    agree(mesh.world, lambda: fill(items, index, folder))
+    _publish(buffers)
+
+
+@torch.no_grad()
+def _publish(buffers: Buffers) -> None:
+    buffers.publish()
+    buffers.ready()
+
+
+def hf_index(folder: Path) -> Index:
+    """Every tensor of a Hugging Face folder, from the headers of its files."""
+    index: Index = {}
+    for file in hf_files(folder):
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file} is missing")
+        with open_tensors(folder / file) as tensors:
+            for key in tensors.keys():
+                if key in index:
+                    raise CheckpointError(f"{folder}: {key} is in {index[key].parts[0].file} and in {file}")
+                shape = _shape(tensors, key, folder / file)
+                index[key] = Stored(shape, [Part(file, key, Box.full(shape))])
+    return index
+
+
+def _shape(tensors: Any, key: str, file: Path) -> tuple[int, ...]:
+    try:
+        return tuple(tensors.get_slice(key).get_shape())
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: {key} cannot be read: {error}") from error
+
+
+def hf_files(folder: Path) -> list[str]:
+    """Names of the safetensors files: those of the index, or the single one. A name that leaves the folder is refused."""
+    if not folder.is_dir():
+        raise CheckpointError(missing(folder, "folder"))
+    table = folder / "model.safetensors.index.json"
+    if not table.is_file():
+        if (folder / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        raise CheckpointError(f"{folder} holds neither model.safetensors nor {table.name} (pickled .bin and .pt files are not read)")
+    try:
+        files = sorted({str(file) for file in json.loads(table.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{table} is damaged: {error}") from error
+    odd = [f for f in files if not inside(f) or "/" in f]
+    if odd:
+        raise CheckpointError(f"{table} names files outside its folder: {', '.join(map(repr, odd))}")
+    return files
+
+
+def adapt(index: Index, wanted: Shapes, where: str) -> Index:
+    """The index under the model's names: a missing base prefix added, constants dropped, the head settled."""
+    kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS)}
+    prefix = next((p for p in PREFIXES if any(n.startswith(p) for n in wanted)), "")
+    if prefix and not any(n.startswith(prefix) for n in kept):
+        kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}
+    if HEAD in wanted and HEAD not in kept:
+        raise CheckpointError(f"{where} has no {HEAD}: it uses the input embedding as head; set model.tie_word_embeddings=true")
+    if HEAD in kept and HEAD not in wanted:
+        _check_tied(where)
+        del kept[HEAD]
+    return kept
+
+
+def _check_tied(where: str) -> None:
+    """A head beside a tied embedding is a copy of it; of an untied model it is weights that must not get lost."""
+    config = read_config(where) if (Path(where) / "config.json").is_file() else {}
+    if config.get("model_type") == "llama" and not config.get("tie_word_embeddings", False):
+        raise CheckpointError(f"{where} has a {HEAD} of its own; set model.tie_word_embeddings=false")
+
+

@@ -1,0 +1,52 @@
+"""The lock of a run's folder: one run writes to it at a time. The kernel drops the lock when its holder dies, however it dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.base.errors import FolderInUse
+
+NAME = ".lock"
+
+
+class FolderLock:
+    """Held from creation until `release` (or the end of `with`). Raises FolderInUse that names the holder's host and process."""
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder) / NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._file, 4096, 0).decode(errors="replace")
+            os.close(self._file)
+            raise FolderInUse(f"another run writes to {folder}: {_holder(holder)}; wait for it or choose another `dir`") from error
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
+
+    def release(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+
+def _holder(text: str) -> str:
+    try:
+        holder = json.loads(text)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        return f"process {holder['pid']} on host {holder['host']}, since {since}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that is just starting"

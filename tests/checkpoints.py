@@ -1,0 +1,228 @@
+"""What the checkpoint tests run on each rank, disks that fail, and values of every element that are made without the code under test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from phalanx.base.errors import CheckpointError
+from phalanx.base.rng import fill_normal_
+from phalanx.checkpoint.load import load_state, load_weights
+from phalanx.checkpoint.save import Saved, Snapshot, save
+from phalanx.checkpoint.storage import Storage
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.config import LayoutConfig
+from phalanx.ops.shard import Shard
+from phalanx.train.build import State, build
+from phalanx.train.config import Run
+from phalanx.train.plan import make_plan
+from tests.parity import base_run
+
+KINDS = ("master", "m", "v")
+SCALARS = {"tokens": 2**53 + 1, "loss": 0.1 + 0.2, "skipped": 3, "list": [1.0, 1e-310]}
+
+
+def make_run(model: str, precision: str = "bf16", bucket_mb: int = 0, **layout) -> Run:
+    return replace(base_run(model, precision=precision), layout=LayoutConfig(bucket_mb=bucket_mb, **layout))
+
+
+def make_state(run: Run, rank: int = 0, world: int = 1) -> State:
+    plan = make_plan(run, world)
+    return build(plan, Mesh(plan.grid, rank))
+
+
+def values(bucket: Bucket, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The whole bucket (numel,) of one kind: a function of global names and positions alone."""
+    flat = torch.zeros(bucket.numel, dtype=dtype)
+    for slot in bucket.slots:
+        storage = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+        for piece in slot.spec.pieces:
+            view = storage[piece.local]
+            fill_normal_(view.t() if piece.transposed else view, 0.3, piece.shape, piece.box.start, KINDS.index(kind), piece.name)
+    return flat
+
+
+def expected(shard: Shard, kind: str) -> torch.Tensor:
+    return values(shard.bucket, kind, shard.master.dtype)[shard.lo : shard.hi]
+
+
+def set_state(state: State) -> None:
+    for shard in state.optimizer.shards:
+        for kind in KINDS:
+            getattr(shard, kind).copy_(expected(shard, kind))
+    state.optimizer.step.fill_(7)
+    state.scaler.scale.fill_(1024.0 / 3)
+    state.scaler.good.fill_(41)
+    state.buffers.publish()
+
+
+def save_here(state: State, root: Path, step: int = 10, **options) -> Saved:
+    run = state.plan.run
+    snapshot = Snapshot(step, 80, run.model, {"train": {"seed": run.train.seed}}, SCALARS)
+    return save(root, snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, **options)
+
+
+def load_here(state: State, path: Path, **options) -> dict:
+    return load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, **options)
+
+
+def save_on_rank(rank: int, world: int, run: Run, root: Path, options: dict) -> bool:
+    state = make_state(run, rank, world)
+    set_state(state)
+    return save_here(state, root, **options).written
+
+
+def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
+    """What differs, bit for bit, after loading under this layout."""
+    state = make_state(run, rank, world)
+    for flat in state.buffers.flat:
+        flat.weight.fill_(5.0)
+        flat.master.fill_(5.0)
+    loop = load_here(state, path, model=run.model)
+    wrong = [] if loop == {**SCALARS, "step": 10, "consumed_samples": 80} else [f"scalars {loop}"]
+    scaler = [t.item() for t in state.scaler.state().values()]
+    if state.optimizer.step.item() != 7 or scaler[:2] != [torch.tensor(1024.0 / 3).item(), 41]:
+        wrong.append(f"optimizer scalars {state.optimizer.step} {scaler}")
+    for shard in state.optimizer.shards:
+        wrong += [f"{kind} of {shard.bucket}" for kind in KINDS if not torch.equal(getattr(shard, kind), expected(shard, kind))]
+    for flat in state.buffers.flat:
+        whole = values(flat.bucket, "master", flat.master.dtype).to(flat.weight.dtype)
+        wrong += [] if torch.equal(flat.weight, whole) else [f"weights of {flat.bucket}"]
+    return wrong
+
+
+def load_weights_on_rank(rank: int, world: int, run: Run, folder: Path, truth: dict[str, np.ndarray]) -> list[str]:
+    """Names of tensors that are not exactly (the cast of) the truth after loading a Hugging Face folder under this layout."""
+    state = make_state(run, rank, world)
+    load_weights(folder, state.buffers, state.mesh)
+    wrong = []
+    for flat in state.buffers.flat:
+        whole = torch.zeros(flat.bucket.numel, dtype=flat.master.dtype)
+        for slot in flat.bucket.slots:
+            storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            for piece in slot.spec.pieces:
+                part = torch.from_numpy(truth[piece.name])[piece.box.slices()]
+                storage[piece.local] = (part.t() if piece.transposed else part).to(storage.dtype)
+        good = torch.equal(flat.weight, whole.to(flat.weight.dtype)) and torch.equal(flat.master, whole[flat.lo : flat.hi])
+        wrong += [] if good else [p.name for slot in flat.bucket.slots for p in slot.spec.pieces]
+    return wrong
+
+
+def error_on_rank(rank: int, world: int, run: Run, what: str, path: Path, failing: int = 0, operation: int = 0) -> str:
+    """The CheckpointError of loading, or of saving while the disk of rank `failing` refuses from one operation on."""
+    state = make_state(run, rank, world)
+    set_state(state)
+    try:
+        if what == "load_weights":
+            load_weights(path, state.buffers, state.mesh)
+        elif what == "load_state":
+            load_here(state, path, model=run.model)
+        else:
+            save_here(state, path, 20, storage=Failing(operation, "refuse") if rank == failing else Storage())
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+class Failing(Storage):
+    """A disk that stops at operation number `at`: `raise` once, `refuse` from then on, or `exit` the process in the middle of it."""
+
+    def __init__(self, at: int, how: str = "raise"):
+        self.at, self.how, self.count = at, how, 0
+
+    def _tick(self) -> None:
+        self.count += 1
+        if self.count == self.at and self.how == "exit":
+            os._exit(137)
+        if self.count == self.at or (self.how == "refuse" and self.count > self.at):
+            raise OSError(28, "No space left on device")
+
+    def make_folder(self, path):
+        self._tick()
+        super().make_folder(path)
+
+    def create(self, path):
+        self._tick()
+        return super().create(path)
+
+    def write(self, file, data):
+        if self.count + 1 == self.at:
+            os.write(file, data[: len(data) // 2])  # torn
+        self._tick()
+        return super().write(file, data)
+
+    def sync(self, file):
+        self._tick()
+        super().sync(file)
+
+    def sync_folder(self, path):
+        self._tick()
+        super().sync_folder(path)
+
+    def rename(self, old, new):
+        self._tick()
+        super().rename(old, new)
+
+    def remove_file(self, path):
+        self._tick()
+        super().remove_file(path)
+
+    def remove_folder(self, path):
+        self._tick()
+        super().remove_folder(path)
+
+
+class Lossy(Failing):
+    """A disk that forgets at `crash` what was not synced: contents of files, names in folders, renames."""
+
+    def __init__(self, at: int):
+        super().__init__(at)
+        self.data: set[int] = set()
+        self.names: set[int] = set()
+        self.renames: list[tuple[Path, Path]] = []
+
+    def make_folder(self, path):
+        super().make_folder(path)
+        self.names.add(os.stat(path).st_ino)
+
+    def create(self, path):
+        file = super().create(path)
+        self.data.add(os.fstat(file).st_ino)
+        self.names.add(os.fstat(file).st_ino)
+        return file
+
+    def sync(self, file):
+        super().sync(file)
+        self.data.discard(os.fstat(file).st_ino)
+
+    def sync_folder(self, path):
+        super().sync_folder(path)
+        self.names -= {p.lstat().st_ino for p in path.iterdir()}
+        self.renames = [r for r in self.renames if r[1].parent != path]
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        self.renames.append((old, new))
+
+    def remove_file(self, path):
+        number = path.lstat().st_ino
+        super().remove_file(path)
+        self.names.discard(number)
+        self.data.discard(number)
+
+    def crash(self, root: Path, undo_renames: bool) -> None:
+        for old, new in reversed(self.renames if undo_renames else []):
+            if new.exists():
+                os.rename(new, old)
+        for path in sorted(root.rglob("*"), reverse=True):
+            number = path.lstat().st_ino
+            if path.is_file() and number in self.data:
+                os.truncate(path, path.stat().st_size // 2)
+            if number in self.names:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,569 @@
+"""Checkpoints: saved under one layout and loaded under another bit for bit; Hugging Face both ways; no crash or damage goes unseen."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from phalanx.base.errors import CheckpointError, FolderInUse
+from phalanx.checkpoint.hf import differences, from_hf, model_config_from_hf, to_hf
+from phalanx.checkpoint.holdings import items_in
+from phalanx.checkpoint.keep import find, latest, list_checkpoints
+from phalanx.checkpoint.lock import FolderLock
+from phalanx.checkpoint.manifest import NAME, read_manifest, verify
+from phalanx.checkpoint.storage import Storage
+from phalanx.layout.box import Box
+from phalanx.layout.buckets import make_buckets
+from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.models.config import GPT2Config, LlamaConfig
+from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
+from tests.parity import MODELS
+
+TINY = replace(
+    MODELS["llama"], num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=11,
+)  # fmt: skip
+
+
+def tiny_run(**changes):
+    return replace(make_run("llama", "fp32", 100), model=replace(TINY, **changes))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    state = make_state(tiny_run())
+    set_state(state)
+    return state
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+# --- any layout to any layout ---------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "1": (1, dict()),
+    "tp4": (4, dict(tp=4)),
+    "pp2 tp2": (4, dict(pp=2, tp=2)),
+    "pp2 x 2 virtual, dp2": (4, dict(pp=2, virtual_stages=2, sharding=1)),
+    "dp4 level 1, one bucket": (4, dict(sharding=1, bucket_mb=100)),
+    "dp2 tp2 level 0": (4, dict(tp=2, sharding=0)),
+    "dp3": (3, dict(sharding=1)),
+}
+
+
+def pairs():
+    """Each layout is saved once or twice per model, each time for another to load; gpt2 and llama differ in all that can be cut."""
+    for model, precision in (("llama", "bf16"), ("llama-tied", "fp32"), ("gpt2", "bf16"), ("gpt2", "fp64"), ("llama", "fp16")):
+        pick = random.Random(f"{model} {precision}")
+        names = pick.sample(list(LAYOUTS), 4)
+        for a, b in zip(names, names[1:] + names[:1]):
+            yield pytest.param(model, precision, a, b, id=f"{model} {precision} {a} -> {b}")
+
+
+@pytest.mark.parametrize("model, precision, saved, loaded", pairs())
+def test_any_layout_loads_what_any_other_saved(ranks, root, model, precision, saved, loaded):
+    world, layout = LAYOUTS[saved]
+    ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {})
+    path = latest(root)
+    assert verify(path) == []
+    world, layout = LAYOUTS[loaded]
+    wrong = ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path)
+    assert wrong == [[]] * world
+
+
+def test_every_layout_writes_the_same_weight_files(ranks, tmp_path):
+    """Bytes included: they depend on the model alone. And they are the cast of the masters in `state/`."""
+    written = {}
+    for number, (world, layout) in enumerate(LAYOUTS.values()):
+        run = make_run("gpt2", **layout)
+        ranks.run("tests.checkpoints:save_on_rank", world, run, tmp_path / str(number), {"max_file_bytes": 20000})
+        path = latest(tmp_path / str(number))
+        written[number] = {n: r.sha256 for n, r in read_manifest(path).files.items() if n.startswith("weights/")}
+        states = [n for n in read_manifest(path).files if n.endswith(".safetensors") and n.startswith("state/")]
+        assert len(states) == world, "every rank writes its share"
+        check_weights_are_cast_masters(path)
+    assert len(written[0]) > 5
+    assert all(w == written[0] for w in written.values())
+
+
+def check_weights_are_cast_masters(path: Path) -> None:
+    whole = {}
+    for file, boxes in json.loads((path / "state/index.json").read_text())["files"].items():
+        with safe_open(path / file, framework="pt") as tensors:
+            assert len(tensors.keys()) == 3 * len(boxes)
+            for name, shape, start, stop in boxes:
+                where = ",".join(f"{a}:{b}" for a, b in zip(start, stop))
+                target = whole.setdefault(name, torch.full(shape, torch.nan))
+                target[Box(tuple(start), tuple(stop)).slices()] = tensors.get_tensor(f"master/{name}[{where}]")
+    weights = {}
+    for file in (path / "weights").glob("*.safetensors"):
+        weights.update(load_file(file))
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(weights[n], whole[n].to(torch.bfloat16)) for n in weights)
+
+
+def test_holdings_of_strided_and_transposed_pieces():
+    """Any range of an interleaved, padded, transposed storage is cut into boxes whose views are the right elements."""
+    rows = [Piece("gate", (4, 6), Box.full((4, 6)), (slice(0, 8, 2), slice(0, 6)), Init("zeros")),
+            Piece("up", (4, 6), Box.full((4, 6)), (slice(1, 8, 2), slice(0, 6)), Init("zeros"))]  # fmt: skip
+    conv = [Piece("conv", (9, 9), Box((2, 3), (7, 9)), (slice(1, 7), slice(0, 10, 2)), Init("zeros"), transposed=True)]
+    users = frozenset({(0, 0)})
+    (bucket,) = make_buckets([(ParamSpec((8, 6), tuple(rows)), users), (ParamSpec((7, 10), tuple(conv)), users)], 1)
+    flat = torch.arange(bucket.numel)
+    truth = {}
+    for slot in bucket.slots:
+        for piece in slot.spec.pieces:
+            view = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)[piece.local]
+            whole = truth.setdefault(piece.name, torch.full(piece.shape, -1))
+            whole[piece.box.slices()] = view.t() if piece.transposed else view
+    for lo, hi in [(0, bucket.numel), *itertools.pairwise(sorted(random.Random(1).sample(range(bucket.numel), 40)))]:
+        seen = []
+        for item in items_in(bucket, flat[lo:hi], lo, lo, hi):
+            assert torch.equal(item.view, truth[item.name][item.box.slices()])
+            seen += item.view.flatten().tolist()
+        assert sorted(seen) == sorted(x for t in truth.values() for x in t.flatten().tolist() if lo <= x < hi)
+
+
+def test_training_goes_on_in_another_precision(ranks, root):
+    """The masters of a bf16 run are float32: an fp32 run continues from them exactly."""
+    ranks.run("tests.checkpoints:save_on_rank", 2, make_run("llama", "bf16", tp=2), root, {})
+    assert ranks.run("tests.checkpoints:load_on_rank", 1, make_run("llama", "fp32"), latest(root)) == [[]]
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------------------
+
+
+def truth_of(model: str) -> dict[str, torch.Tensor]:
+    """Whole tensors of `set_state`, assembled from the pieces of one process."""
+    state = make_state(make_run(model, "fp32"))
+    set_state(state)
+    found = {}
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            for piece in slot.spec.pieces:
+                view = flat.weight[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)[piece.local]
+                whole = found.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+                whole[piece.box.slices()] = view.t() if piece.transposed else view
+    return found
+
+
+@pytest.mark.parametrize("model, precision, world, layout, limit", [
+    ("llama", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
+    ("llama-tied", "bf16", 2, dict(tp=2), 30000),
+    ("gpt2", "fp32", 4, dict(tp=2), 1 << 30),
+    ("gpt2", "bf16", 2, dict(pp=2), 20000),
+])  # fmt: skip
+def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
+    ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
+    folder = latest(root) / "weights"
+    assert ((folder / "model.safetensors").exists()) == (limit == 1 << 30)
+    from transformers import AutoModelForCausalLM
+
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert theirs.dtype == dtype
+    values = theirs.state_dict()
+    for name, tensor in truth_of(model).items():
+        assert torch.equal(values.pop(name), tensor.to(dtype)), name
+    assert set(values) <= {"lm_head.weight"}
+    assert theirs.generation_config.eos_token_id is None
+    assert model_config_from_hf(folder) == comparable(MODELS[model])
+    if model == "llama":
+        from phalanx.ops.rope import inverse_frequencies
+
+        ours = inverse_frequencies(MODELS[model].head_dim, MODELS[model].rope_theta, MODELS[model].rope_scaling)
+        torch.testing.assert_close(theirs.model.rotary_emb.inv_freq, ours.float(), rtol=1e-6, atol=0)
+
+
+def comparable(model):
+    """With the defaults filled in that Hugging Face writes down."""
+    if isinstance(model, GPT2Config):
+        return model
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    return replace(model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim)
+
+
+def their_model(model: str, dtype: torch.dtype):
+    import transformers
+
+    torch.manual_seed(0)
+    config = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[MODELS[model].family](**their_config(model))
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    for p in made.parameters():
+        p.data.normal_()
+    return made.to(dtype)
+
+
+def their_config(model: str) -> dict:
+    left_out = ("model_type", "dtype", "torch_dtype", "rope_scaling", "rope_theta", "architectures")
+    return {k: v for k, v in to_hf(MODELS[model], torch.float32).items() if k not in left_out}
+
+
+@pytest.mark.parametrize("model, dtype, shard, world, layout", [
+    ("llama", torch.float32, "5GB", 4, dict(tp=4)),
+    ("llama", torch.bfloat16, "10KB", 4, dict(tp=2, pp=2)),
+    ("llama-tied", torch.float32, "20KB", 2, dict(pp=2)),
+    ("gpt2", torch.float32, "10KB", 4, dict(tp=2)),
+    ("gpt2", torch.float16, "5GB", 1, dict()),
+])  # fmt: skip
+def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
+    theirs = their_model(model, dtype)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size=shard)
+    assert (tmp_path / "hf/model.safetensors.index.json").exists() == (shard != "5GB")
+    assert differences(asdict(model_config_from_hf(tmp_path / "hf")), asdict(MODELS[model])) == []
+    truth = {n: t.double().numpy() for n, t in theirs.state_dict().items()}
+    wrong = ranks.run("tests.checkpoints:load_weights_on_rank", world, make_run(model, "bf16", **layout), tmp_path / "hf", truth)
+    assert wrong == [[]] * world
+
+
+def test_base_models_and_constants_of_old_files_load(tmp_path):
+    tensors = {n.removeprefix("transformer."): t.contiguous() for n, t in truth_of("gpt2").items()}
+    (tmp_path / "hf").mkdir()
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "hf/model.safetensors")
+    assert error_on_rank(0, 1, make_run("gpt2"), "load_weights", tmp_path / "hf") == "no error"
+
+
+def test_our_own_checkpoint_starts_another_run(tmp_path, tiny):
+    path = save_here(tiny, tmp_path).path
+    assert error_on_rank(0, 1, tiny_run(), "load_weights", path) == "no error"
+
+
+def hf_folder(path: Path, run=None, drop=(), extra=None, **config) -> Path:
+    """A Hugging Face folder of the tiny model with something wrong."""
+    state = make_state(run or tiny_run())
+    set_state(state)
+    weights = save_here(state, path / "made").path / "weights"
+    tensors = {n: t for n, t in load_file(weights / "model.safetensors").items() if n not in drop}
+    save_file({**tensors, **(extra or {})}, weights / "model.safetensors")
+    (weights / "config.json").write_text(json.dumps({**json.loads((weights / "config.json").read_text()), **config}))
+    return weights
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    def error(run, folder):
+        return error_on_rank(0, 1, run, "load_weights", folder)
+
+    norm = "model.layers.0.input_layernorm.weight"
+    text = error(tiny_run(), hf_folder(tmp_path / "a", drop=[norm], extra={"stray": torch.ones(2)}))
+    assert f"missing: {norm} (8,)" in text and "not in the model: stray (2,)" in text
+    text = error(tiny_run(vocab_size=12), hf_folder(tmp_path / "b"))
+    assert "model.embed_tokens.weight has (11, 8), the model wants (12, 8) (vocabulary of 11 instead of 12)" in text
+    tied = tiny_run(tie_word_embeddings=True)
+    assert "set model.tie_word_embeddings=true" in error(tiny_run(), hf_folder(tmp_path / "c", tied))
+    assert "set model.tie_word_embeddings=false" in error(tied, hf_folder(tmp_path / "d"))
+    copy = {"lm_head.weight": torch.ones(11, 8)}
+    assert error(tied, hf_folder(tmp_path / "e", tied, extra=copy)) == "no error"
+    os.truncate(tmp_path / "a/made/step-00000010/weights/model.safetensors", 500)
+    assert "cannot be read" in error(tiny_run(), tmp_path / "a/made/step-00000010/weights")
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x", "sub/x.safetensors", ""])
+def test_an_index_cannot_leave_its_folder(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert "outside its folder" in error_on_rank(0, 1, tiny_run(), "load_weights", tmp_path)
+
+
+def test_missing_folders_are_told_with_names_near_them(tmp_path, tiny):
+    path = save_here(tiny, tmp_path / "run").path
+    text = error_on_rank(0, 1, tiny_run(), "load_state", path.with_name("step-00000012"))
+    assert "there is no checkpoint" in text and str(path) in text
+    (tmp_path / "llama-3b").mkdir()
+    assert "llama-3b" in error_on_rank(0, 1, tiny_run(), "load_weights", tmp_path / "llama-3")
+    assert "pickled" in error_on_rank(0, 1, tiny_run(), "load_weights", tmp_path / "llama-3b")
+
+
+LLAMA_HF = to_hf(MODELS["llama"], torch.float32)
+
+
+def test_rotary_scaling_in_both_spellings():
+    old = {k: v for k, v in LLAMA_HF.items() if k != "rope_parameters"}
+    new = {k: v for k, v in LLAMA_HF.items() if k not in ("rope_scaling", "rope_theta")}
+    assert from_hf(old) == from_hf(new) == from_hf(LLAMA_HF) == MODELS["llama"]
+    assert from_hf({**old, "rope_scaling": None}).rope_scaling is None
+
+
+@pytest.mark.parametrize("change, named", [
+    (dict(attention_bias=True), "attention_bias=True"), (dict(mlp_bias=True), "mlp_bias=True"),
+    (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+    (dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "rope_type='yarn'"), (dict(model_type="mamba"), "model_type='mamba'"),
+    (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(vocab_size=None), None),
+])  # fmt: skip
+def test_what_we_cannot_compute_is_refused_by_name(change, named):
+    config = {**LLAMA_HF, **change}
+    if named is None:
+        del config["vocab_size"]
+        named = "vocab_size is missing"
+    with pytest.raises(CheckpointError, match=named.replace("(", r"\(")):
+        from_hf(config)
+    with pytest.raises(CheckpointError, match="activation_function='relu'"):
+        from_hf({**to_hf(MODELS["gpt2"], torch.float32), "activation_function": "relu"})
+
+
+def test_another_model_is_told_field_by_field(root, tiny):
+    path = save_here(tiny, root).path
+    text = error_on_rank(0, 1, tiny_run(hidden_size=16, num_hidden_layers=2, max_position_embeddings=7), "load_state", path)
+    assert "model.hidden_size 8 -> 16, model.num_hidden_layers 1 -> 2" in text and "max_position" not in text
+    assert differences(asdict(TINY), asdict(replace(TINY, num_key_value_heads=2))) == ["model.num_key_value_heads 1 -> 2"]
+    same = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    assert differences(asdict(same), asdict(comparable(same))) == []
+
+
+# --- crashes and damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokenizers_travel_with_the_weights(tmp_path, tiny):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    from phalanx.checkpoint.save import Snapshot, save
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "words.json"))
+    snapshot = Snapshot(1, 1, TINY, tokenizer=str(tmp_path / "words.json"), token_ids={"eos_token_id": 2})
+    path = save(tmp_path / "run", snapshot, tiny.buffers, tiny.optimizer, tiny.scaler, tiny.mesh).path
+    assert AutoTokenizer.from_pretrained(path / "weights")("b a")["input_ids"] == [1, 0]
+    assert json.loads((path / "weights/generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((path / "weights/config.json").read_text())["eos_token_id"] == 2
+    assert verify(path) == []
+
+
+def operations(tiny, root) -> int:
+    disk = Failing(0)
+    prepare(tiny, root)
+    save_here(tiny, root, 30, storage=disk)
+    return disk.count
+
+
+def prepare(tiny, root) -> None:
+    """Two checkpoints and the rest of a killed save: the next save has something to sweep and something to retire."""
+    shutil.rmtree(root, ignore_errors=True)
+    before = root.with_name("before")
+    if not before.exists():
+        save_here(tiny, before, 10)
+        save_here(tiny, before, 20)
+        shutil.copytree(before / "step-00000010", before / "step-00000015.tmp-new-0")
+    shutil.copytree(before, root)
+
+
+def check_survived(tiny, root, k) -> None:
+    newest = latest(root)
+    assert newest.name in ("step-00000020", "step-00000030"), f"operation {k}"
+    assert verify(newest) == [], f"operation {k}"
+    assert all(verify(p) == [] for p in list_checkpoints(root)), f"operation {k}"
+    save_here(tiny, root, 40)
+    assert latest(root).name == "step-00000040"
+    assert len(list(root.iterdir())) == 2, f"operation {k} left something behind: {sorted(root.iterdir())}"
+
+
+def test_a_save_that_fails_at_any_operation_harms_nothing(tiny, root):
+    count = operations(tiny, root)
+    assert count > 50
+    for k in range(1, count + 1):
+        prepare(tiny, root)
+        try:
+            saved = save_here(tiny, root, 30, storage=Failing(k))
+            assert saved.warnings, f"operation {k} failed and nobody was told"
+        except CheckpointError as error:
+            assert "No space left on device" in str(error)
+        check_survived(tiny, root, k)
+
+
+def test_a_process_that_dies_at_any_operation_harms_nothing(tiny, root):
+    for k in range(1, operations(tiny, root) + 1, 2):  # the other half: above
+        prepare(tiny, root)
+        child = os.fork()
+        if child == 0:
+            save_here(tiny, root, 30, storage=Failing(k, "exit"))
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
+        check_survived(tiny, root, k)
+
+
+@pytest.mark.parametrize("undo_renames", [False, True])
+def test_a_power_cut_at_any_operation_harms_nothing(tiny, root, undo_renames):
+    """The disk forgets what was not synced. After a save has returned, it must not forget that save."""
+    count = operations(tiny, root)
+    for k in [*range(1, count + 1), 0]:
+        prepare(tiny, root)
+        disk = Lossy(k)
+        try:
+            save_here(tiny, root, 30, storage=disk)
+        except CheckpointError:
+            pass
+        disk.crash(root, undo_renames)
+        if k == 0:
+            assert latest(root).name == "step-00000030"
+        good = [p for p in list_checkpoints(root) if verify(p) == []]
+        assert good and latest(root) == good[-1] and good[-1].name >= "step-00000020", f"operation {k}"
+
+
+def test_one_rank_with_a_full_disk_fails_on_all_ranks(ranks, root):
+    run = make_run("llama", tp=2)
+    ranks.run("tests.checkpoints:save_on_rank", 2, run, root, {})
+    for operation in (1, 2, 3, 5):
+        errors = ranks.run("tests.checkpoints:error_on_rank", 2, run, "save", root, 1, operation)
+        assert errors[0] == errors[1] and "rank 1: could not write" in errors[0] and "No space left" in errors[0]
+    errors = ranks.run("tests.checkpoints:error_on_rank", 2, run, "save", root, 0, 9)
+    assert errors[0] == errors[1] and "rank 0" in errors[0]
+    assert [p.name for p in list_checkpoints(root)] == ["step-00000010"]
+    assert len(list(root.iterdir())) == 2, "the failures of rank 1 left nothing; rank 0, with its disk gone, could not tidy up"
+
+
+def test_a_disk_without_room_is_found_before_writing(root, tiny, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100})())
+    with pytest.raises(CheckpointError, match=r"it needs \d+ bytes, 100 are free"):
+        save_here(tiny, root)
+    assert list(root.iterdir()) == []
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def test_damage_is_seen(tmp_path, tiny):
+    made = save_here(tiny, tmp_path / "good").path
+    pick = random.Random(0)
+    for number, file in enumerate(files_of(made)):
+        for what in ("flip", "cut", "empty", "drop", "link"):
+            path = shutil.copytree(made, tmp_path / f"{number}{what}/step-00000010")
+            target = path / file.relative_to(made)
+            data = bytearray(target.read_bytes())
+            if what == "flip":
+                data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+                target.write_bytes(data)
+            elif what in ("cut", "empty"):
+                target.write_bytes(data[:-1] if what == "cut" else b"")
+            else:
+                target.unlink()
+            if what == "link":
+                target.symlink_to(file)
+            if (what, target.name) == ("link", NAME):
+                continue  # the same bytes, nothing is wrong with them
+            assert verify(path) != [], f"{what} {target}"
+            if what != "flip":
+                with pytest.raises(CheckpointError):
+                    latest(path.parent)
+                assert "no error" != error_on_rank(0, 1, tiny_run(), "load_state", path)
+    (made / "weights/stray").write_text("x")
+    assert verify(made) == ["weights/stray is not in the manifest"]
+
+
+@pytest.mark.parametrize("text, named", [
+    ("", "damaged"), ("[" * 100000, "damaged"), ("[]", "damaged"), ("{}", "damaged"), ('{"sha256": "", "format": 1}', "damaged"),
+    ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads format 1"),
+])  # fmt: skip
+def test_manifests_that_are_none(root, tiny, text, named):
+    path = save_here(tiny, root).path
+    (path / NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=named):
+        read_manifest(path)
+
+
+def test_a_manifest_cannot_name_files_outside(root, tiny):
+    path = save_here(tiny, root).path
+    good = read_manifest(path)
+    for name in ("../x", "/etc/passwd", "weights/../../x"):
+        (path / NAME).write_text(replace(good, files={name: next(iter(good.files.values()))}).text())
+        with pytest.raises(CheckpointError, match="outside the checkpoint"):
+            read_manifest(path)
+
+
+def test_the_newest_good_one_is_found_and_never_none_of_bad_ones(tmp_path, root, tiny):
+    assert latest(root) is None and list_checkpoints(root) == []
+    for step in (5, 10, 15):
+        save_here(tiny, root, step, keep_last=0)
+    shutil.copytree(root / "step-00000015", root / "step-00000099.tmp-new-1")
+    assert find(tmp_path) == find(root) == find(root / "step-00000015") == root / "step-00000015"
+    os.truncate(root / "step-00000015/weights/model.safetensors", 9)
+    assert latest(root).name == "step-00000010"
+    for path in list_checkpoints(root):
+        (path / NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)step-00000015.*step-00000005"):
+        latest(root)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        find(tmp_path / "nothing")
+
+
+def test_retention_keeps_the_newest_good_ones_and_protected_ones(root, tiny):
+    for step in (1, 2, 3, 4):
+        save_here(tiny, root, step, keep_last=0)
+    assert len(list_checkpoints(root)) == 4
+    os.truncate(root / "step-00000004/weights/config.json", 1)
+    save_here(tiny, root, 5, keep_last=2, protect=[root / "step-00000001"])
+    assert [p.name for p in list_checkpoints(root)] == ["step-00000001", "step-00000003", "step-00000004", "step-00000005"]
+    save_here(tiny, root, 6, keep_last=2)
+    assert [p.name for p in list_checkpoints(root)] == ["step-00000005", "step-00000006"]
+
+
+class CannotDelete(Storage):
+    def remove_file(self, path):
+        raise OSError(13, "Permission denied")
+
+
+def test_a_removal_that_fails_is_told_and_tried_again(root, tiny):
+    for step in (1, 2):
+        save_here(tiny, root, step)
+    saved = save_here(tiny, root, 3, storage=CannotDelete())
+    assert saved.written and len(saved.warnings) == 1 and "step-00000001: Permission denied" in saved.warnings[0]
+    save_here(tiny, root, 4)
+    assert sorted(p.name for p in root.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_step_is_saved_once_unless_it_is_damaged(root, tiny):
+    assert save_here(tiny, root).written and not save_here(tiny, root).written
+    weights = root / "step-00000010/weights/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert save_here(tiny, root).written and verify(weights.parent.parent) == []
+
+
+def test_scalars_come_back_exactly(root):
+    state = make_state(make_run("llama", "fp16"))
+    set_state(state)
+    path = save_here(state, root).path
+    other = make_state(make_run("llama", "fp16"))
+    loop = load_here(other, path)
+    assert loop["loss"].hex() == (0.1 + 0.2).hex() and loop["tokens"] == 2**53 + 1 and loop["list"][1] == 1e-310
+    assert other.scaler.scale.item() == state.scaler.scale.item() and other.scaler.left.item() == state.scaler.left.item()
+
+
+# --- lock -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
+    with FolderLock(tmp_path):
+        with pytest.raises(FolderInUse, match=f"process {os.getpid()} on host"):
+            FolderLock(tmp_path)
+    FolderLock(tmp_path).release()
+
+
+def test_the_lock_of_a_dead_process_is_free(tmp_path):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        FolderLock(tmp_path)
+        os.write(writer, b"x")
+        time.sleep(60)
+        os._exit(0)
+    assert os.read(reader, 1) == b"x"
+    with pytest.raises(FolderInUse, match=f"process {child} "):
+        FolderLock(tmp_path)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    FolderLock(tmp_path).release()
