@@ -35,7 +35,7 @@ $(VENV)/.ready-dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
 
 # The demo may use every core.
 train: $(VENV)/.ready
-	env -u OMP_NUM_THREADS $(PY) -m phalanx.train.demo $(if $(TEXT),--text "$(TEXT)")
+	env -u OMP_NUM_THREADS $(PY) -m phalanx.cli.demo $(if $(TEXT),--text "$(TEXT)")
 
 test: lint types imports
 	$(PY) -m pytest tests -m "not soak and not gpu" $(ARGS)

@@ -5,9 +5,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.pool import RankPool, warm_imports  # noqa: E402
+from tests.pool import RankPool, warm_imports
 
 
 @pytest.fixture(scope="session")

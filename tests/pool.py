@@ -100,10 +100,10 @@ class RankPool:
 
 def warm_imports() -> None:
     """Import what ranks need before they are forked."""
-    import torch._dynamo  # noqa: F401  (the first functional collective would import it in every rank)
+    import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    import phalanx.train.build  # noqa: F401
+    import phalanx.train.build
     import phalanx.train.step  # noqa: F401
 
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 3000))

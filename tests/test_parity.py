@@ -14,7 +14,8 @@ from tests.parity import base_run, compare, truth_of
 STEPS = 2
 
 
-def case(model: str, world: int, global_batch: int = 8, micro_batch: int = 1, documents: bool = False, recompute: str = "none", bucket_mb: int = 0, **layout):
+def case(model: str, world: int, global_batch: int = 8, micro_batch: int = 1, documents: bool = False, recompute: str = "none",
+         bucket_mb: int = 0, **layout):  # fmt: skip
     return dict(model=model, world=world, global_batch=global_batch, micro_batch=micro_batch, documents=documents, recompute=recompute,
                 bucket_mb=bucket_mb, layout=layout)  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import dataclasses
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -23,7 +24,7 @@ class Problem:
     field: str
     value: Any
     rule: str
-    because: dict[str, Any] = field(default_factory=dict)
+    because: dict[str, Any] = dataclasses.field(default_factory=dict)
     valid: tuple[Any, ...] = ()
     where: str = ""
 

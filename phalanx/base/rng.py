@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-CHUNK = 1 << 22  # elements generated at once: bounds the int64 temporaries
+CHUNK = (1 << 15, 1 << 22)  # elements generated at once (CPU, GPU): temporaries that stay in the cache, or fill the GPU
 
 
 def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int], rounds: int = 10) -> tuple[Tensor, ...]:
@@ -21,9 +21,10 @@ def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int], rounds: int 
     k0, k1 = key
     for _ in range(rounds):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2**64: the low and high words below are still exact
-        c0, c1, c2, c3 = ((p1 >> 32) & MASK) ^ c1 ^ k0, p1 & MASK, ((p0 >> 32) & MASK) ^ c3 ^ k1, p0 & MASK
+        c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & MASK, ((p0 >> 32) ^ c3 ^ k1) & MASK
+        c1, c3 = p1, p0  # only their low words count: every use below masks
         k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
-    return c0, c1, c2, c3
+    return c0, c1 & MASK, c2, c3 & MASK
 
 
 def key_of(seed: int, *what: str | int) -> tuple[int, int]:
@@ -32,14 +33,18 @@ def key_of(seed: int, *what: str | int) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def normal_at(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """Standard normal float64 for each int64 element number: Box-Muller over the four words of counter index // 2."""
-    pair = index // 2
+def normal_runs(first: Tensor, length: int, key: tuple[int, int]) -> Tensor:
+    """Standard normal float64 (R, length) of elements first[r], first[r] + 1, ...: elements 2i and 2i + 1 are a Box-Muller pair.
+
+    Both come from the four words of counter i, so their bits are a function of the element's number alone.
+    """
+    pair = (first // 2).unsqueeze(1) + torch.arange(length // 2 + 1, device=first.device)
     w0, w1, w2, w3 = philox((pair & MASK, pair >> 32, 0, 0), key)
     u1 = ((w0 << 21) + (w1 >> 11) + 1).double() * 2.0**-53  # in (0, 1]
     u2 = ((w2 << 21) + (w3 >> 11)).double() * 2.0**-53  # in [0, 1)
     radius, angle = torch.sqrt(-2.0 * torch.log(u1)), (2.0 * math.pi) * u2
-    return radius * torch.where(index % 2 == 0, torch.cos(angle), torch.sin(angle))
+    both = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1).flatten(1)
+    return torch.where((first % 2 == 1).unsqueeze(1), both[:, 1 : length + 1], both[:, :length])
 
 
 def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[int, ...], seed: int, name: str) -> None:
@@ -47,18 +52,31 @@ def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[i
 
     Element e of the row-major global tensor has the same bits wherever it is made.
     """
-    key = key_of(seed, "init", name)
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    rows = out.shape[0] if out.dim() else 1
-    per_chunk = max(1, CHUNK // max(1, out.numel() // max(rows, 1)))
-    for lo in range(0, rows, per_chunk):
-        part = out[lo : lo + per_chunk]
-        index = torch.zeros((), dtype=torch.int64, device=out.device)
-        for d, (first, stride) in enumerate(zip(start, strides)):
-            base = first + (lo if d == 0 else 0)
-            along = torch.arange(base, base + part.shape[d], device=out.device) * stride
-            index = index + along.view(-1, *(1,) * (len(shape) - 1 - d))
-        part.copy_(normal_at(index.contiguous(), key) * std)
+    if out.numel() == 0:
+        return
+    key, chunk = key_of(seed, "init", name), CHUNK[out.device.type == "cuda"]
+    flat = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    first = run_starts(shape, start, tuple(out.shape)).to(out.device)
+    runs = flat.view(len(first), -1)
+    length, together = runs.shape[1], max(1, chunk // max(1, runs.shape[1]))
+    for r in range(0, len(first), together):
+        for a in range(0, length, chunk):
+            part = runs[r : r + together, a : a + chunk]
+            part.copy_(normal_runs(first[r : r + together] + a, part.shape[1], key) * std)
+    if flat is not out:
+        out.copy_(flat)
+
+
+def run_starts(shape: tuple[int, ...], start: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
+    """First element number of each contiguous run that the box of size `box` at `start` is made of, in order (int64, on the CPU)."""
+    whole = len(shape)  # dims from here on are covered whole, and the one before them is cut once: together one run
+    while whole > 1 and box[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    first = torch.zeros(1, dtype=torch.int64)
+    for d, (at, size) in enumerate(zip(start, box)):
+        count = size if d < whole - 1 else 1
+        first = (first.unsqueeze(1) + torch.arange(at, at + count) * math.prod(shape[d + 1 :])).flatten()
+    return first
 
 
 def keep_mask(p: float, seed: Tensor | int, layer: int, site: int, rows: tuple[Tensor, Tensor], columns: int, extra: int = 0) -> Tensor:

@@ -19,17 +19,21 @@ from phalanx.ops.shard import Shard
 
 
 class FlatBucket:
-    """One bucket on one rank: `weight` (numel,) in the compute dtype, `grad` (numel,) in the master dtype."""
+    """One bucket on one rank: `weight` (numel,) in the compute dtype, `grad` (numel,) in the master dtype.
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int):
-        self.bucket, self.mesh, self.level = bucket, mesh, level
-        device = mesh.device
+    Without training there are no gradients, and the weights are their own masters.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int, training: bool = True):
+        self.bucket, self.mesh, self.level, self.training = bucket, mesh, level if training else 0, training
+        device, level = mesh.device, self.level
+        precision = precision if training else Precision(precision.compute, precision.compute)
         self.weight = torch.zeros(bucket.numel, dtype=precision.compute, device=device)
-        self.grad = torch.zeros(bucket.numel, dtype=precision.master, device=device)
+        self.grad = torch.zeros(bucket.numel if training else 0, dtype=precision.master, device=device)
         self.lo, self.hi = bucket.shard(mesh.dp.index, mesh.dp.size) if level >= 1 else (0, bucket.numel)
         own = self.weight[self.lo : self.hi]
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
-        self.sums = self._sums()
+        self.sums = self._sums() if training else []
         self.deferred = any(r.axis == "pp" for r in self._replicas())
         self._reducing: Work | None = None
         self._gathering: Work | None = None
@@ -54,8 +58,9 @@ class FlatBucket:
             p = params[slot.param]
             view = slice(slot.offset, slot.offset + slot.numel)
             p.data = self.weight[view].view(slot.spec.shape)
-            p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
-            p.grad = self.grad[view].view(slot.spec.shape)
+            if self.training:
+                p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+                p.grad = self.grad[view].view(slot.spec.shape)
 
     def reduce(self) -> None:
         """Start summing the gradients. Sums between stages wait for `finish`: their ranks get here at different times."""
@@ -109,9 +114,9 @@ class FlatBucket:
 class Buffers:
     """All buckets of one rank."""
 
-    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, level: int):
+    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, level: int, training: bool = True):
         self.mesh = mesh
-        self.flat = [FlatBucket(b, mesh, precision, level) for b in buckets]
+        self.flat = [FlatBucket(b, mesh, precision, level, training) for b in buckets]
         for f in self.flat:
             f.attach(params)
 

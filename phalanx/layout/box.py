@@ -63,7 +63,8 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     if first > last:  # inside one row
         inner = flat_range_boxes(shape[1:], start - last * row, stop - last * row)
         return [Box((last, *b.start), (last + 1, *b.stop)) for b in inner]
-    boxes = [Box((first - 1, *b.start), (first, *b.stop)) for b in flat_range_boxes(shape[1:], start - (first - 1) * row, row)] if start < first * row else []
+    head = flat_range_boxes(shape[1:], start - (first - 1) * row, row) if start < first * row else []
+    boxes = [Box((first - 1, *b.start), (first, *b.stop)) for b in head]
     if last > first:
         boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
     boxes += [Box((last, *b.start), (last + 1, *b.stop)) for b in flat_range_boxes(shape[1:], 0, stop - last * row)]

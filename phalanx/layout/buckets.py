@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from phalanx.layout.param import ParamSpec
+from phalanx.layout.param import ParamSpec, Replica
 
 ALIGN = 64  # elements: 128 bytes in bf16, 256 in fp32
 
@@ -52,19 +52,19 @@ def cut_runs(block_numels: list[int], limit: int) -> list[range]:
 
 def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], shards: int) -> list[Bucket]:
     """Buckets for parameters given with their users, in model order; parameters with equal users and equal pp replicas share one."""
-    groups: dict[tuple[object, object], list[int]] = {}
+    groups: dict[tuple[frozenset[tuple[int, int]], frozenset[Replica]], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
         groups.setdefault((users, tied), []).append(i)
-    buckets = []
+    buckets: list[Bucket] = []
     for (users, _), members in groups.items():
-        offset, slots = 0, []
+        offset, slots = 0, list[Slot]()
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += -(-numel // ALIGN) * ALIGN
         unit = ALIGN * shards
-        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users))  # type: ignore[arg-type]
+        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users))
     return buckets
 
 

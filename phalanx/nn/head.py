@@ -16,7 +16,8 @@ from phalanx.ops.cross_entropy import linear_cross_entropy, local_logits
 class Head(Module):
     """`weight` may be handed in: the input embedding's, when both are tied and on one rank."""
 
-    def __init__(self, env: Env, name: str, vocab: int, width: int, std: float, replicas: tuple[Replica, ...] = (), weight: nn.Parameter | None = None):
+    def __init__(self, env: Env, name: str, vocab: int, width: int, std: float, replicas: tuple[Replica, ...] = (),
+                 weight: nn.Parameter | None = None):  # fmt: skip
         super().__init__(env)
         first, stop = env.cut(vocab)
         self.first, self.count, self.vocab = first, stop - first, vocab

@@ -12,7 +12,8 @@ class LossScaler:
     With `scale` 1 and `dynamic` false it is the identity, which is what fp32 and bf16 use.
     """
 
-    def __init__(self, device: torch.device, scale: float = 1.0, window: int = 1000, hysteresis: int = 2, minimum: float = 1.0, dynamic: bool = False):
+    def __init__(self, device: torch.device, scale: float = 1.0, window: int = 1000, hysteresis: int = 2, minimum: float = 1.0,
+                 dynamic: bool = False):  # fmt: skip
         self.window, self.hysteresis, self.minimum, self.dynamic = window, hysteresis, minimum, dynamic
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.good = torch.zeros((), dtype=torch.float32, device=device)  # good steps in a row

@@ -33,6 +33,7 @@ class Stages:
     def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype):
         self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # what to ask of the last block instead of its loss
         self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # what the first block gets instead of an activation
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
@@ -43,6 +44,7 @@ class Stages:
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
         """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
         self.batches, self.seed = batches, seed
+        self.outputs: dict[int, Tensor] = {}
         self.loss_sum.zero_()
 
     def end(self) -> None:
@@ -67,8 +69,11 @@ class Stages:
             x = x.detach().requires_grad_()
         with torch.set_grad_enabled(self.seed is not None):
             y = x
-            for block in self.runs[i.stage, i.run]:
+            blocks = self.runs[i.stage, i.run]
+            finish = self.finish if self.is_last(i.stage, i.run) else None
+            for block in blocks[:-1] if finish else blocks:
                 y = run_block(block, y, batch)
+            y = finish(blocks[-1], y, batch) if finish else y
         if self.seed is not None:
             self._saved[i.stage, i.run, i.mb] = (x, y)
         out = y.detach()
@@ -80,8 +85,11 @@ class Stages:
             self._inner["act", i.stage, i.run + 1, i.mb] = out
 
     def take_output(self, mb: int, out: Tensor) -> None:
-        """What the last block made: the micro-batch's summed loss."""
-        self.loss_sum.add_(out)
+        """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
+        if self.finish is None:
+            self.loss_sum.add_(out)
+        else:
+            self.outputs[mb] = out
 
     def _input(self, i: Forward) -> Tensor:
         if i.run > 0:

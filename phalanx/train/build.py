@@ -67,6 +67,20 @@ def build(plan: Plan, mesh: Mesh) -> State:
     return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers)
 
 
+def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
+    """Weights and stages alone: no gradients, masters or moments."""
+    blocks = plan.blocks_of(mesh.at, mesh.tp)
+    buckets, params = plan.buckets_of(blocks)
+    mesh.prepare(plan.replicas(mesh.at.tp))
+    to_device(params, mesh.device)
+    kind = precision(plan.run.train.precision)
+    for run in blocks.values():
+        for block in run:
+            block.eval()
+    buffers = Buffers(buckets, params, mesh, kind, level=0, training=False)
+    return buffers, Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
+
+
 def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:

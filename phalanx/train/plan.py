@@ -58,8 +58,12 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
     for block in blocks:
         fresh = [p for p in block.parameters() if id(p) not in seen]
         seen.update(id(p) for p in fresh)
-        facts.append(BlockFacts(type(block).__name__, sum(global_numel(p.spec) for p in fresh), block.flops(seq_length)))  # type: ignore[attr-defined]
+        facts.append(BlockFacts(type(block).__name__, sum(global_numel(spec_of(p)) for p in fresh), block.flops(seq_length)))
     return tuple(facts)
+
+
+def spec_of(parameter: nn.Parameter) -> ParamSpec:
+    return parameter.spec  # type: ignore[attr-defined]
 
 
 def global_numel(spec: ParamSpec) -> int:
@@ -118,13 +122,13 @@ class Plan:
     def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[nn.Parameter]]:
         """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
         params, users = users_of(blocks)
-        specs = [(p.spec, u) for p, u in zip(params, users)]  # type: ignore[attr-defined]
-        return make_buckets(specs, self.grid.dp), params  # type: ignore[arg-type]
+        specs = [(spec_of(p), u) for p, u in zip(params, users)]
+        return make_buckets(specs, self.grid.dp), params
 
     def replicas(self, tp: int) -> set[Replica]:
         """Every replica axis of all pipeline ranks with this tp coordinate."""
         blocks = (b for pp in range(self.grid.pp) for run in self.blocks_of(Coords(pp=pp, tp=tp)).values() for b in run)
-        return {r for block in blocks for p in block.parameters() for piece in p.spec.pieces for r in piece.replicas}  # type: ignore[attr-defined]
+        return {r for block in blocks for p in block.parameters() for piece in spec_of(p).pieces for r in piece.replicas}
 
     def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
         """The lowered instruction lists of all pipeline ranks."""

@@ -15,18 +15,26 @@ from phalanx.train.build import State
 
 @dataclass(frozen=True)
 class StepResult:
-    """Device scalars of one step, equal on all ranks: mean loss per token, gradient norm, 1 if the step was skipped, valid tokens."""
+    """Device scalars of one step, equal on all ranks.
+
+    loss       mean per token with a loss
+    grad_norm  of the whole model, before clipping
+    skipped    1 if the norm was not finite: then nothing was updated
+    tokens     tokens with a loss in the global batch
+    stop       how many ranks were asked to stop
+    """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     tokens: Tensor
+    stop: Tensor
 
 
-def train_step(state: State, batches: Sequence[Batch], lr: float) -> StepResult:
-    """`batches`: this data-parallel rank's micro-batches, on the device."""
+def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult:
+    """`batches`: this data-parallel rank's micro-batches, on the device. `stop`: this rank was asked to stop."""
     tokens = accumulate(state, batches)
-    return update(state, tokens, lr)
+    return update(state, tokens, lr, stop)
 
 
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
@@ -45,7 +53,7 @@ def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
     return state.mesh.dp.all_reduce(mine).wait()
 
 
-def update(state: State, tokens: Tensor, lr: float) -> StepResult:
+def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
     """Norm, clip, optimizer. A norm that is not finite skips the step on all ranks, state unchanged."""
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
@@ -58,13 +66,19 @@ def update(state: State, tokens: Tensor, lr: float) -> StepResult:
     buffers.publish()
     buffers.zero_grads()
     scaler.update(skip)
-    return StepResult(mean_loss(state, tokens), norm, skip, tokens)
+    loss, stops = loss_and_stops(state, stop)
+    return StepResult(loss / tokens, norm, skip, tokens, stops)
 
 
-def mean_loss(state: State, tokens: Tensor) -> Tensor:
-    """() float64: the mean loss per token, the same on all ranks. The last stage's ranks with tp 0 know their part."""
-    mine = state.stages.loss_sum.clone() if state.mesh.at.tp == 0 else torch.zeros_like(state.stages.loss_sum)
-    return state.mesh.world.all_reduce(mine).wait() / tokens
+def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
+    """() float64 each: the summed loss of the global batch, and how many ranks want to stop; the same on all ranks.
+
+    The last stage's ranks with tp 0 know the loss of their part.
+    """
+    told = torch.full((2,), float(stop), dtype=torch.float64, device=state.mesh.device)
+    told[0] = state.stages.loss_sum if state.mesh.at.tp == 0 else 0.0
+    told = state.mesh.world.all_reduce(told).wait()
+    return told[0], told[1]
 
 
 @torch.no_grad()
@@ -76,4 +90,4 @@ def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tenso
     execute(state.program(len(batches), backward=False), state.handlers)
     state.stages.end()
     state.train(True)
-    return mean_loss(state, tokens) * tokens, tokens
+    return loss_and_stops(state)[0], tokens

@@ -1,0 +1,83 @@
+"""`make train`: a small Llama learns a real text on whatever this machine has, then says something and shows its report.
+
+python -m phalanx.cli.demo [--text PATH] [--dir FOLDER] [a.b=c ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.main import guarded, run_ranks
+from phalanx.cli.setup import arguments, prepare
+from phalanx.launch.env import describe_machine
+
+PROMPT = "def main(argv=None):\n"
+VOCABULARY = 4096
+
+
+def layout_for(ranks: int) -> dict[str, int]:
+    """tp=2, pp=2 and the rest data parallel, as far as the ranks go round."""
+    return {"tp": 2 if ranks % 2 == 0 else 1, "pp": 2 if ranks % 4 == 0 else 1}
+
+
+def settings(gpu: bool, ranks: int) -> dict[str, Any]:
+    """The demo's run: minutes on two cores; larger on GPUs."""
+    layout = layout_for(ranks)
+    if gpu:
+        model: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
+        train: dict[str, Any] = {"steps": 600, "global_batch": 64, "micro_batch": 8, "seq_length": 512, "precision": "bf16", "device": "cuda"}
+        dp = ranks // (layout["tp"] * layout["pp"])
+        train["global_batch"] = -(-64 // (8 * dp)) * 8 * dp
+    else:
+        model = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+        train = {"steps": 250, "global_batch": 16, "micro_batch": 4, "seq_length": 128, "precision": "fp32", "device": "cpu"}
+    every = train["steps"] // 5
+    return {
+        "model": {"family": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": train["seq_length"], **model},
+        "train": {**train, "eval_interval": every, "eval_samples": 32},
+        "layout": layout,
+        "optim": {"lr": 1e-3 if gpu else 3e-3, "min_lr": 1e-4, "warmup_steps": train["steps"] // 20},
+        "checkpoint": {"interval": every},
+    }
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--text", default=None, help="A file or folder of text; without it, the source of Python's standard library.")
+@click.option("--dir", "folder", default="runs/demo", show_default=True, help="The run's folder.")
+@click.argument("overrides", nargs=-1)
+def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
+    from phalanx.data.prepare import demo_data
+    from phalanx.train.load import load_run, save_run
+
+    machine = describe_machine("auto")
+    gpu = machine.device == "cuda"
+    ranks = machine.device_count or 1 if gpu else 4
+    began = time.perf_counter()
+    click.echo(f"prepare {text or 'the source of the standard library of this Python'}")
+    prefix, tokenizer = demo_data(Path(folder) / "data", [text] if text else None, vocab_size=VOCABULARY)
+    click.echo(f"prepared {prefix} in {time.perf_counter() - began:.1f} s")
+    values = {**settings(gpu, ranks), "dir": folder, "data": {"paths": [str(prefix)], "split": "99,1,0", "tokenizer": str(tokenizer)}}
+    config = Path(folder) / "demo.yaml"
+    save_run(load_run(base=values), config)
+    ready = prepare(str(config), overrides, ranks)
+    run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), None)
+    finish(Path(folder))
+
+
+def finish(folder: Path) -> None:
+    """A sample of the model's text, and where the report is."""
+    from phalanx.train.generate import generate
+    from phalanx.train.report import write_report
+
+    text = generate(str(folder), PROMPT, tokens=96)
+    click.echo(f"\n--- text made by the model ---\n{text}\n---")
+    click.echo(f"report {write_report(folder, sample=text)}")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: demo.main(standalone_mode=False)))

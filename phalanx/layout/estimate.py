@@ -1,0 +1,126 @@
+"""Bytes before anything runs: what a module's forward keeps and its backward needs (seen on the meta device), and what buckets hold.
+
+Knows tensors and buckets, no model: who is measured, and how often it is alive at once, is the caller's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.layout.buckets import Bucket
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside the context that are still alive, and their peak. Works on meta tensors too.
+
+    A storage counts once, whatever views it has, until Python lets go of it: as the allocator of a GPU sees it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and _key(t) not in given and _key(t) not in self._known:
+                self._add(t.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def _key(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+class _FusedAttention(Function):
+    """What cuDNN, flash and memory-efficient attention keep: q, k, v, the output and a log-sum-exp per query, not the S x S square."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        sequences, heads, length, width = q.shape
+        out = q.new_empty(sequences, length, heads, width).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(sequences, heads, length, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+
+
+class FusedAttention(TorchFunctionMode):
+    """On the meta device torch takes scaled_dot_product_attention apart into its mathematics, S x S probabilities included.
+
+    On the devices that train it is one kernel; inside this context it allocates like one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one block at work on one micro-batch.
+
+    kept     alive from its forward to its backward, its input included, its output not (that is the next block's input)
+    working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is made again too
+    output   of the block's output
+    """
+
+    kept: int
+    working: int
+    output: int
+
+
+def measure(forward: Callable[[Tensor], Tensor], x: Callable[[], Tensor], params: Iterable[torch.nn.Parameter], grad_dtype: torch.dtype) -> Use:
+    """Run a block forward and backward on the meta device. Weight gradients are added to buffers of `grad_dtype`, as in training."""
+    for p in params:
+        p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+        p.grad = torch.empty_like(p, dtype=grad_dtype)
+    with Allocations() as seen, FusedAttention():
+        y = forward(x().requires_grad_())
+        output = y.untyped_storage().nbytes()
+        kept = seen.live - output
+        # autograd.backward would leave the modes before it starts, but what is recomputed inside it needs them
+        _engine_run_backward((y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return Use(kept, max(0, seen.peak - kept), output)
+
+
+def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, shards: int) -> dict[str, int]:
+    """Bytes by kind of flat buckets whose optimizer state is cut into `shards`; `weight` and `master` are bytes per element.
+
+    Where weights have the master dtype they are their own masters.
+    """
+    numel = sum(b.numel for b in buckets)
+    own = numel // shards
+    return {
+        "weights": numel * weight,
+        "gradients": numel * master,
+        "masters": 0 if weight == master else own * master,
+        "moments": 2 * own * master,
+    }

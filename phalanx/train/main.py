@@ -1,0 +1,169 @@
+"""train(run, placement): one rank of a training run from the first look at its folder to the last checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from phalanx.base.devices import find_device
+from phalanx.base.errors import CheckpointError
+from phalanx.base.log import Log
+from phalanx.base.placement import Placement
+from phalanx.checkpoint.keep import find, latest
+from phalanx.checkpoint.load import load_state, load_weights
+from phalanx.checkpoint.lock import FolderLock
+from phalanx.checkpoint.save import Snapshot, save
+from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
+from phalanx.data.loader import train_loader, valid_loaders
+from phalanx.data.tokenizers import load_tokenizer
+from phalanx.train.build import State, build, init_weights
+from phalanx.train.config import Run
+from phalanx.train.flops import flops_of, mfu_text
+from phalanx.train.load import save_run, to_dict
+from phalanx.train.loop import Loop
+from phalanx.train.metrics import Counters, Reporter, Speed, Trackers
+from phalanx.train.order import total_samples
+from phalanx.train.plan import make_plan
+from phalanx.train.report import write_report
+
+
+class StopRequest:
+    """SIGTERM (and SIGINT) set a flag that the loop reads; the handlers before are put back at the end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(run: Run, placement: Placement) -> None:
+    """Train this rank's part. Raises PhalanxError of the kind that decides the exit code."""
+    folder = Path(run.dir)
+    with ExitStack() as after:
+        log = Log(placement.rank, folder / "log.txt")
+        after.callback(log.close)
+        if placement.rank == 0:
+            after.enter_context(FolderLock(folder))
+            save_run(run, folder / "config.yaml")
+        stop = StopRequest()
+        after.callback(stop.restore)
+        mesh = join(run, placement)
+        after.callback(leave_world)
+        state = build(make_plan(run, placement.world_size), mesh)
+        counters, start = start_state(state, log)
+        loop_of(state, counters, start, log, stop, after).run()
+        log.info(f"done step={counters.step} folder={folder}")
+    if placement.rank == 0 and run.log.report:
+        print(f"report {write_report(folder)}", flush=True)
+
+
+def join(run: Run, placement: Placement) -> Mesh:
+    """Meet the other ranks."""
+    device = device_of(run, placement)
+    init_world(placement.rank, placement.world_size, placement.init_method, device, run.train.timeout_s)
+    return Mesh(make_plan(run, placement.world_size).grid, placement.rank, device, run.train.timeout_s)
+
+
+def device_of(run: Run, placement: Placement) -> torch.device:
+    kind = run.train.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return local_device(kind, placement.local_rank)
+
+
+def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
+    """Set weights and state: the run's newest checkpoint, else checkpoint.load, else init_from, else initial values.
+
+    Returns the counters and the checkpoint that the run continues from. A path that is given and is not there is an error,
+    never a fresh start.
+    """
+    run = state.plan.run
+    own = latest(Path(run.dir) / "checkpoints")
+    if own is not None and run.checkpoint.resume == "never":
+        raise CheckpointError(f"{own} exists and checkpoint.resume=never: choose another dir, or checkpoint.resume=auto to continue")
+    source = own or (find(run.checkpoint.load) if run.checkpoint.load else None)
+    if source is not None:
+        scalars = load_state(source, state.buffers, state.optimizer, state.scaler, state.mesh, run.model)
+        check_position(run, scalars, source)
+        log.info(f"continue from {source}")
+        names = ("step", "consumed_samples", "tokens", "skipped", "skipped_in_a_row")
+        return Counters(**{name: scalars[name] for name in names}), source
+    if run.init_from:
+        load_weights(run.init_from, state.buffers, state.mesh)
+        log.info(f"start from the weights of {run.init_from}")
+    else:
+        init_weights(state)
+    return Counters(), None
+
+
+def check_position(run: Run, scalars: dict[str, Any], source: Path) -> None:
+    """A place in the data is a number of samples: it means something else with another length of sequences or another seed."""
+    now = {"train.seq_length": run.train.seq_length, "train.seed": run.train.seed}
+    changed = [f"{key}: {scalars[key]} -> {value}" for key, value in now.items() if key in scalars and scalars[key] != value]
+    if changed:
+        raise CheckpointError(f"{source}: the run cannot continue with another {', '.join(changed)}; the order of its data would change")
+
+
+def loop_of(state: State, counters: Counters, start: Path | None, log: Log, stop: StopRequest, after: ExitStack) -> Loop:
+    run, mesh, folder = state.plan.run, state.mesh, Path(state.plan.run.dir)
+    options: dict[str, Any] = {"seq_length": run.train.seq_length, "seed": run.train.seed, "vocab_size": run.model.vocab_size}
+    samples = total_samples(run)
+    loader = train_loader(run.data, samples=samples, **options)
+    valid = valid_loaders(run.data, **options) if run.train.eval_interval else {}
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    device = find_device(name)
+    peak = device.peak(run.train.precision) if device else None
+    speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length)
+    trackers = None
+    if mesh.rank == 0:
+        log.info(describe(state, samples))
+        for row in loader.use(samples):
+            epochs = "" if row.epochs is None else f" epochs={row.epochs:.2f}"
+            log.info(f"data {row.name} share={row.share:.3f} tokens={row.tokens} used={row.used_tokens}{epochs}")
+        log.info(mfu_text(run, mesh.grid.world, device, name))
+        trackers = Trackers(folder, counters.step, run.log.tensorboard, run.log.wandb, to_dict(run))
+        after.callback(trackers.close)
+    reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device)
+    return Loop(state, loader, valid, reporter, counters, saver(state, counters, start, log), lambda: stop.asked)
+
+
+def saver(state: State, counters: Counters, start: Path | None, log: Log) -> Any:
+    """A function that saves the current step; all ranks call it together."""
+    run = state.plan.run
+    eod = load_tokenizer(run.data.tokenizer).eod if run.data.tokenizer else None
+    ids = {} if eod is None else {"eos_token_id": eod}
+
+    def save_now() -> None:
+        scalars = {**asdict(counters), "train.seq_length": run.train.seq_length, "train.seed": run.train.seed}
+        snapshot = Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, run.data.tokenizer, ids)
+        root = Path(run.dir) / "checkpoints"
+        saved = save(root, snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, keep_last=run.checkpoint.keep_last,
+                     protect=[start] if start else [])  # fmt: skip
+        log.info(f"saved {saved.path}")
+        for warning in saved.warnings:
+            log.warn(warning)
+
+    return save_now
+
+
+def describe(state: State, samples: int) -> str:
+    """One line: the model, where it lies, how long it trains."""
+    plan, run = state.plan, state.plan.run
+    grid, numel = plan.grid, sum(f.numel for f in plan.facts)
+    return (
+        f"model {run.model.family} parameters={numel} layout world={grid.world} dp={grid.dp} tp={grid.tp} pp={grid.pp} "
+        f"stages={[len(s) for s in plan.stages]} schedule={plan.schedule_name} sharding={run.layout.sharding} "
+        f"precision={run.train.precision} device={state.mesh.device.type} steps={run.train.steps} tokens={samples * run.train.seq_length}"
+    )

@@ -1,0 +1,193 @@
+"""What a run says of itself: the step line, metrics.jsonl, TensorBoard and W&B. Values come from the device one step late."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.base.log import Log
+from phalanx.train.step import StepResult
+
+
+class Moment:
+    """A moment of the device's work, taken without waiting for it: on a GPU an event in the stream, else the clock."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._clock = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both moments must be over."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._clock - earlier._clock
+
+
+class Pending:
+    """A step's results on their way to the host: copied beside the computation, read when the next step is already running."""
+
+    def __init__(self, step: int, lr: float, result: StepResult):
+        self.step, self.lr = step, lr
+        fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop)
+        told = torch.stack([f.double() for f in fields])
+        self._host = told
+        if told.is_cuda:
+            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            self._host.copy_(told, non_blocking=True)
+        self.moment = Moment(told.device)
+
+    def read(self) -> tuple[float, float, bool, int, bool]:
+        """(loss, gradient norm, skipped, tokens with a loss, stop)."""
+        self.moment.wait()
+        loss, norm, skipped, tokens, stop = self._host.tolist()
+        return loss, norm, skipped > 0, int(tokens), stop > 0
+
+
+@dataclass
+class Counters:
+    """What goes on counting over restarts (saved in checkpoints)."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Facts for rates: FLOPs per token (forward and backward), ranks, the device's peak in FLOP/s if known, tokens per sequence."""
+
+    flops_per_token: float
+    ranks: int
+    peak: float | None
+    seq_length: int
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors took on this GPU, or that this process took of main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def step_line(values: dict[str, Any]) -> str:
+    """The step line of DESIGN: key=value, the same keys in the same order on every layout."""
+    v = values
+    mfu = "n/a" if v["mfu"] is None else f"{100 * v['mfu']:.1f}%"
+    return (
+        f"step={v['step']} loss={v['loss']:.4f} grad_norm={v['grad_norm']:.3g} lr={v['lr']:.3e} tok/s={v['tokens_per_s']:.0f} "
+        f"tok/s/gpu={v['tokens_per_s_per_gpu']:.0f} tflops/gpu={v['tflops_per_gpu']:.4g} mfu={mfu} mem={v['memory_gib']:.2f}GiB "
+        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}"
+    )
+
+
+def duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
+
+
+class Trackers:
+    """Rank 0's files: metrics.jsonl always, TensorBoard and W&B when asked for. Steps after `step` of an earlier try are dropped."""
+
+    def __init__(self, folder: Path, step: int, tensorboard: bool, wandb: str | None, config: dict[str, Any]):
+        self._path = folder / "metrics.jsonl"
+        self._keep_until(step)
+        self._file = open(self._path, "a", encoding="utf-8")
+        self._board = self._wandb = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tb"), purge_step=step + 1)
+        if wandb is not None:
+            import wandb as module
+
+            identity = folder / "wandb-id.txt"
+            if not identity.exists():
+                identity.write_text(module.util.generate_id(), encoding="utf-8")
+            self._wandb = module.init(project=wandb, id=identity.read_text(encoding="utf-8"), resume="allow", dir=str(folder), config=config)
+
+    def _keep_until(self, step: int) -> None:
+        if self._path.exists():
+            lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
+        if self._board is not None:
+            for key, value in numbers.items():
+                self._board.add_scalar(key, value, values["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=values["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; a line that was cut short by a kill counts as later than all."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+class Reporter:
+    """Turns finished steps into counters, lines and files. The counters are on every rank, the writing on rank 0."""
+
+    def __init__(self, log: Log, trackers: Trackers | None, speed: Speed, counters: Counters, total_steps: int, interval: int, device: torch.device):
+        self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
+        self.total_steps, self.interval, self.device = total_steps, interval, device
+        self.mark = Moment(device)
+
+    def restart_clock(self) -> None:
+        """Do not count the time since the last step (evaluation, saving) as time of the next."""
+        self.mark = Moment(self.device)
+        self.mark.wait()
+
+    def finished(self, pending: Pending, samples: int) -> bool:
+        """Account for a step of `samples` sequences; whether any rank was asked to stop."""
+        loss, norm, skipped, _, stop = pending.read()
+        seconds, self.mark = pending.moment.seconds_since(self.mark), pending.moment
+        c = self.counters
+        c.step, c.consumed_samples = pending.step, c.consumed_samples + samples
+        c.tokens += samples * self.speed.seq_length
+        c.skipped += skipped
+        c.skipped_in_a_row = c.skipped_in_a_row + 1 if skipped else 0
+        values = self._values(pending, loss, norm, samples, seconds)
+        if self.trackers is not None:
+            self.trackers.write(values)
+        if pending.step % self.interval == 0 or pending.step == self.total_steps:
+            self.log.info(step_line(values))
+        return stop
+
+    def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
+        rate = samples * self.speed.seq_length / seconds
+        flops = rate * self.speed.flops_per_token / self.speed.ranks
+        return {
+            "step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens_per_s": rate,
+            "tokens_per_s_per_gpu": rate / self.speed.ranks, "tflops_per_gpu": flops / 1e12,
+            "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": peak_memory(self.device) / 2**30,
+            "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
+            "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
+        }  # fmt: skip

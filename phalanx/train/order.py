@@ -1,0 +1,34 @@
+"""How the global batch grows and which samples each step takes: pure functions of the consumed samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.data.loader import micro_batch_samples
+from phalanx.train.config import Run
+
+
+def global_batch_at(run: Run, consumed: int) -> int:
+    """Sequences of the step that starts after `consumed` samples: equal increments over the ramp's samples, then global_batch."""
+    train, ramp = run.train, run.train.rampup
+    if ramp is None or consumed >= ramp.samples:
+        return train.global_batch
+    increments = (train.global_batch - ramp.start) // ramp.increment
+    return min(train.global_batch, ramp.start + ramp.increment * (consumed * (increments + 1) // ramp.samples))
+
+
+def total_samples(run: Run, consumed: int = 0, step: int = 0) -> int:
+    """Consumed samples at the end of a run that stands at `step` with `consumed`."""
+    ramp = run.train.rampup
+    while ramp is not None and step < run.train.steps and consumed < ramp.samples:
+        consumed += global_batch_at(run, consumed)
+        step += 1
+    return consumed + (run.train.steps - step) * run.train.global_batch
+
+
+def micro_batches(run: Run, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:
+    """The sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run."""
+    for _ in range(step, run.train.steps):
+        batch = global_batch_at(run, consumed)
+        yield from micro_batch_samples(consumed, batch, run.train.micro_batch, dp, dp_rank)
+        consumed += batch

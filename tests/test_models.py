@@ -1,0 +1,192 @@
+"""Our models against Hugging Face's: logits, loss and the gradient of every tensor in float64, from the same weights by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.ops.rope import inverse_frequencies
+from phalanx.pipeline.execute import execute
+from phalanx.train.build import State, build, write_slot
+from phalanx.train.config import Run, TrainConfig
+from phalanx.train.plan import make_plan
+from phalanx.train.step import accumulate, mean_loss
+from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
+
+CASES = {
+    "llama: GQA, wide heads, llama3 scaling": MODELS["llama"],
+    "llama: tied": MODELS["llama-tied"],
+    "llama: MQA, theta": replace(MODELS["llama"], num_key_value_heads=1, head_dim=None, rope_scaling=None, rope_theta=500000.0),
+    "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
+    "gpt2: narrow mlp": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2),
+}
+LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
+BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
+
+
+def scaling_of(config: LlamaConfig) -> dict:
+    return {} if config.rope_scaling is None else {"rope_scaling": dict(vars(config.rope_scaling))}
+
+
+def hf_config(config: LlamaConfig | GPT2Config):
+    import transformers
+
+    c, options = config, dict(attn_implementation="sdpa", vocab_size=config.vocab_size, bos_token_id=0, eos_token_id=0)
+    if isinstance(c, GPT2Config):
+        return transformers.GPT2Config(
+            n_positions=c.max_position_embeddings, n_embd=c.hidden_size, n_layer=c.num_hidden_layers, n_head=c.num_attention_heads,
+            n_inner=c.intermediate_size, layer_norm_epsilon=c.layer_norm_epsilon, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **options,
+        )  # fmt: skip
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+            "tie_word_embeddings", "rope_theta", "max_position_embeddings")  # fmt: skip
+    head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
+    return transformers.LlamaConfig(**{k: getattr(c, k) for k in same}, head_dim=head_dim, **scaling_of(c), **options)
+
+
+def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
+    """Hugging Face's formulas (modeling_rope_utils.py) in float64."""
+    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    found = []
+    for i in range(0, dim, 2):
+        f = 1.0 / config.rope_theta ** (i / dim)
+        if (s := config.rope_scaling) is not None:
+            low, high = s.original_max_position_embeddings / s.low_freq_factor, s.original_max_position_embeddings / s.high_freq_factor
+            wavelength = 2 * math.pi / f
+            smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            if wavelength > low:
+                f = f / s.factor
+            elif wavelength >= high:
+                f = (1 - smooth) * f / s.factor + smooth * f
+        found.append(f)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def widen(model, config: LlamaConfig) -> None:
+    """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in float64."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def rotary(x, position_ids):
+        angle = position_ids.double().unsqueeze(-1) * torch.cat([hf_inverse_frequencies(config)] * 2)
+        return angle.cos(), angle.sin()
+
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+    model.model.rotary_emb.forward = rotary
+
+
+@lru_cache
+def hugging_face(case: str) -> dict:
+    """Weights, and Hugging Face's logits, loss and gradients on BATCHES."""
+    import transformers
+
+    config = CASES[case]
+    cls = transformers.GPT2LMHeadModel if isinstance(config, GPT2Config) else transformers.LlamaForCausalLM
+    torch.manual_seed(0)
+    model = cls(hf_config(config)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+    if isinstance(config, LlamaConfig):
+        widen(model, config)
+    tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
+    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
+    loss.backward()
+    named = dict(model.named_parameters())
+    return {
+        "weights": {k: p.detach().numpy() for k, p in named.items()}, "grads": {k: p.grad.numpy() for k, p in named.items()},
+        "logits": logits.detach().numpy(), "loss": loss.item(),
+    }  # fmt: skip
+
+
+def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            storage = torch.zeros(slot.spec.shape, dtype=torch.float64)
+            for piece in slot.spec.pieces:
+                part = torch.from_numpy(weights[piece.name][piece.box.slices()])
+                storage[piece.local] = part.t() if piece.transposed else part
+            write_slot(flat, slot, storage)
+
+
+def all_logits(state: State, batches: list[Batch]) -> list[np.ndarray]:
+    """Logits of every token, on the ranks of the last stage: its head gives logits in place of the loss."""
+    found = []
+    for run in state.blocks.values():
+        for block in run:
+            if hasattr(block, "logits"):
+                block.forward = lambda x, batch, head=block: head.logits(x, torch.arange(batch.num_tokens))
+    state.stages.take_output = lambda mb, out: found.append(out.numpy())
+    state.train(False)
+    state.stages.begin(batches, seed=None)
+    execute(state.program(len(batches), backward=False), state.handlers)
+    state.stages.end()
+    return found
+
+
+def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
+    plan = make_plan(run, world)
+    state = build(plan, Mesh(plan.grid, rank))
+    load_weights(state, weights)
+    state.train()
+    tokens = accumulate(state, batches)
+    return {"loss": mean_loss(state, tokens).item(), "grads": parts_of(state, "grad"), "logits": all_logits(state, batches)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_hugging_face(ranks, case, layout):
+    """Truth: transformers in float64 (SDPA attention), to 1e-10 of each tensor's scale; layouts through the pool of ranks."""
+    truth, world = hugging_face(case), math.prod(LAYOUTS[layout].values())
+    train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
+    arguments = (Run(model=CASES[case], train=train, layout=LayoutConfig(**LAYOUTS[layout])), truth["weights"], BATCHES)
+    results = [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.test_models:run_model", world, *arguments)
+    for result in results:
+        assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
+    logits = [np.concatenate(r["logits"]) for r in results if r["logits"]]
+    assert len(logits) == LAYOUTS[layout].get("tp", 1)
+    for found in logits:
+        assert np.abs(found - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
+    grads = assemble([r["grads"] for r in results])
+    assert grads.keys() == truth["grads"].keys()
+    largest = max(np.abs(g).max() for g in truth["grads"].values())
+    for name, expected in truth["grads"].items():
+        off, bound = np.abs(grads[name] - expected).max(), 1e-10 * max(np.abs(expected).max(), 1e-6 * largest)
+        assert off <= bound, f"gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.startswith("llama")])
+def test_frequencies_equal_hugging_face(case):
+    """Truth: the float32 frequencies that transformers itself computes, to float32 rounding."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = CASES[case]
+    theirs = LlamaRotaryEmbedding(hf_config(config)).inv_freq
+    ours = inverse_frequencies(config.head_dim or config.hidden_size // config.num_attention_heads, config.rope_theta, config.rope_scaling)
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, hf_inverse_frequencies(config), rtol=1e-14, atol=0)
+
+
+def test_scaling_has_all_three_regimes():
+    """The real Llama 3.1 values (head 128, theta 500000): kept, blended and divided frequencies all occur, as in transformers."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from phalanx.models.config import RopeScaling
+
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    config = replace(MODELS["llama"], head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
+    ours, plain = inverse_frequencies(128, 500000.0, scaling), inverse_frequencies(128, 500000.0)
+    torch.testing.assert_close(ours.float(), LlamaRotaryEmbedding(hf_config(config)).inv_freq, rtol=1e-6, atol=0)
+    ratio = (plain / ours).round(decimals=12)
+    assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1) & (ratio < 8)).any()
