@@ -43,6 +43,7 @@ def settings(gpu: bool, ranks: int) -> dict[str, Any]:
         "layout": layout,
         "optim": {"lr": 1e-3 if gpu else 3e-3, "min_lr": 1e-4, "warmup_steps": train["steps"] // 20},
         "checkpoint": {"interval": every},
+        "log": {"report": False},  # written at the end, with a sample
     }
 
 

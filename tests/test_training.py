@@ -1,0 +1,172 @@
+"""Whole runs through the command line: killed, stopped and continued runs end as undisturbed ones do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = {
+    "model": {"family": "llama", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "num_key_value_heads": 2},
+    "train": {"steps": 24, "global_batch": 4, "micro_batch": 1, "seq_length": 32, "device": "cpu", "eval_interval": 12, "eval_samples": 6},
+    "layout": {"tp": 2, "pp": 2},
+    "optim": {"lr": 3e-3, "warmup_steps": 3},
+    "data": {"mock": True},
+    "checkpoint": {"interval": 5},
+    "log": {"report": False},
+}  # fmt: skip
+
+
+def command(config: Path, folder: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "phalanx", "train", str(config), f"dir={folder}", *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(config: Path, folder: Path, *more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(config, folder, *more), env=environment(), capture_output=True, text=True, timeout=240)
+
+
+def start(config: Path, folder: Path, *more: str) -> subprocess.Popen:
+    return subprocess.Popen(command(config, folder, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps(folder: Path) -> dict[int, tuple[float, float]]:
+    """step -> (loss, gradient norm), exactly as written."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in rows if "loss" in r}
+
+
+def valid(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["valid/valid"] for r in rows if "valid/valid" in r}
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
+    """Until the run's own log shows that it got there."""
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_text().count("\n") >= step):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # a poll, not a wait for luck
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process numbers of the ranks that a launcher started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, ValueError):
+                continue
+    found, seen = [launcher], {launcher}
+    for pid in found:
+        children = [p for p, parent in parents.items() if parent == pid and p not in seen]
+        seen.update(children)
+        found += children
+    return [p for p in found if b"launch.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "run.yaml"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = run(config, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_step_lines_and_files(undisturbed):
+    """The contract of a run's folder and of the step line."""
+    assert {p.name for p in undisturbed.iterdir()} >= {"checkpoints", "config.yaml", "log.txt", "metrics.jsonl"}
+    log = (undisturbed / "log.txt").read_text()
+    line = next(x for x in log.splitlines() if " step=24 loss=" in x)
+    keys = [part.split("=")[0] for part in line.split()[2:]]
+    assert keys == "step loss grad_norm lr tok/s tok/s/gpu tflops/gpu mfu mem tokens eta skipped".split()
+    assert len(steps(undisturbed)) == 24
+    first, last = steps(undisturbed)[1][0], steps(undisturbed)[24][0]
+    assert abs(first - 4.875) < 0.1 and last < first - 0.3  # ln 131 at the start, then it learns
+
+
+def test_kill_9_of_a_rank_changes_nothing(config, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    process = start(config, folder)
+    wait_for_step(folder, process, 8)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 6, out
+    assert "Traceback" not in out
+    done = run(config, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continue from" in done.stdout
+    assert steps(folder) == steps(undisturbed)
+    assert valid(folder) == valid(undisturbed)
+
+
+def test_sigterm_saves_and_the_run_goes_on(config, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    process = start(config, folder)
+    wait_for_step(folder, process, 7)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    done = run(config, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps(folder) == steps(undisturbed)
+
+
+def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path):
+    """Stopped at step 10 on tp2 x pp2, continued on 2 data-parallel ranks: the same losses up to rounding."""
+    folder = tmp_path / "run"
+    process = start(config, folder)
+    wait_for_step(folder, process, 7)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    done = run(config, folder, "layout.tp=1", "layout.pp=1", "--ranks", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step, (loss, norm) in steps(undisturbed).items():
+        assert steps(folder)[step] == pytest.approx((loss, norm), rel=2e-4), step
+    assert valid(folder)[24] == pytest.approx(valid(undisturbed)[24], rel=1e-4)
+
+
+def test_the_saved_config_runs_again(config, undisturbed, tmp_path):
+    """The resolved config of a run is a config."""
+    done = run(undisturbed / "config.yaml", tmp_path / "again", "train.steps=3", "optim.decay_steps=24")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = {k: v for k, v in steps(undisturbed).items() if k <= 3}
+    assert steps(tmp_path / "again") == first
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error(config, undisturbed, tmp_path):
+    """Never a silent fresh start."""
+    wrong = str(undisturbed).replace("run", "rnu")
+    done = run(config, tmp_path / "new", f"checkpoint.load={wrong}")
+    assert done.returncode == 4 and "rnu" in done.stderr and "Traceback" not in done.stderr
+    done = run(config, undisturbed, "checkpoint.resume=never")
+    assert done.returncode == 4 and "resume=never" in done.stdout + done.stderr
+
+
+def test_a_bad_config_writes_nothing(config, tmp_path):
+    folder = tmp_path / "run"
+    done = run(config, folder, "layout.tp=3", "optim.lr=-1", "train.learning_rte=2")
+    assert done.returncode == 2
+    for text in ("layout.tp=3", "optim.lr=-1", "learning_rte"):
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr and not folder.exists()
