@@ -48,24 +48,32 @@ def verdict(world_size: int, outcomes: list[Outcome], exits: Mapping[int, int]) 
     """
     said = {o.rank: o for o in outcomes}
     causes = [o for o in outcomes if o.code in CAUSES]
-    killed = [rank for rank, status in sorted(exits.items()) if status < 0 and rank not in said]
+    silent = [rank for rank in sorted(exits) if rank not in said]
+    # SIGTERM is what the agent sends to the others when one failed: it explains nothing unless it is all there is
+    killed = [rank for rank in silent if exits[rank] < 0 and exits[rank] != -signal.SIGTERM]
+    ended = [rank for rank in silent if exits[rank] == -signal.SIGTERM]
     crashed = [o for o in outcomes if o.code == 1]
-    silent = [rank for rank in sorted(exits) if rank not in said and rank not in killed]
+    silent = [rank for rank in silent if exits[rank] > 0]
     if causes:
         return _from(world_size, outcomes, min(causes, key=lambda o: o.time))
     if killed:
-        rank = killed[0]
-        return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(-exits[rank])}", PeerLost.exit_code)
+        return _killed(world_size, killed[0], -exits[killed[0]])
     if crashed:
         return _from(world_size, outcomes, min(crashed, key=lambda o: o.time))
     if silent:
         rank = silent[0]
         return RankFailed(f"rank {rank} of {world_size} ended with status {exits[rank]} and said nothing", exits[rank])
-    for code in (PeerLost.exit_code, Preempted.exit_code):
-        for o in outcomes:
-            if o.code == code:
-                return _from(world_size, outcomes, o)
+    if lost := [o for o in outcomes if o.code == PeerLost.exit_code]:
+        return _from(world_size, outcomes, lost[0])
+    if ended:
+        return _killed(world_size, ended[0], signal.SIGTERM)
+    if stopped := [o for o in outcomes if o.code == Preempted.exit_code]:
+        return _from(world_size, outcomes, stopped[0])
     return None
+
+
+def _killed(world_size: int, rank: int, number: int) -> RankFailed:
+    return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(number)}", PeerLost.exit_code)
 
 
 def _from(world_size: int, outcomes: list[Outcome], chosen: Outcome) -> RankFailed:
