@@ -20,7 +20,7 @@ from phalanx.pipeline.execute import execute
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, mean_loss
+from phalanx.train.step import accumulate, loss_and_stops
 from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 
 CASES = {
@@ -121,18 +121,13 @@ def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
 
 
 def all_logits(state: State, batches: list[Batch]) -> list[np.ndarray]:
-    """Logits of every token, on the ranks of the last stage: its head gives logits in place of the loss."""
-    found = []
-    for run in state.blocks.values():
-        for block in run:
-            if hasattr(block, "logits"):
-                block.forward = lambda x, batch, head=block: head.logits(x, torch.arange(batch.num_tokens))
-    state.stages.take_output = lambda mb, out: found.append(out.numpy())
+    """Logits of every token of each micro-batch, on the ranks of the last stage."""
     state.train(False)
+    state.stages.finish = lambda head, x, batch: head.logits(x, torch.arange(batch.num_tokens))
     state.stages.begin(batches, seed=None)
     execute(state.program(len(batches), backward=False), state.handlers)
     state.stages.end()
-    return found
+    return [state.stages.outputs[mb].numpy() for mb in sorted(state.stages.outputs)]
 
 
 def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
@@ -141,7 +136,7 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     load_weights(state, weights)
     state.train()
     tokens = accumulate(state, batches)
-    return {"loss": mean_loss(state, tokens).item(), "grads": parts_of(state, "grad"), "logits": all_logits(state, batches)}
+    return {"loss": (loss_and_stops(state)[0] / tokens).item(), "grads": parts_of(state, "grad"), "logits": all_logits(state, batches)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -307,11 +307,19 @@ def run_ops(rank: int, world: int, holdings: list[tuple[int, int]]) -> dict:
     table = torch.zeros(rows, WIDTH, dtype=torch.float64)
     table[: v1 - v0] = normal(VOCAB, WIDTH, seed=4)[v0:v1]
     calls = {
-        "gather_matmul": (lambda x, w, c: gather_matmul(x, w, tp, c), [normal(TOKENS, WIDTH)[mine], normal(INNER, WIDTH, seed=1)[a:b], normal(INNER, seed=2)[a:b]], (slice(None), slice(a, b))),
-        "matmul_scatter": (lambda h, w, c: matmul_scatter(h, w, tp, c), [normal(TOKENS, INNER)[:, a:b], normal(WIDTH, INNER, seed=1)[:, a:b], normal(WIDTH, seed=2)], (mine,)),
+        "gather_matmul": (
+            lambda x, w, c: gather_matmul(x, w, tp, c),
+            [normal(TOKENS, WIDTH)[mine], normal(INNER, WIDTH, seed=1)[a:b], normal(INNER, seed=2)[a:b]],
+            (slice(None), slice(a, b)),
+        ),
+        "matmul_scatter": (
+            lambda h, w, c: matmul_scatter(h, w, tp, c),
+            [normal(TOKENS, INNER)[:, a:b], normal(WIDTH, INNER, seed=1)[:, a:b], normal(WIDTH, seed=2)],
+            (mine,),
+        ),
         "embedding": (lambda w: embedding(TP_IDS, w, v0, v1 - v0, tp), [table], (mine,)),
         "cross_entropy": (lambda x, w: linear_cross_entropy(x, w, TP_LABELS, v0, v1 - v0, tp), [normal(TOKENS, WIDTH)[mine], table], ()),
-    }  # fmt: skip
+    }
     found = {}
     for name, (op, inputs, part) in calls.items():
         inputs = [x.clone().requires_grad_() for x in inputs]
@@ -326,15 +334,22 @@ PLAIN = {  # formula, shapes of its inputs, shape of its output
     "gather_matmul": (lambda x, w, c: x @ w.t() + c, ((TOKENS, WIDTH), (INNER, WIDTH), (INNER,)), (TOKENS, INNER)),
     "matmul_scatter": (lambda h, w, c: h @ w.t() + c, ((TOKENS, INNER), (WIDTH, INNER), (WIDTH,)), (TOKENS, WIDTH)),
     "embedding": (lambda w: F.embedding(TP_IDS, w), ((VOCAB, WIDTH),), (TOKENS, WIDTH)),
-    "cross_entropy": (lambda x, w: F.cross_entropy(x @ w.t(), TP_LABELS, ignore_index=IGNORE, reduction="sum"), ((TOKENS, WIDTH), (VOCAB, WIDTH)), ()),
+    "cross_entropy": (
+        lambda x, w: F.cross_entropy(x @ w.t(), TP_LABELS, ignore_index=IGNORE, reduction="sum"),
+        ((TOKENS, WIDTH), (VOCAB, WIDTH)),
+        (),
+    ),
 }
 SEEDS = {"embedding": (4,), "cross_entropy": (0, 4)}
 
 
-@pytest.mark.parametrize("world, holdings", [(2, [(0, 6), (6, 11)]), (3, [(0, 4), (4, 8), (8, 11)]), (2, [(0, 11), (11, 11)]), (3, [(0, 0), (0, 1), (1, 11)])])
-def test_ops_over_ranks(ranks, world, holdings):
+HOLDINGS = [[(0, 6), (6, 11)], [(0, 4), (4, 8), (8, 11)], [(0, 11), (11, 11)], [(0, 0), (0, 1), (1, 11)]]
+
+
+@pytest.mark.parametrize("holdings", HOLDINGS, ids=str)
+def test_ops_over_ranks(ranks, holdings):
     """Truth: the plain formula on the whole tensors. Inner features and vocabulary are cut unevenly; a rank may hold no row of it."""
-    results = ranks.run("tests.test_ops:run_ops", world, holdings)
+    results = ranks.run("tests.test_ops:run_ops", len(holdings), holdings)
     held = [stop - start for start, stop in holdings]
     cat = lambda parts, dim=0: torch.cat(parts, dim)  # noqa: E731
     rows = lambda parts: torch.cat([p[:n] for p, n in zip(parts, held)])  # noqa: E731

@@ -1,0 +1,173 @@
+"""Boxes, grids, stage cuts and buckets against brute force over everything small enough to list."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from math import prod
+
+import numpy as np
+import pytest
+
+from phalanx.layout.box import Box, cut, flat_range_boxes
+from phalanx.layout.buckets import ALIGN, cut_runs, make_buckets, piece_ranges
+from phalanx.layout.grid import AXES, Coords, Grid
+from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.layout.stages import cut_stages, given_stages
+
+
+@pytest.mark.parametrize("length, parts", itertools.product((0, 1, 2, 7, 12, 131), (1, 2, 3, 5, 8)))
+def test_cut(length, parts):
+    """The runs follow each other from 0 to length, differ by at most one, the longer first."""
+    runs = cut(length, parts)
+    assert [a for a, _ in runs] + [length] == [0] + [b for _, b in runs]
+    sizes = [b - a for a, b in runs]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+def random_box(pick: random.Random, shape: tuple[int, ...]) -> Box:
+    start = tuple(pick.randint(0, n) for n in shape)
+    return Box(start, tuple(pick.randint(a, n) for a, n in zip(start, shape)))
+
+
+@pytest.mark.parametrize("number", range(50))
+def test_boxes(number):
+    """Truth: sets of elements."""
+    pick = random.Random(number)
+    shape = tuple(pick.randint(1, 5) for _ in range(number % 3 + 1))
+    elements = np.arange(prod(shape)).reshape(shape)
+    a, b = random_box(pick, shape), random_box(pick, shape)
+    inside = lambda box: set(elements[box.slices()].ravel().tolist())  # noqa: E731
+    both = a.intersect(b)
+    assert inside(both) == inside(a) & inside(b)
+    assert both.empty == (not inside(both)) and both.numel == len(inside(both)) and a.shape == elements[a.slices()].shape
+    if not both.empty:
+        assert (elements[a.slices()][both.within(a)] == elements[both.slices()]).all()
+    assert inside(Box.full(shape)) == set(elements.ravel().tolist())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2)], ids=str)
+def test_flat_ranges_are_tiled_by_boxes(shape):
+    """Every range of every shape: the boxes, in order, hold exactly its elements, and there are at most 2 * dims - 1."""
+    elements = np.arange(prod(shape)).reshape(shape)
+    for start, stop in itertools.combinations_with_replacement(range(prod(shape) + 1), 2):
+        boxes = flat_range_boxes(shape, start, stop)
+        found = [e for box in boxes for e in elements[box.slices()].ravel().tolist()]
+        assert found == list(range(start, stop))
+        assert len(boxes) <= max(1, 2 * len(shape) - 1) and not any(box.empty for box in boxes)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 3, 1, 2), (3, 1, 2, 4), (1, 5, 1, 1)], ids=str)
+def test_grid(sizes):
+    """Truth: a table of ranks with one dim per axis, tp innermost."""
+    grid = Grid(*sizes)
+    table = np.arange(grid.world).reshape(sizes)
+    for where in itertools.product(*map(range, sizes)):
+        at = Coords(*where)
+        assert grid.rank(at) == table[where] and grid.coords(int(table[where])) == at
+        for n in range(len(AXES) + 1):
+            for axes in itertools.combinations(AXES, n):
+                index = tuple(slice(None) if a in axes else i for a, i in zip(AXES, where))
+                assert grid.ranks(at, axes) == tuple(np.ravel(table[index]).tolist())
+        for d, axis in enumerate(AXES):
+            assert grid.size(axis) == sizes[d]
+            some = tuple(range(0, sizes[d], 2))
+            assert grid.members(at, axis, some) == tuple(int(table[(*where[:d], i, *where[d + 1 :])]) for i in some)
+
+
+def all_cuts(n: int, stages: int):
+    for inner in itertools.combinations(range(1, n), stages - 1):
+        ends = (0, *inner, n)
+        yield [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_stages_are_cut_optimally(number):
+    """Truth: all cuts. The largest stage is as small as can be; among those cuts the sum of squares is."""
+    pick = random.Random(number)
+    costs = [float(pick.choice([1, 1, 2, 3, 5, 8, 30])) for _ in range(pick.randint(1, 9))]
+    stages = pick.randint(1, len(costs))
+    check_cut(costs, stages)
+
+
+def test_stages_that_greed_in_the_largest_first_misses():
+    """A first part with a larger maximum can belong to the better whole."""
+    check_cut([7.0, 3.0, 7.0, 1.0, 5.0, 4.0, 15.0, 7.0], 6)
+
+
+def check_cut(costs: list[float], stages: int) -> None:
+    price = lambda runs: (max(sum(costs[i] for i in r) for r in runs), sum(sum(costs[i] for i in r) ** 2 for r in runs))  # noqa: E731
+    found = cut_stages(costs, stages)
+    assert [i for r in found for i in r] == list(range(len(costs))) and len(found) == stages and all(found)
+    assert price(found) == min(map(price, all_cuts(len(costs), stages)))
+
+
+def test_stages_of_real_costs():
+    """Costs that are no whole numbers; a count of stages that cannot be is refused; given sizes are taken as they are."""
+    assert [len(r) for r in cut_stages([0.1] * 7, 3)] in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
+    for stages in (0, 4):
+        with pytest.raises(ValueError, match=f"cannot cut 3 blocks into {stages} stages"):
+            cut_stages([1.0] * 3, stages)
+    assert given_stages((1, 3, 2)) == [range(0, 1), range(1, 4), range(4, 6)]
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_runs(number):
+    """Runs follow each other; each is within the limit or one block; the next block would not have fitted."""
+    pick = random.Random(number)
+    sizes, limit = [pick.randint(1, 10) for _ in range(pick.randint(1, 12))], pick.randint(1, 25)
+    runs = cut_runs(sizes, limit)
+    assert [i for r in runs for i in r] == list(range(len(sizes))) and all(runs)
+    for r, after in itertools.zip_longest(runs, runs[1:]):
+        assert len(r) == 1 or sum(sizes[i] for i in r) <= limit
+        assert after is None or sum(sizes[i] for i in r) + sizes[after.start] > limit
+
+
+def spec(name: str, *shape: int, replicas: tuple[Replica, ...] = ()) -> ParamSpec:
+    whole = tuple(slice(0, n) for n in shape)
+    return ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, Init("zeros"), replicas=replicas),))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+def test_buckets(shards):
+    """One bucket per set of users; slots aligned, apart, in order; shards equal, aligned, covering; a tied tensor has its own."""
+    tied = (Replica("pp", (0, 1)),)
+    first, second, both = frozenset({(0, 0)}), frozenset({(0, 1)}), frozenset({(0, 0), (0, 1)})
+    params = [
+        (spec("embed", 13, 5, replicas=tied), first), (spec("a", 7, 9), first), (spec("a.norm", 3), first), (spec("b", 65), second),
+        (spec("head", 13, 5), both), (spec("c", 1), first), (spec("replicated", 4, replicas=(Replica("tp", (0, 1)),)), second),
+    ]  # fmt: skip
+    buckets = make_buckets(params, shards)
+    assert [b.id for b in buckets] == list(range(len(buckets)))
+    names = [([params[s.param][0].name for s in b.slots], b.users) for b in buckets]
+    assert names == [(["embed"], first), (["a", "a.norm", "c"], first), (["b", "replicated"], second), (["head"], both)]
+    for b in buckets:
+        ends = 0
+        for s in b.slots:
+            assert s.offset % ALIGN == 0 and s.offset >= ends and s.numel == prod(s.spec.shape) and s.spec is params[s.param][0]
+            ends = s.offset + s.numel
+        parts = [b.shard(i, shards) for i in range(shards)]
+        assert [lo for lo, _ in parts] + [b.numel] == [0] + [hi for _, hi in parts]
+        assert ends <= b.numel < ends + ALIGN * (shards + 1) and all(lo % ALIGN == 0 for lo, _ in parts) and len({hi - lo for lo, hi in parts}) == 1
+
+
+def test_ranges_of_pieces():
+    """Truth: numbering the storage. A replicated piece that is not whole rows is refused."""
+    halves = [Piece(n, (2, 5), Box.full((2, 5)), (slice(2 * i, 2 * i + 2), slice(0, 5)), Init("zeros")) for i, n in enumerate("qk")]
+    (bucket,) = make_buckets([(spec("x", 3), frozenset()), (ParamSpec((4, 5), tuple(halves)), frozenset())], 1)
+    slot = bucket.slots[1]
+    storage = np.arange(slot.offset, slot.offset + 20).reshape(4, 5)
+    for piece, (a, b) in zip(slot.spec.pieces, piece_ranges(slot)):
+        assert storage[piece.local].ravel().tolist() == list(range(a, b))
+    narrow = Piece("v", (4, 2), Box.full((4, 2)), (slice(0, 4), slice(0, 2)), Init("zeros"))
+    (bucket,) = make_buckets([(ParamSpec((4, 5), (narrow,)), frozenset())], 1)
+    with pytest.raises(ValueError, match="v: a replicated piece must be whole rows"):
+        piece_ranges(bucket.slots[0])
+
+
+def test_one_writer_of_each_replica():
+    """Truth: of all ranks that hold a piece, exactly one writes it per place outside its replicas."""
+    grid = Grid(pp=2, tp=4)
+    piece = Piece("x", (1,), Box.full((1,)), (slice(0, 1),), Init("zeros"), replicas=(Replica("tp", (2, 3)), Replica("pp", (0, 1))))
+    holders = [c for c in map(grid.coords, range(grid.world)) if c.tp in (2, 3)]
+    assert [c for c in holders if piece.is_writer(c)] == [Coords(pp=0, tp=2)]

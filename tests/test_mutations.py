@@ -1,0 +1,73 @@
+"""Every collective matters: dropping any one call site, on all ranks, must make the comparison with one process fail.
+
+The sites are traced, not listed: a new collective is tested as soon as it is written.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+
+from phalanx.comm.debug import Site
+from tests.parity import compare, truth_of
+from tests.pool import RankPool, RanksFailed
+from tests.test_parity import build_run, case
+
+STEPS = 2
+
+LAYOUTS = {
+    "llama tp2 pp2 dp2, sharded, small buckets": case("llama", 8, tp=2, pp=2, micro_batch=2),
+    "gpt2 tp2 pp2 dp2, sharded, tied, recompute": case("gpt2", 8, tp=2, pp=2, recompute="full"),
+    "llama dp2 tp2, level 0": case("llama", 4, tp=2, sharding=0),
+    "llama tp4, 2 kv heads": case("llama", 4, tp=4, global_batch=2),
+    "tied llama pp2 x 2 virtual stages": case("llama-tied", 2, pp=2, virtual_stages=2, global_batch=4),
+    "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
+}
+
+
+
+class Layout:
+    """A layout, its truth, and the sites where its steps communicate (`build` opens connections before watching starts)."""
+
+    def __init__(self, ranks: RankPool, name: str):
+        self.ranks, self.name, self.world, self.run = ranks, name, LAYOUTS[name]["world"], build_run(LAYOUTS[name])
+        self.truth = truth_of(ranks, self.run, STEPS, False)
+        results = self.train(watch=True)
+        compare(results, self.truth, STEPS)
+        self.sites = sorted({Site(*site) for r in results for site in r["sites"]})
+
+    def train(self, drop: Site | None = None, watch: bool = False) -> list[dict]:
+        return self.ranks.run("tests.parity:run_layout", self.world, self.run, STEPS, False, drop, watch, timeout=60.0)
+
+    def survives(self, site: Site) -> bool:
+        """Whether the comparison still passes without this site."""
+        try:
+            compare(self.train(drop=site), self.truth, STEPS)
+        except (AssertionError, RanksFailed):
+            return False
+        return True
+
+
+@lru_cache
+def layout(ranks: RankPool, name: str) -> Layout:
+    return Layout(ranks, name)
+
+
+def test_each_site_matters(ranks):
+    """Every site once, in one of the layouts that have it, picked by seed."""
+    pick, homes = random.Random(20261120), {}
+    for name in LAYOUTS:
+        for site in layout(ranks, name).sites:
+            homes.setdefault(site, []).append(name)
+    assert {"tp", "tp part", "dp", "pp", "world", "edge 0->1", "edge 1->0"} == {site.axis for site in homes}
+    survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(names)).survives(site)]
+    assert not survivors, f"dropped without notice: {survivors}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_site_matters_in_each_layout(ranks, name):
+    survivors = [site for site in layout(ranks, name).sites if layout(ranks, name).survives(site)]
+    assert not survivors, f"dropped without notice in {name}: {survivors}"
