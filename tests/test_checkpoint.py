@@ -23,6 +23,7 @@ from phalanx.checkpoint.keep import find, latest, list_checkpoints
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
 from phalanx.checkpoint.storage import Storage
+from phalanx.checkpoint.tensors import natural
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.param import Init, ParamSpec, Piece
@@ -95,6 +96,8 @@ def test_every_layout_writes_the_same_weight_files(ranks, tmp_path):
         states = [n for n in read_manifest(path).files if n.endswith(".safetensors") and n.startswith("state/")]
         assert len(states) == world, "every rank writes its share"
         check_weights_are_cast_masters(path)
+        order = list(json.loads((path / "weights/model.safetensors.index.json").read_text())["weight_map"])
+        assert order == sorted(order, key=natural), "files are filled in an order of names, so the next process fills them alike"
     assert len(written[0]) > 5
     assert all(w == written[0] for w in written.values())
 
@@ -412,6 +415,14 @@ def test_a_power_cut_at_any_operation_harms_nothing(tiny, root, undo_renames):
         assert good and latest(root) == good[-1] and good[-1].name >= "step-00000020", f"operation {k}"
 
 
+def test_a_first_save_lasts_once_it_has_returned(tiny, root):
+    """With nothing to retire, no later sync can make up for one that the commit forgot."""
+    disk = Lossy(0)
+    save_here(tiny, root, 10, storage=disk)
+    disk.crash(root, undo_renames=True)
+    assert latest(root).name == "step-00000010" and verify(latest(root)) == []
+
+
 def test_one_rank_with_a_full_disk_fails_on_all_ranks(ranks, root):
     run = make_run("llama", tp=2)
     ranks.run("tests.checkpoints:save_on_rank", 2, run, root, {})
@@ -471,6 +482,13 @@ def test_manifests_that_are_none(root, tiny, text, named):
     path = save_here(tiny, root).path
     (path / NAME).write_text(text)
     with pytest.raises(CheckpointError, match=named):
+        read_manifest(path)
+
+
+def test_an_edited_manifest_is_damaged(root, tiny):
+    path = save_here(tiny, root).path
+    (path / NAME).write_text((path / NAME).read_text().replace('"step": 10', '"step": 11'))
+    with pytest.raises(CheckpointError, match="its checksum is wrong"):
         read_manifest(path)
 
 

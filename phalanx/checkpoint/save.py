@@ -124,7 +124,9 @@ def _begin(root: Path, final: Path, mesh: Mesh, storage: Storage, shares: dict[s
 
 
 def _make_folders(root: Path, final: Path, needed: int, storage: Storage) -> tuple[str | None, list[str]]:
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        storage.sync_folder(root.parent)
     warnings = remove_leftovers(root, storage)
     if final.exists() and not verify(final):
         return None, warnings  # committed folders are never written to
