@@ -148,9 +148,9 @@ def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path):
 
 def test_the_saved_config_runs_again(config, undisturbed, tmp_path):
     """The resolved config of a run is a config."""
-    done = run(undisturbed / "config.yaml", tmp_path / "again", "train.steps=3", "optim.decay_steps=24")
+    done = run(undisturbed / "config.yaml", tmp_path / "again", "train.steps=4", "optim.decay_steps=24")
     assert done.returncode == 0, done.stdout + done.stderr
-    first = {k: v for k, v in steps(undisturbed).items() if k <= 3}
+    first = {k: v for k, v in steps(undisturbed).items() if k <= 4}
     assert steps(tmp_path / "again") == first
 
 

@@ -35,7 +35,7 @@ class Log:
 
     def __init__(self, rank: int = 0, path: str | Path | None = None, out: TextIO | None = None, err: TextIO | None = None):
         self.rank = rank
-        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._out, self._err = out, err  # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
         self._said: set[str] = set()
         self._file: TextIO | None = None
         if path is not None and rank == 0:
@@ -44,13 +44,13 @@ class Log:
 
     def info(self, text: str) -> None:
         if self.rank == 0:
-            self._write(self._out, text)
+            self._write(self._out or sys.stdout, text)
 
     def warn(self, text: str) -> None:
-        self._write(self._err, self._from_rank(f"warning: {text}"))
+        self._write(self._err or sys.stderr, self._from_rank(f"warning: {text}"))
 
     def error(self, text: str) -> None:
-        self._write(self._err, self._from_rank(text))
+        self._write(self._err or sys.stderr, self._from_rank(text))
 
     def once(self, text: str) -> None:
         """A warning that is worth saying one time only."""

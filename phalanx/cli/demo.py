@@ -29,14 +29,16 @@ def settings(gpu: bool, ranks: int) -> dict[str, Any]:
     """The demo's run: minutes on two cores; larger on GPUs."""
     layout = layout_for(ranks)
     if gpu:
-        model: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
+        sizes = (768, 2048, 12, 12, 4)
         train: dict[str, Any] = {"steps": 600, "global_batch": 64, "micro_batch": 8, "seq_length": 512, "precision": "bf16", "device": "cuda"}
         dp = ranks // (layout["tp"] * layout["pp"])
         train["global_batch"] = -(-64 // (8 * dp)) * 8 * dp
     else:
-        model = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = (128, 384, 6, 4, 2)
         train = {"steps": 250, "global_batch": 16, "micro_batch": 4, "seq_length": 128, "precision": "fp32", "device": "cpu"}
     every = train["steps"] // 5
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    model = dict(zip(names, sizes))
     return {
         "model": {"family": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": train["seq_length"], **model},
         "train": {**train, "eval_interval": every, "eval_samples": 32},

@@ -30,6 +30,7 @@ from phalanx.train.loop import Loop
 from phalanx.train.metrics import Counters, Reporter, Speed, Trackers
 from phalanx.train.order import total_samples
 from phalanx.train.plan import make_plan
+from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 
 
@@ -135,7 +136,9 @@ def loop_of(state: State, counters: Counters, start: Path | None, log: Log, stop
         log.info(mfu_text(run, mesh.grid.world, device, name))
         trackers = Trackers(folder, counters.step, run.log.tensorboard, run.log.wandb, to_dict(run))
         after.callback(trackers.close)
-    reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device)
+    bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
+    after.callback(bar.close)
+    reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
     return Loop(state, loader, valid, reporter, counters, saver(state, counters, start, log), lambda: stop.asked)
 
 

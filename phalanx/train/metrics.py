@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.base.log import Log
+from phalanx.train.progress import ProgressBar
 from phalanx.train.step import StepResult
 
 
@@ -155,8 +156,9 @@ def _step_of(line: str) -> float:
 class Reporter:
     """Turns finished steps into counters, lines and files. The counters are on every rank, the writing on rank 0."""
 
-    def __init__(self, log: Log, trackers: Trackers | None, speed: Speed, counters: Counters, total_steps: int, interval: int, device: torch.device):
-        self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
+    def __init__(self, log: Log, trackers: Trackers | None, speed: Speed, counters: Counters, total_steps: int, interval: int,
+                 device: torch.device, bar: ProgressBar | None = None):  # fmt: skip
+        self.log, self.trackers, self.speed, self.counters, self.bar = log, trackers, speed, counters, bar
         self.total_steps, self.interval, self.device = total_steps, interval, device
         self.mark = Moment(device)
 
@@ -179,6 +181,8 @@ class Reporter:
             self.trackers.write(values)
         if pending.step % self.interval == 0 or pending.step == self.total_steps:
             self.log.info(step_line(values))
+        if self.bar is not None:
+            self.bar.show(pending.step, loss)
         return stop
 
     def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
