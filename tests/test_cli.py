@@ -146,6 +146,14 @@ def test_a_bad_config_is_exit_2_at_once_with_all_problems_and_nothing_written(co
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
+def test_plan_needs_neither_gpu_nor_data(config, tmp_path):
+    args = ("plan", config, "data.mock=false", "data.paths=[far/away]", "train.device=cuda", "layout.tp=2", "--ranks", "4", "--device")
+    done = program(*args, "H100", cwd=tmp_path)
+    assert done.returncode == 0 and "pp 1 x dp 2 x tp 2" in done.stdout and sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml"]
+    wrong = program(*args, "H1000")
+    assert wrong.returncode == 2 and "H100" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
 @pytest.mark.parametrize(
     "override, code, text",
     [

@@ -15,6 +15,6 @@ def train(placement: Placement, config: dict[str, Any]) -> None:
 
 
 def verify(placement: Placement, config: dict[str, Any], steps: int) -> None:
-    from phalanx.train.verify import verify as run_verification
+    from phalanx.train.verify import verify_rank
 
-    run_verification(load_run(base=config), placement, steps)
+    verify_rank(load_run(base=config), placement, steps)

@@ -74,24 +74,34 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps to compare.")
 def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int) -> None:
     """Compare the run's layout with one process: losses and every gradient."""
-    from phalanx.cli.setup import arguments, prepare
+    from phalanx.cli.setup import Ready, arguments, prepare_elsewhere
 
-    ready = prepare(config, overrides, ranks)
-    run_ranks("phalanx.cli.jobs:verify", ready, {**arguments(ready.run), "steps": steps}, None)
+    ready = prepare_elsewhere(config, overrides, ranks)
+    from phalanx.train.verify import verify as compare
+
+    def start(run: Any, world: int, steps: int) -> None:
+        run_ranks("phalanx.cli.jobs:verify", Ready(run, world), {**arguments(run), "steps": steps}, None)
+
+    compare(ready.run, ready.ranks, start, steps, click.echo)
 
 
 @cli.command(short_help="Show layout, memory and time; needs no GPU.")
 @CONFIG
 @OVERRIDES
 @RANKS
-def plan(config: str, overrides: tuple[str, ...], ranks: int | None) -> None:
+@click.option("--device", default=None, metavar="NAME", help="The GPU it is to fit on, such as H100 (default: says which would do).")
+def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None) -> None:
     """Print what the run would do on N ranks: layout, stages, memory, time. Needs no GPU and no data."""
+    from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.setup import prepare_elsewhere
 
     ready = prepare_elsewhere(config, overrides, ranks)
-    from phalanx.train.plan import plan_text
+    wanted = find_device(device) if device else None
+    if device and wanted is None:
+        raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
+    from phalanx.train.plan_text import plan_text
 
-    click.echo(plan_text(ready.run, ready.ranks))
+    click.echo(plan_text(ready.run, ready.ranks, wanted))
 
 
 @cli.command(short_help="Make text with a checkpoint.")

@@ -24,16 +24,18 @@ from phalanx.launch.outcome import Outcome
 
 
 def main(folder: str, target: str) -> None:
-    signal.signal(signal.SIGTERM, stop_early)
-    placement, problems = read_placement(os.environ)
-    announce(Path(folder), int(os.environ.get("RANK", "0")))
-    follow_parent()
     try:
+        signal.signal(signal.SIGTERM, stop_early)
+        announce(Path(folder), int(os.environ.get("RANK", "0")))
+        follow_parent()
+        placement, problems = read_placement(os.environ)
         if placement is None:
             raise ConfigError(problems)
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
         find(target)(placement, **arguments)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to stop
     except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         leave(folder, error)
 
 
