@@ -1,0 +1,246 @@
+"""Checks of one device against float64 on the CPU. Each takes the device, raises where something is wrong and returns what it measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phalanx.base.batch import Batch
+from phalanx.base.rng import fill_normal_, keep_mask
+from phalanx.comm.axis import Axis
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.grid import Grid
+from phalanx.ops.adamw import adamw_, adamw_reference_
+from phalanx.ops.attention import attention
+from phalanx.ops.cross_entropy import linear_cross_entropy
+from phalanx.ops.embedding import embedding
+from phalanx.ops.matmul import gather_matmul, matmul_scatter
+from phalanx.train.build import build, init_weights
+from phalanx.train.plan import make_plan
+from phalanx.train.step import train_step
+from tests import test_ops
+from tests.parity import base_run, sample_batch
+from tests.test_ops import OPS, gradients, normal
+
+ONE = Axis("tp")
+CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED")  # tensors that the ops of tests.test_ops close over
+ROUNDINGS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 8 * 2.0**-7, torch.float16: 8 * 2.0**-10}
+
+
+@contextmanager
+def constants_on(device: torch.device) -> Iterator[None]:
+    kept = {name: getattr(test_ops, name) for name in CONSTANTS}
+    try:
+        for name, value in kept.items():
+            setattr(test_ops, name, tuple(t.to(device) for t in value) if isinstance(value, tuple) else value.to(device))
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(test_ops, name, value)
+
+
+def off(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest error in units of the largest true value."""
+    return ((found.detach().cpu().double() - truth).abs().max() / truth.abs().max().clamp_min(1e-30)).item()
+
+
+def within(what: str, found: torch.Tensor, truth: torch.Tensor, bound: float) -> float:
+    error = off(found, truth)
+    if not error <= bound:
+        raise AssertionError(f"{what} is off by {error:.2e} of its scale (bound {bound:.2e})")
+    return error
+
+
+def op_check(name: str, dtype: torch.dtype) -> Callable[[torch.device], str]:
+    def check(device: torch.device) -> str:
+        op = OPS[name]
+        inputs = op.inputs(dtype)
+        exact, expected = gradients(op.plain, [x.detach().double().requires_grad_() for x in inputs])
+        moved = [x.detach().to(device).requires_grad_() for x in inputs]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        for i in op.params:
+            moved[i].grad_dtype = wide
+            moved[i].grad = torch.ones(op.shapes[i], dtype=wide, device=device)
+        with constants_on(device):
+            y = op.op(*moved)
+            y.backward(normal(*y.shape, seed=99, dtype=y.dtype).to(device))
+        worst = within("output", y, exact, ROUNDINGS[dtype])
+        for i, (x, g) in enumerate(zip(moved, expected)):
+            truth = g + 1 if i in op.params else g
+            worst = max(worst, within(f"gradient {i}", x.grad, truth, ROUNDINGS[dtype]))
+        return f"{worst:.1e}"
+
+    return check
+
+
+def weight_gradients(device: torch.device) -> str:
+    """16-bit operands add into an fp32 buffer unrounded: the addmm with out_dtype on a GPU. Odd and large shapes, twice."""
+    worst = 0.0
+    for dtype in (torch.bfloat16, torch.float16):
+        for tokens, inner, outer in ((1000, 768, 1024), (257, 129, 65)):
+            x, dy = normal(tokens, inner, dtype=dtype), normal(tokens, outer, seed=1, dtype=dtype)
+            truth = 2 * (dy.double().t() @ x.double())
+            for op in (gather_matmul, matmul_scatter):
+                weight = normal(outer, inner, seed=2, dtype=dtype).to(device).requires_grad_()
+                weight.grad_dtype, weight.grad = torch.float32, torch.zeros(outer, inner, device=device)
+                for _ in range(2):
+                    op(x.to(device), weight, ONE).backward(dy.to(device))
+                worst = max(worst, within(f"{op.__name__} {dtype} {tokens}x{inner}x{outer}", weight.grad, truth, 1e-5))
+    return f"{worst:.1e}"
+
+
+def cross_entropy_large(device: torch.device) -> str:
+    """bf16 over 32,003 ids in 32,064 rows, D 512: loss and gradients."""
+    x, w = normal(300, 512, dtype=torch.bfloat16) * 0.2, normal(32064, 512, seed=1, dtype=torch.bfloat16) * 0.2
+    labels = torch.randint(0, 32003, (300,), generator=torch.Generator().manual_seed(0))
+    exact = [t.double().requires_grad_() for t in (x, w)]
+    truth = F.cross_entropy(exact[0] @ exact[1][:32003].t(), labels, reduction="sum")
+    truth.backward()
+    moved = [t.to(device).requires_grad_() for t in (x, w)]
+    moved[1].grad_dtype, moved[1].grad = torch.float32, torch.zeros(w.shape, device=device)
+    loss = linear_cross_entropy(*moved, labels.to(device), 0, 32003, ONE)
+    loss.backward()
+    worst = within("loss", loss, truth.detach(), 1e-3)
+    return f"{max(worst, *(within('gradient', a.grad, b.grad, 0.03) for a, b in zip(moved, exact))):.1e}"
+
+
+def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[torch.device], str]:
+    def check(device: torch.device) -> str:
+        heads, kv_heads, width = 4, 2, 64
+        n = length if device.type == "cuda" else length // 16
+        batch = Batch(*(torch.zeros(n, dtype=torch.int64) for _ in range(4)), 1, n)
+        qkv = normal(n, heads + 2 * kv_heads, width, dtype=dtype)
+        exact = qkv.double().requires_grad_()
+        truth = attention(exact, heads, kv_heads, batch)
+        dy = normal(*truth.shape, seed=1, dtype=dtype)
+        truth.backward(dy.double())
+        x = qkv.to(device).requires_grad_()
+        try:
+            with sdpa_kernel(backend or list(SDPBackend.__members__.values())):
+                y = attention(x, heads, kv_heads, batch.to(device))
+        except RuntimeError as error:
+            if backend is None or "kernel" not in str(error):
+                raise
+            return "refused by torch"
+        y.backward(dy.to(device))
+        return f"{max(within('output', y, truth.detach(), ROUNDINGS[dtype]), within('gradient', x.grad, exact.grad, ROUNDINGS[dtype])):.1e}"
+
+    return check
+
+
+def embedding_is_deterministic(device: torch.device) -> str:
+    """Many equal ids: two runs give equal bits, near the float64 sum."""
+    ids = torch.randint(0, 50, (8192,), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float32):
+        dx, found = normal(8192, 256, dtype=dtype), []
+        for _ in range(3):
+            weight = torch.zeros(64, 256, dtype=dtype, device=device, requires_grad=True)
+            weight.grad_dtype, weight.grad = torch.float32, torch.zeros(64, 256, device=device)
+            embedding(ids.to(device), weight, 0, 60, ONE).backward(dx.to(device))
+            found.append(weight.grad)
+        if not all(torch.equal(found[0], f) for f in found):
+            raise AssertionError(f"{dtype}: runs differ by {max((found[0] - f).abs().max().item() for f in found):.2e}")
+        error = within(str(dtype), found[0], torch.zeros(64, 256, dtype=torch.float64).index_add_(0, ids, dx.double()), 1e-5)
+    return f"bit-equal, {error:.1e}"
+
+
+def fused_adamw(device: torch.device) -> str:
+    """Against the slow twin in float64 on the CPU; a skipped step changes no bit."""
+    worst = 0.0
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        start = [[normal(n, seed=10 * i + n, dtype=dtype) for n in (1, 7, 100_003)] for i in range(4)]
+        start[3] = [v.abs() for v in start[3]]
+        ours = [[t.to(device) for t in ts] for ts in start]
+        truth = [[t.double().clone() for t in ts] for ts in start]
+        for step in (1.0, 2.0, 3.0):
+            adamw_(*ours, torch.tensor(step, device=device), 0.01, 0.9, 0.95, 1e-8, 0.1, torch.tensor(0.0, device=device))
+            adamw_reference_(*truth, torch.tensor(step), 0.01, 0.9, 0.95, 1e-8, 0.1, torch.tensor(0.0))
+        worst = max(within(f"{dtype}", a, b, bound) for xs, ys in zip(ours, truth) for a, b in zip(xs, ys))
+        before = [[t.clone() for t in ts] for ts in ours]
+        ours[1][2].fill_(math.nan)
+        adamw_(*ours, torch.tensor(3.0, device=device), 0.01, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.0, device=device))
+        if not all(torch.equal(a, b) for i in (0, 2, 3) for a, b in zip(ours[i], before[i])):
+            raise AssertionError("a skipped step changed something")
+    return f"{worst:.1e}"
+
+
+def normals(device: torch.device) -> str:
+    """CPU and device within one unit in the last place of fp32; a box equals the slice of the whole bit by bit on the device."""
+    made = []
+    for where in (torch.device("cpu"), device):
+        out = torch.empty(1001, 777, device=where)
+        fill_normal_(out, 0.02, (1001, 777), (0, 0), 3, "w")
+        made.append(out)
+    box = torch.empty(500, 333, device=device)
+    fill_normal_(box, 0.02, (1001, 777), (31, 101), 3, "w")
+    if not torch.equal(box, made[1][31:531, 101:434]):
+        raise AssertionError("a box is not the slice of the whole")
+    ulps = (made[0].view(torch.int32) - made[1].cpu().view(torch.int32)).abs()
+    if ulps.max() > 1:
+        raise AssertionError(f"{ulps.max()} ulps apart")
+    return f"{(ulps > 0).float().mean():.1e} differ by 1 ulp"
+
+
+def masks(device: torch.device) -> str:
+    """Dropout masks are integers: the same bits on every device."""
+    rows = (torch.arange(600) // 7 + 2**33, torch.arange(600) % 7)
+    here = keep_mask(0.3, 1, 2, 3, rows, 129)
+    there = keep_mask(0.3, 1, 2, 3, (rows[0].to(device), rows[1].to(device)), 129)
+    if not torch.equal(here, there.cpu()):
+        raise AssertionError("masks differ")
+    return "bit-equal"
+
+
+def losses(device: torch.device, model: str, precision: str, recompute: str = "none") -> list[float]:
+    """10 steps on the same samples."""
+    run = base_run(model, 4, 2, precision=precision, recompute=recompute)
+    run = replace(run, model=replace(run.model, initializer_range=0.1))
+    state = build(make_plan(run, 1), Mesh(Grid(), 0, device))
+    init_weights(state)
+    state.train()
+    batches = [sample_batch(ids, documents=False).to(device) for ids in ([1, 2], [3, 4])]
+    return [train_step(state, batches, lr=1e-3).loss.item() for _ in range(10)]
+
+
+def training_check(model: str, precision: str, bound: float, recompute: str = "none") -> Callable[[torch.device], str]:
+    """10 steps against the same on the CPU: in fp64 for fp64, else in fp32."""
+
+    def check(device: torch.device) -> str:
+        truth = losses(torch.device("cpu"), model, "fp64" if precision == "fp64" else "fp32")
+        found = losses(device, model, precision, recompute)
+        worst = max(abs(a / b - 1) for a, b in zip(found, truth))
+        if not worst <= bound or not truth[-1] < truth[0]:
+            raise AssertionError(f"losses off by {worst:.2e} (bound {bound:.2e}): {found} against {truth}")
+        return f"{worst:.1e}, loss {found[0]:.3f} -> {found[-1]:.3f}"
+
+    return check
+
+
+def all_checks() -> dict[str, Callable[[torch.device], str]]:
+    found: dict[str, Callable[[torch.device], str]] = {}
+    for dtype in ROUNDINGS:
+        found.update({f"{name}, {str(dtype)[6:]}": op_check(name, dtype) for name in OPS})
+    found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
+    found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
+    for length in (1000, 4096):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+            found[f"attention S={length} bfloat16, {backend.name}"] = attention_check(length, torch.bfloat16, backend)
+    found["embedding backward is deterministic"] = embedding_is_deterministic
+    found["fused AdamW"] = fused_adamw
+    found["normal initial values"] = normals
+    found["dropout masks"] = masks
+    for model in ("llama", "gpt2"):
+        found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
+        found[f"{model}: 10 steps, fp32"] = training_check(model, "fp32", 1e-4)
+        found[f"{model}: 10 steps, fp32, selective recompute"] = training_check(model, "fp32", 1e-4, "selective")
+        found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
+        found[f"{model}: 10 steps, bf16, full recompute"] = training_check(model, "bf16", 2.0**-7, "full")
+    return found

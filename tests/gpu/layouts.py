@@ -1,0 +1,113 @@
+"""Layouts over all GPUs of the machine against one GPU: the central test with NCCL (or gloo on the CPU)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
+from phalanx.train.build import build
+from phalanx.train.config import Run
+from phalanx.train.plan import make_plan, without_layout
+from phalanx.train.step import accumulate, update
+from tests.parity import assemble, compare, parts_of, set_weights, step_batches
+
+STEPS = 2
+
+
+def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """name -> (model, layout, train); world 2 or 4 (or more: the dp of these grows)."""
+    found = {
+        "llama tp2": ("llama", dict(tp=2), {}),
+        "gpt2 tp2, selective recompute": ("gpt2", dict(tp=2), dict(recompute="selective")),
+        "llama pp2": ("llama", dict(pp=2), {}),
+        "tied llama pp2 x 2 virtual stages": ("llama-tied", dict(pp=2, virtual_stages=2), {}),
+        "gpt2 pp2, gpipe, full recompute": ("gpt2", dict(pp=2, schedule="gpipe"), dict(recompute="full")),
+        "llama dp": ("llama", {}, {}),
+        "llama dp, level 0": ("llama", dict(sharding=0), {}),
+    }
+    if world % 4 == 0:
+        found |= {
+            "llama tp4, 2 kv heads": ("llama", dict(tp=4), {}),
+            "gpt2 tp2 pp2": ("gpt2", dict(tp=2, pp=2), {}),
+            "tied llama pp4": ("llama-tied", dict(pp=4), {}),
+            "llama tp2 pp2 x 2 virtual stages": ("llama-tied", dict(tp=2, pp=2, virtual_stages=2), dict(micro_batch=2)),
+        }
+    return found
+
+
+def run_of(case: tuple[str, dict, dict], precision: str) -> Run:
+    from phalanx.layout.config import LayoutConfig
+    from tests.parity import base_run
+
+    model, layout, train = case
+    return replace(base_run(model, 8, precision=precision, **train), layout=LayoutConfig(bucket_mb=0, **layout))
+
+
+def steps_of(run: Run, rank: int, world: int, device: torch.device) -> dict:
+    """tests.parity.run_layout on a device."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank, device)
+    state = build(plan, mesh)
+    set_weights(state)
+    state.train()
+    found: dict = {"losses": [], "norms": [], "grads": []}
+    for step in range(STEPS):
+        tokens = accumulate(state, [b.to(device) for b in step_batches(run, mesh, step, documents=False)])
+        found["grads"].append(parts_of(state, "grad"))
+        result = update(state, tokens, lr=1e-2)
+        found["losses"].append(result.loss.item())
+        found["norms"].append(result.grad_norm.item())
+    state.buffers.ready()
+    found["weights"] = parts_of(state, "master")
+    return found
+
+
+def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run]) -> None:
+    torch.set_num_threads(1)
+    device = local_device(kind, rank)
+    for number, run in enumerate(runs.values()):  # a world of its own for each: all its communicators go with it
+        init_world(rank, world, f"file://{folder}/store-{number}", device, timeout_s=120.0)
+        found = steps_of(run, rank, world, device)
+        leave_world()
+        with open(os.path.join(folder, f"{number}-{rank}"), "wb") as f:
+            pickle.dump(found, f)
+
+
+def check_layouts(kind: str, world: int) -> dict[str, str]:
+    """name -> "ok ..." or what is wrong. fp64: as the central test. fp32 and bf16: losses against one device's fp32."""
+    runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() for p in ("fp64", "fp32", "bf16")}
+    table: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, args=(world, kind, folder, runs), nprocs=world)
+        for number, (name, run) in enumerate(runs.items()):
+            results = []
+            for rank in range(world):
+                with open(os.path.join(folder, f"{number}-{rank}"), "rb") as f:
+                    results.append(pickle.load(f))
+            try:
+                table[f"{world} ranks: {name}"] = judge(run, results, local_device(kind, 0))
+            except AssertionError as error:
+                table[f"{world} ranks: {name}"] = f"FAILED {error}"
+    return table
+
+
+def judge(run: Run, results: list[dict], device: torch.device) -> str:
+    alone = without_layout(run)
+    exact = run.train.precision == "fp64"
+    truth_run = replace(alone, train=replace(alone.train, precision="fp64" if exact else "fp32", recompute="none"))
+    truth = steps_of(truth_run, 0, 1, device)
+    if exact:
+        whole = {**truth, "grads": [assemble([g]) for g in truth["grads"]], "weights": assemble([truth["weights"]])}
+        compare(results, whole, STEPS)
+        return "ok, fp64 parity"
+    bound = 1e-4 if run.train.precision == "fp32" else 0.02
+    worst = max(abs(a / b - 1) for r in results for key in ("losses", "norms") for a, b in zip(r[key], truth[key]))
+    if not worst <= bound:
+        raise AssertionError(f"losses and norms are off by {worst:.2e} (bound {bound:.0e})")
+    return f"ok, {worst:.1e}"

@@ -1,0 +1,59 @@
+"""Run on a machine with GPUs: `python tests/gpu/run.py`. Prints a short table last; exit code 1 if anything failed.
+
+`--device cpu --world 2` runs the same on the CPU (small attention, gloo), which finds mistakes in the checks themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from tests.gpu.checks import all_checks
+from tests.gpu.layouts import check_layouts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--world", type=int, help="ranks of the layouts part; default: the number of GPUs")
+    parser.add_argument("--only", default="", help="run the checks whose name contains this")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if options.device == "cuda":
+        torch.cuda.set_device(device)
+    world = options.world or (torch.cuda.device_count() if options.device == "cuda" else 1)
+    started, table = time.time(), {}
+    for name, check in all_checks().items():
+        if options.only in name:
+            try:
+                table[name] = check(device)
+            except Exception as error:
+                traceback.print_exc()
+                table[name] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
+    if world > 1 and options.only in "layouts":
+        try:
+            table |= check_layouts(options.device, world)
+        except Exception as error:
+            traceback.print_exc()
+            table["layouts"] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
+    failed = [name for name, text in table.items() if text.startswith("FAILED")]
+    for name, text in table.items():
+        print(f"{name:60s} {text}")
+    what = torch.cuda.get_device_name(device) if options.device == "cuda" else "CPU"
+    print(f"{len(table) - len(failed)} of {len(table)} passed on {what} x {world}, torch {torch.__version__}, {time.time() - started:.0f} s")
+    for name in failed:
+        print(f"FAILED: {name}: {table[name]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "4")
+    sys.exit(main())
