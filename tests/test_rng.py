@@ -124,6 +124,14 @@ def test_dropout_depends_on_nothing_but_its_key():
     assert torch.equal(keep_mask(0.4, torch.tensor(7), 1, 2, (samples, positions), 13), full[:, :13])
 
 
+def test_dropout_rows_and_columns_are_independent():
+    """Truth: independent bits agree half of the time, whatever the two rows (or columns) share: sample, position or nothing."""
+    bits = mask(p=0.5, columns=200, rows=70).double() * 2 - 1
+    for m in (bits, bits.t()):
+        agreement = m @ m.t() / m.shape[1]
+        assert (agreement - torch.eye(len(m))).abs().max() < 5.5 / math.sqrt(m.shape[1])
+
+
 @pytest.mark.parametrize("other", [dict(seed=2), dict(layer=3), dict(site=4), dict(extra=1)], ids=str)
 def test_dropout_masks_of_other_sites_are_independent(other):
     """Truth: independent bits agree with probability p^2 + (1 - p)^2."""

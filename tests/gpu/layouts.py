@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
-from phalanx.train.build import build
+from phalanx.layout.config import LayoutConfig
+from phalanx.train.build import build, init_weights
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan, without_layout
 from phalanx.train.step import accumulate, update
-from tests.parity import assemble, compare, parts_of, set_weights, step_batches
+from tests.parity import assemble, base_run, compare, parts_of, set_weights, step_batches
 
 STEPS = 2
 
@@ -42,25 +43,24 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def run_of(case: tuple[str, dict, dict], precision: str) -> Run:
-    from phalanx.layout.config import LayoutConfig
-    from tests.parity import base_run
-
     model, layout, train = case
-    return replace(base_run(model, 8, precision=precision, **train), layout=LayoutConfig(bucket_mb=0, **layout))
+    run = base_run(model, 8, precision=precision, **train)
+    return replace(run, model=replace(run.model, initializer_range=0.1), layout=LayoutConfig(bucket_mb=0, **layout))
 
 
 def steps_of(run: Run, rank: int, world: int, device: torch.device) -> dict:
-    """tests.parity.run_layout on a device."""
+    """tests.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank, device)
     state = build(plan, mesh)
-    set_weights(state)
+    exact = run.train.precision == "fp64"
+    set_weights(state) if exact else init_weights(state)
     state.train()
     found: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(STEPS):
         tokens = accumulate(state, [b.to(device) for b in step_batches(run, mesh, step, documents=False)])
         found["grads"].append(parts_of(state, "grad"))
-        result = update(state, tokens, lr=1e-2)
+        result = update(state, tokens, lr=1e-2 if exact else 1e-3)
         found["losses"].append(result.loss.item())
         found["norms"].append(result.grad_norm.item())
     state.buffers.ready()
@@ -106,8 +106,8 @@ def judge(run: Run, results: list[dict], device: torch.device) -> str:
         whole = {**truth, "grads": [assemble([g]) for g in truth["grads"]], "weights": assemble([truth["weights"]])}
         compare(results, whole, STEPS)
         return "ok, fp64 parity"
-    bound = 1e-4 if run.train.precision == "fp32" else 0.02
-    worst = max(abs(a / b - 1) for r in results for key in ("losses", "norms") for a, b in zip(r[key], truth[key]))
+    keys, bound = (("losses", "norms"), 1e-4) if run.train.precision == "fp32" else (("losses",), 2.0**-7)
+    worst = max(abs(a / b - 1) for r in results for key in keys for a, b in zip(r[key], truth[key]))
     if not worst <= bound:
-        raise AssertionError(f"losses and norms are off by {worst:.2e} (bound {bound:.0e})")
+        raise AssertionError(f"{' and '.join(keys)} are off by {worst:.2e} (bound {bound:.0e})")
     return f"ok, {worst:.1e}"
