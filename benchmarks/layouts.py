@@ -28,7 +28,7 @@ LAYOUTS = {  # name -> (ranks, overrides)
     "tp4": (4, ["layout.tp=4"]),
 }
 MODEL = {
-    "family": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
+    "family": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
 WARM = 20  # steps left out of the medians
@@ -37,8 +37,8 @@ WARM = 20  # steps left out of the medians
 def write_config(folder: Path, steps: int, gpu: bool) -> Path:
     prefix, tokenizer = demo_data(folder / "data", vocab_size=8192)
     model = MODEL if gpu else {**MODEL, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
-    length, batch = (1024, 32) if gpu else (32, 8)
-    train = {"steps": steps, "global_batch": batch, "micro_batch": batch // 8, "seq_length": length, "precision": "bf16" if gpu else "fp32",
+    length, batch = (1024, 16) if gpu else (32, 8)
+    train = {"steps": steps, "global_batch": batch, "micro_batch": batch // 4, "seq_length": length, "precision": "bf16" if gpu else "fp32",
              "device": "cuda" if gpu else "cpu"}  # fmt: skip
     config = {"model": model, "train": train, "optim": {"lr": 6e-4, "warmup_steps": steps // 10},
               "data": {"paths": [prefix], "split": "1,0,0", "tokenizer": tokenizer}, "log": {"interval": 50}}  # fmt: skip
@@ -51,7 +51,10 @@ def run_layout(config: Path, folder: Path, name: str, ranks: int, overrides: lis
     run = folder / name.replace(" ", "")
     command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", "log.report=false", *overrides, "--ranks", str(ranks)]
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    except subprocess.TimeoutExpired as late:
+        return {"layout": name, "ranks": ranks, "error": f"no end after {late.timeout} s"}
     wall = time.perf_counter() - began
     if done.returncode:
         return {"layout": name, "ranks": ranks, "error": (done.stdout + done.stderr)[-3000:]}
@@ -119,19 +122,19 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     options.work.mkdir(parents=True, exist_ok=True)
     config = write_config(options.work, options.steps, gpus > 0)
-    rows = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
     for name, (ranks, overrides) in LAYOUTS.items():
         if gpus and ranks > gpus:
             continue
         rows.append(run_layout(config, options.work, name, ranks, overrides))
         print({k: v for k, v in rows[-1].items() if k != "losses"}, flush=True)
+        options.out.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
     good = [r for r in rows if "losses" in r]
     compare(good)
     device = torch.cuda.get_device_name(0) if gpus else "CPU"
     facts = f"{time.strftime('%Y-%m-%d')}, {gpus} x {device}, torch {torch.__version__}, commit {options.commit}, {options.steps} steps"
     text = table(rows, facts, " ".join(["python", *sys.argv]))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
     options.out.with_suffix(".md").write_text(text, encoding="utf-8")
     draw(good, options.out.with_suffix(".svg"))
     print(text)

@@ -15,7 +15,8 @@ from phalanx.base.devices import find_device
 from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
-from phalanx.checkpoint.keep import find, latest
+from phalanx.checkpoint.agree import agree
+from phalanx.checkpoint.keep import find, latest, list_checkpoints, problem_of
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.save import Snapshot, save
@@ -91,7 +92,7 @@ def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
     never a fresh start.
     """
     run = state.plan.run
-    own = latest(Path(run.dir) / "checkpoints")
+    own = newest(state, log)
     if own is not None and run.checkpoint.resume == "never":
         raise CheckpointError(f"{own} exists and checkpoint.resume=never: choose another dir, or checkpoint.resume=auto to continue")
     source = own or (find(run.checkpoint.load) if run.checkpoint.load else None)
@@ -107,6 +108,22 @@ def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
     else:
         init_weights(state)
     return Counters(), None
+
+
+def newest(state: State, log: Log) -> Path | None:
+    """The newest good checkpoint of the run's folder, as rank 0 sees it. Newer ones that are damaged are named."""
+    root = Path(state.plan.run.dir) / "checkpoints"
+
+    def look() -> str:
+        found = latest(root)
+        for path in reversed(list_checkpoints(root)):
+            if path == found:
+                break
+            log.warn(f"{path} is damaged and not used: {problem_of(path)}")
+        return str(found or "")
+
+    path = agree(state.mesh.world, look if state.mesh.rank == 0 else lambda: "")[0]
+    return Path(path) if path else None
 
 
 def check_position(run: Run, scalars: dict[str, Any], source: Path) -> None:
