@@ -29,7 +29,7 @@ def add_product_grad(param: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
     if buffer.dtype == x.dtype:
         buffer.addmm_(dy.t(), x)
-    elif buffer.is_cuda:
+    elif not buffer.is_cpu:
         torch.addmm(buffer, dy.t(), x, out_dtype=buffer.dtype, out=buffer)
     else:
         buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))

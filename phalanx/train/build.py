@@ -41,6 +41,11 @@ class State:
             self.programs[key] = self.plan.programs(num_micro_batches, backward).lists[self.mesh.at.pp]
         return self.programs[key]
 
+    @property
+    def model(self) -> nn.ModuleList:
+        """This rank's blocks, in order. At sharding level 0 any torch optimizer may update `model.parameters()`."""
+        return nn.ModuleList(block for run in self.blocks.values() for block in run)
+
     def train(self, mode: bool = True) -> None:
         """Dropout and recompute on or off."""
         for run in self.blocks.values():

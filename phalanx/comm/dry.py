@@ -1,0 +1,59 @@
+"""DryAxis: an axis of any size without process groups; its collectives only give tensors of the right shape and count bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+
+from phalanx.comm.axis import Axis, Work
+
+
+def ring_bytes(op: str, nbytes: int, size: int) -> float:
+    """Bytes that each rank sends in a ring collective over `size` ranks of a whole (gathered, or not yet scattered) tensor of `nbytes`."""
+    hops = 2 if op == "all_reduce" else 1
+    return hops * nbytes * (size - 1) / size
+
+
+class DryAxis(Axis):
+    """What modules on the meta device communicate over. `sent` counts the bytes that this rank sends, by operation.
+
+    Of size 1 it is an Axis like any other: nothing is sent.
+    """
+
+    def __init__(self, name: str, size: int, index: int = 0):
+        super().__init__(name, tuple(range(size)), index)
+        self.sent: Counter[str] = Counter()
+
+    def _count(self, op: str, whole: Tensor) -> None:
+        self.sent[op] += round(ring_bytes(op, whole.numel() * whole.element_size(), self.size))
+
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        self._count("all_reduce", x)
+        return Work(x)
+
+    def all_gather(self, x: Tensor, async_op: bool = False) -> Work:
+        if self.size == 1:
+            return Work(x)
+        whole = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self._count("all_gather", whole)
+        return Work(whole)
+
+    def all_gather_into(self, out: Tensor, async_op: bool = False) -> Work:
+        self._count("all_gather", out)
+        return Work(out)
+
+    def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
+        if self.size == 1:
+            return Work(x)
+        self._count("reduce_scatter", x)
+        return Work(x.new_empty(x.shape[0] // self.size, *x.shape[1:]))
+
+    def reduce_scatter_within(self, x: Tensor, async_op: bool = False) -> Work:
+        self._count("reduce_scatter", x)
+        n = x.numel() // self.size
+        return Work(x[self.index * n : (self.index + 1) * n])
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._count("broadcast", x)
+        return x

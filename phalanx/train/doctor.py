@@ -1,0 +1,140 @@
+"""doctor: what this machine has, which implementation of each op runs on it and why, and what is missing. No network, no GPU work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from phalanx import __version__
+from phalanx.base.devices import find_device
+
+Rows = list[tuple[str, str]]
+
+OPTIONAL = {
+    "triton": "torch.compile (no op of ours needs it today)",
+    "tensorboard": "log.tensorboard=true (pip install 'phalanx[tensorboard]')",
+    "wandb": "log.wandb=PROJECT (pip install 'phalanx[wandb]')",
+}
+
+
+def report() -> str:
+    """Text of at most 120 columns."""
+    sections = {
+        "Versions": versions(),
+        "Devices": devices(),
+        "This machine": machine(),
+        "Which implementation of each op runs here": implementations(),
+        "Optional packages": optional_packages(),
+        "Look at these": warnings(),
+    }
+    return "\n\n".join(f"{title}\n{text_of(rows)}" for title, rows in sections.items() if rows)
+
+
+def text_of(rows: Rows) -> str:
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"  {name:<{width}}{text}" for name, text in rows)
+
+
+def versions() -> Rows:
+    python = f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    rows = [("phalanx", __version__), ("python", python), ("torch", torch.__version__)]
+    if torch.cuda.is_available():
+        rows += [
+            ("cuda", str(torch.version.cuda)),
+            ("cudnn", str(torch.backends.cudnn.version())),
+            ("nccl", ".".join(map(str, torch.cuda.nccl.version()))),
+        ]
+    return rows
+
+
+def devices() -> Rows:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "torch sees none (driver, CUDA_VISIBLE_DEVICES)" if built else "torch was built without CUDA"
+        return [("GPU", f"none: {why}; training runs on the CPU with gloo")]
+    rows = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        known = find_device(p.name)
+        peak = f"{(known.bf16 or known.fp16 or known.fp32) / 1e12:g} TFLOP/s dense" if known else "peak unknown: no mfu is shown"
+        size = f"{p.total_memory / 2**30:.1f} GiB, {p.multi_processor_count} SMs"
+        rows.append((f"GPU {i}", f"{p.name}, capability {p.major}.{p.minor}, {size}, {peak}"))
+    return rows
+
+
+def machine() -> Rows:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rows = [
+        ("CPU", f"{usable_cores()} usable cores of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads in one process"),
+        ("memory", f"{available_memory() / 2**30:.1f} GiB available"),
+        ("open files", f"limit {soft:,} (may be raised to {hard:,})"),
+    ]
+    if os.path.isdir("/dev/shm"):
+        rows.append(("shared memory", f"{shutil.disk_usage('/dev/shm').free / 2**30:.2f} GiB free in /dev/shm"))
+    return rows
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes; on a system without /proc all of the memory."""
+    if os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        return kib.get("MemAvailable", kib.get("MemTotal", 0)) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def implementations() -> Rows:
+    """Follows the choices that the ops make (phalanx/ops); a choice that changes there changes here."""
+    cuda = torch.cuda.is_available()
+    return [
+        ("communication", "NCCL, one rank per GPU" if cuda else "gloo, because there is no GPU"),
+        ("attention", attention()),
+        ("  with dropout", "explicit softmax: no fused kernel has our layout-independent mask"),
+        ("weight gradients", f"addmm into the fp32 buffer, {'inside the GEMM' if cuda else 'operands widened first (CPU)'}"),
+        ("norm, RoPE, SwiGLU", "PyTorch ops with hand-written backward"),
+        ("cross entropy", "chunked over tokens, cut over the vocabulary; the full logits never exist"),
+        ("AdamW", "torch's fused kernel over flat buffers, step count and skips on the device"),
+    ]
+
+
+def attention() -> str:
+    """What torch itself chooses for bf16 heads of 128 in training."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name.replace("_ATTENTION", "").lower()
+    return f"torch scaled_dot_product_attention, {chosen} kernel (torch's choice for bf16, head_dim 128)"
+
+
+def optional_packages() -> Rows:
+    rows = []
+    for name, use in OPTIONAL.items():
+        try:
+            rows.append((name, f"{importlib.metadata.version(name)}"))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, f"not installed; without it: no {use}"))
+    return rows
+
+
+def warnings() -> Rows:
+    """What is likely to hurt."""
+    found = []
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        found.append(("open files", f"the limit of {soft:,} is low for many ranks and data files: ulimit -n 65536"))
+    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < 2**30:
+        found.append(("shared memory", "less than 1 GiB free in /dev/shm: NCCL between the GPUs of a machine may fail (docker: --shm-size=8g)"))
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        if free < 0.9 * total:
+            found.append((f"GPU {i}", f"{(total - free) / 2**30:.1f} GiB are in use by others"))
+    return found

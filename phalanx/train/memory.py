@@ -1,0 +1,143 @@
+"""What each pipeline rank of a plan holds and sends, before anything runs: bytes by kind, measured on the meta device and counted in buckets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.base.batch import Batch
+from phalanx.base.dtypes import precision
+from phalanx.comm.dry import DryAxis, ring_bytes
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.estimate import Use, bucket_bytes, measure
+from phalanx.layout.grid import Coords
+from phalanx.nn.recompute import run_block
+from phalanx.schedule.actions import Program, Send
+from phalanx.schedule.lower import lower
+from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
+from phalanx.train.plan import Plan, make_blocks, num_blocks
+
+# Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
+OVERHEAD = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """Of one block and micro-batch on tp rank 0, the fullest: bytes, and bytes sent over tp in forward and backward."""
+
+    bytes: Use
+    sent: float
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """Of one pipeline rank, tp rank 0. memory: bytes by kind. sent: bytes that it sends in a step, by axis. live: most
+    (stage, micro-batch) activations at once. numel: elements of its buckets, padding included."""
+
+    memory: dict[str, int]
+    sent: dict[str, float]
+    live: int
+    numel: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+
+def rank_uses(plan: Plan, num_micro_batches: int) -> tuple[list[RankUse], Trace]:
+    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not change it)."""
+    blocks = block_uses(plan)
+    trace = simulate(lower(plan.schedule(num_micro_batches)), step_costs(plan))
+    return [_rank_use(plan, pp, blocks, trace, num_micro_batches) for pp in range(plan.grid.pp)], trace
+
+
+def step_costs(plan: Plan) -> Costs:
+    """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free."""
+    forward = [sum(plan.facts[b].flops for b in stage) for stage in plan.stages]
+    again = 3.0 if plan.run.train.recompute == "full" else 2.0
+    return Costs(tuple(forward), tuple(again * f for f in forward))
+
+
+def block_uses(plan: Plan) -> list[BlockUse]:
+    """Of every block of the model. All layers are alike, so one embedding, one layer and one head are measured."""
+    n = num_blocks(plan.run.model)
+    first, layer, last = (_block_use(plan, i) for i in (0, 1, n - 1))
+    return [first, *[layer] * (n - 2), last]
+
+
+def _block_use(plan: Plan, number: int) -> BlockUse:
+    run, tp = plan.run, DryAxis("tp", plan.grid.tp)
+    kind = precision(run.train.precision)
+    (block,) = make_blocks(run.model, plan.env(Coords(), tp), range(number, number + 1))
+    batch = _batch(plan)
+
+    def new_input() -> torch.Tensor:
+        return torch.empty(batch.num_tokens // plan.grid.tp, run.model.hidden_size, dtype=kind.compute, device="meta")
+
+    use = measure(lambda x: run_block(block, x, batch), new_input, block.parameters(), kind.master)
+    return BlockUse(use, sum(tp.sent.values()))
+
+
+def _batch(plan: Plan) -> Batch:
+    """A micro-batch on the meta device; each of its four tensors is there once per micro-batch of a step."""
+    train = plan.run.train
+    ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
+    return Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, ids if plan.run.data.document_attention else None)
+
+
+def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num_micro_batches: int) -> RankUse:
+    kind, grid = precision(plan.run.train.precision), plan.grid
+    buckets, _ = plan.buckets_of(plan.blocks_of(Coords(pp=pp)))
+    sharded = plan.run.layout.sharding >= 1
+    mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
+    message = blocks[0].bytes.output
+    batches = num_micro_batches * 4 * 8 * plan.run.train.micro_batch * plan.run.train.seq_length
+    sends = _num_sends(trace.program, pp)
+    memory = {
+        **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid.dp if sharded else 1),
+        "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
+        "working": max(blocks[b].bytes.working for b in mine),
+        "messages": batches + message * (sends + trace.peak_receives[pp]),  # the executor holds what it sent until the step ends
+    }
+    sent = {
+        "tp": num_micro_batches * sum(blocks[b].sent for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),
+        "pp": sends * message + _replica_bytes(plan, buckets, "pp", kind.master.itemsize),
+        "dp": _dp_bytes(buckets, grid.dp, sharded, kind.compute.itemsize, kind.master.itemsize),
+    }
+    return RankUse(memory, sent, trace.peak_live[pp], sum(b.numel for b in buckets))
+
+
+def _kept(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
+    """Bytes that a stage keeps of one micro-batch: what its blocks keep, and its output."""
+    return sum(blocks[b].bytes.kept for b in plan.stages[stage]) + blocks[plan.stages[stage][-1]].bytes.output
+
+
+def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int:
+    """Most bytes alive at once on a rank, given how many micro-batches of each of its stages are alive when."""
+    live: Counter[int] = Counter()
+    peak = 0
+    for change in changes:
+        live[change.stage] = change.live
+        peak = max(peak, sum(kept[s] * n for s, n in live.items()))
+    return peak
+
+
+def _num_sends(program: Program, pp: int) -> int:
+    return sum(isinstance(i, Send) for i in program.lists[pp])
+
+
+def _replica_bytes(plan: Plan, buckets: Sequence[Bucket], axis: str, itemsize: int) -> float:
+    """Gradients that are summed between ranks which hold the same piece (norms over tp, tied embeddings over pp)."""
+    pieces = [p for b in buckets for slot in b.slots for p in slot.spec.pieces]
+    return sum(ring_bytes("all_reduce", p.box.numel * itemsize, len(r.members)) for p in pieces for r in p.replicas if r.axis == axis)
+
+
+def _dp_bytes(buckets: Sequence[Bucket], dp: int, sharded: bool, weight: int, master: int) -> float:
+    """Level 0: all-reduce of gradients. Level 1: reduce-scatter of gradients, all-gather of weights."""
+    numel = sum(b.numel for b in buckets)
+    if not sharded:
+        return ring_bytes("all_reduce", numel * master, dp)
+    return ring_bytes("reduce_scatter", numel * master, dp) + ring_bytes("all_gather", numel * weight, dp)

@@ -1,0 +1,121 @@
+"""plan_text: what every rank of a run will hold and do, as text of 100 columns; on a laptop, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.base.devices import DEVICES, Device
+from phalanx.layout.grid import Grid
+from phalanx.schedule.draw import draw
+from phalanx.schedule.simulate import Trace
+from phalanx.train.config import Run
+from phalanx.train.flops import flops_of
+from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
+from phalanx.train.order import total_samples
+from phalanx.train.plan import Plan, make_plan
+
+WIDTH = 100
+FITS_ON = ("L4", "L40S", "A100", "H100", "H200", "B200")
+
+
+def plan_text(run: Run, world: int, device: Device | None = None) -> str:
+    """The plan of a checked config on `world` ranks. `device`: what it is to fit on; None: says which well-known ones would do."""
+    plan = make_plan(run, world)
+    m = plan.num_micro_batches(run.train.global_batch)
+    uses, trace = rank_uses(plan, m)
+    parts = {
+        "": summary(plan, m, trace),
+        "Stages (a block is the embedding, a layer or the head; parameters are those of the whole stage)": stage_table(plan),
+        f"Schedule {plan.schedule_name} (lengths by FLOPs; simulated with unbuffered sends: no deadlock)": draw(trace, WIDTH),
+        "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
+        "Sent by each rank per step (GiB)": sent_table(plan.grid, uses),
+    }
+    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items())
+
+
+def summary(plan: Plan, m: int, trace: Trace) -> str:
+    run, grid, train = plan.run, plan.grid, plan.run.train
+    step_tokens = train.global_batch * train.seq_length
+    samples = total_samples(run)
+    flops = flops_of(run)
+    ramp = f", from {train.rampup.start:,} at the start" if train.rampup else ""
+    rows = {
+        "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
+        "parameters": f"{num_parameters(plan):,}",
+        "ranks": f"{grid.world:,} = pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, sharding level {run.layout.sharding}",
+        "precision": f"{train.precision}, recompute {train.recompute}",
+        "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
+        "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
+        "run": f"{train.steps:,} steps, {samples:,} sequences, {count(samples * train.seq_length)} tokens",
+        "FLOP per step": flops.text(step_tokens),
+        "": f"(N weights in matmuls, A layers*heads*head_dim, half the square; {flops.per_token * step_tokens / grid.world:.4g} per rank)",
+        "FLOP of the run": f"{flops.per_token * samples * train.seq_length:.4g}",
+    }
+    return "\n".join(f"{name:<16}{text}" for name, text in rows.items())
+
+
+def num_parameters(plan: Plan) -> int:
+    return sum(f.numel for f in plan.facts)
+
+
+def stage_table(plan: Plan) -> str:
+    total = sum(f.flops for f in plan.facts)
+    rows = [("pp rank", "stage", "blocks", "holds", "parameters", "FLOPs")]
+    for pp in range(plan.grid.pp):
+        for stage in plan.stages_of(pp):
+            mine = [plan.facts[b] for b in plan.stages[stage]]
+            share = f"{100 * sum(f.flops for f in mine) / total:.1f} %"
+            rows.append((str(pp), str(stage), str(len(mine)), contents(plan, plan.stages[stage]), f"{sum(f.numel for f in mine):,}", share))
+    return table(rows, left=(3,))
+
+
+def contents(plan: Plan, blocks: range) -> str:
+    """Such as "embedding, layers 0-17"."""
+    layers = range(max(blocks.start, 1) - 1, min(blocks.stop, len(plan.facts) - 1) - 1)
+    between = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}" if layers else ""
+    names = ("embedding" if 0 in blocks else "", between, "head" if len(plan.facts) - 1 in blocks else "")
+    return ", ".join(n for n in names if n)
+
+
+def memory_table(plan: Plan, uses: Sequence[RankUse]) -> str:
+    rows = [("pp rank", *uses[0].memory, "total", "in flight")]
+    for pp, use in enumerate(uses):
+        rows.append((str(pp), *(gib(b) for b in use.memory.values()), gib(use.total), str(use.live)))
+    return table(rows)
+
+
+def fits(uses: Sequence[RankUse], device: Device | None) -> str:
+    need = max(u.total for u in uses) + OVERHEAD
+    text = f"The fullest rank needs {need / 2**30:.1f} GiB, with {OVERHEAD / 2**30:.0f} GiB for CUDA, NCCL and the allocator.\n"
+    if device is not None:
+        return text + f"It {'fits' if need <= device.memory else 'DOES NOT FIT'} {device.name} ({device.memory / 2**30:.1f} GiB)."
+    known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)
+    good = [f"{d.name} ({d.memory / 1e9:.0f} GB)" for d in known if need <= d.memory]
+    return text + (f"It fits {', '.join(good)}." if good else f"It fits none of {', '.join(FITS_ON)}: cut further (tp, pp), or train.recompute=full.")
+
+
+def sent_table(grid: Grid, uses: Sequence[RankUse]) -> str:
+    what = {"tp": "tokens gathered and scattered around each matmul", "pp": "activations and their gradients between stages",
+            "dp": "gradients reduced, weights gathered"}  # fmt: skip
+    rows = [("pp rank", *(f"{axis} (of {grid.size(axis)})" for axis in what))]  # type: ignore[arg-type]
+    rows += [(str(pp), *(gib(use.sent[axis]) for axis in what)) for pp, use in enumerate(uses)]
+    return table(rows) + "\n" + "\n".join(f"{axis}: {text}" for axis, text in what.items())
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f}" if nbytes else "-"
+
+
+def count(number: float) -> str:
+    """1.23 T, 4.5 B, 6 M or the number itself."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,.0f}"
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Rows of equal length as aligned columns: numbers to the right, the columns `left` to the left."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths))) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,372 @@
+"""verify: does a layout compute what one process computes? On a small copy of the user's own run, in float64, on CPU ranks.
+
+`verify` shrinks the run and has somebody start the ranks; `verify_rank` is what each rank runs; `compare` is the comparison.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.base.errors import PhalanxError
+from phalanx.base.placement import Placement
+from phalanx.base.rng import fill_normal_
+from phalanx.comm.axis import Axis
+from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh, init_world, leave_world
+from phalanx.data.config import DataConfig
+from phalanx.data.loader import Loader, micro_batch_samples, train_loader
+from phalanx.layout.box import Box
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Coords
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.train.build import State, build, write_slot
+from phalanx.train.config import Run
+from phalanx.train.plan import grid_of, make_plan, without_layout
+from phalanx.train.step import accumulate, update
+
+MAX_RANKS = 8
+
+
+class VerifyFailed(PhalanxError):
+    """The layout computes something else than one process."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Small:
+    """A run of the same structure that takes seconds. `text` says what was made smaller."""
+
+    run: Run
+    world: int
+    text: str
+
+
+def verify(run: Run, world: int, start: Callable[[Run, int, int], None], steps: int = 2, say: Callable[[str], None] = print) -> None:
+    """Compare the layout of `run` on `world` ranks with one process. `start(run, world, steps)` must call `verify_rank` on each rank."""
+    small = shrink(run, world)
+    say(small.text)
+    start(small.run, small.world, steps)
+
+
+def verify_rank(run: Run, placement: Placement, steps: int = 2) -> None:
+    """One rank's part. Rank 0 prints that all is well or raises VerifyFailed, which says what differs first."""
+    init_world(placement.rank, placement.world_size, placement.init_method, torch.device("cpu"), run.train.timeout_s)
+    try:
+        verdict = compare(run, placement.rank, placement.world_size, steps)
+    finally:
+        leave_world()
+    if placement.rank == 0:
+        if not verdict.ok:
+            raise VerifyFailed(verdict.text)
+        print(verdict.text, flush=True)
+
+
+# ---- a small copy of a run: smaller numbers, the same structure ---------------------------------------------------------------
+
+
+def shrink(run: Run, world: int) -> Small:
+    """Fewer ranks, layers, features, tokens; the same kinds of everything: what is cut, shared, uneven or tied stays so."""
+    grid = grid_of(run, world)
+    pp, dp, tp = fewer_ranks([grid.pp, grid.dp, grid.tp])
+    layout = small_layout(run, world, pp, tp)
+    model = small_model(run, tp, small_layers(run.model.num_hidden_layers, layout))
+    micro_batch, seq_length = min(run.train.micro_batch, 2), 16
+    m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
+    train = replace(
+        run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None
+    )  # fmt: skip
+    small = replace(run, model=model, layout=layout, train=train, data=DataConfig(mock=True, document_attention=run.data.document_attention))
+    return Small(small, pp * dp * tp, describe(run, world, small, pp * dp * tp))
+
+
+def fewer_ranks(sizes: list[int]) -> list[int]:
+    """Halve the largest axis until there are at most MAX_RANKS ranks; an axis that was there stays."""
+    sizes = list(sizes)
+    while prod(sizes) > MAX_RANKS:
+        largest = sizes.index(max(sizes))
+        sizes[largest] = max(2, sizes[largest] // 2)
+    return sizes
+
+
+def small_layout(run: Run, world: int, pp: int, tp: int) -> LayoutConfig:
+    """Given stages keep who is larger than whom while their number stays; many buckets per stage stay many."""
+    given = run.layout
+    stages = tuple(min(n - min(given.stages) + 1, 3) for n in given.stages) if given.stages and pp == given.pp else None
+    if stages and sum(stages) < 3:
+        stages = (*stages[:-1], 3 - sum(stages[:-1]))
+    many = max(make_plan(run, world).runs_per_stage) > 1
+    return replace(given, pp=pp, tp=tp, stages=stages, bucket_mb=0 if many else given.bucket_mb)
+
+
+def small_layers(layers: int, layout: LayoutConfig) -> int:
+    """Enough for every stage to have a layer and some to have more (layers + 2 blocks)."""
+    if layout.stages:
+        return sum(layout.stages) - 2
+    return min(layers, max(2, layout.pp * layout.virtual_stages + 1))
+
+
+def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:
+    model = run.model
+    vocab = min(model.vocab_size, 128 if model.vocab_size % (64 * run.layout.tp) == 0 else 131)
+    kv_heads, heads = small_heads(model, run.layout.tp, tp)
+    head_dim = 4
+    width = heads * head_dim
+    given = model.intermediate_size or 4 * model.hidden_size
+    inner = -(-width * given // model.hidden_size // tp) * tp + (1 if given % run.layout.tp else 0)
+    if isinstance(model, GPT2Config):
+        inner_or_default = inner if model.intermediate_size else None
+        return replace(model, vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+                       intermediate_size=inner_or_default, max_position_embeddings=16)  # fmt: skip
+    own_dim = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
+    return replace(
+        model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim + 2 if own_dim else None,
+    )  # fmt: skip
+
+
+def small_heads(model: LlamaConfig | GPT2Config, old_tp: int, tp: int) -> tuple[int, int]:
+    """(kv heads, query heads): as many or fewer kv heads than ranks, as before; grouped if they were."""
+    heads = model.num_attention_heads
+    kv_heads = heads if isinstance(model, GPT2Config) else model.num_key_value_heads or heads
+    if kv_heads < old_tp:
+        few = max(1, tp * kv_heads // old_tp)
+        return few, 2 * tp
+    several = tp * min(2, kv_heads // old_tp)
+    return several, several * min(2, heads // kv_heads)
+
+
+def describe(run: Run, world: int, small: Run, small_world: int) -> str:
+    def text(r: Run, n: int) -> str:
+        g, m = grid_of(r, n), r.model
+        return (
+            f"{n} ranks (pp {g.pp} x dp {g.dp} x tp {g.tp}), {m.num_hidden_layers} layers of width {m.hidden_size}, vocabulary {m.vocab_size}, "
+            f"{r.train.global_batch} sequences of {r.train.seq_length} tokens, {r.train.precision}"
+        )
+
+    more = ""
+    if run.layout.stages and not small.layout.stages:
+        more = "\n          (layout.stages has no meaning with fewer pipeline ranks: stages are cut by cost)"
+    return f"your run   {text(run, world)}\nverified   {text(small, small_world)}{more}"
+
+
+# ---- what is compared ---------------------------------------------------------------------------------------------------------
+
+Boxes = dict[str, list[tuple[Box, Tensor]]]
+"""Global tensor -> this rank's boxes of it, float64; elements that belong to other ranks are NaN."""
+
+
+@dataclass
+class Record:
+    """What some steps computed: () losses and norms, and this rank's boxes of each step's gradients and of the last weights."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    tensors: list[tuple[str, Boxes]] = field(default_factory=list)
+
+
+def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Record:
+    """Train `steps` steps from weights that are random everywhere. `drop`: replace this collective by nothing (for tests)."""
+    state = build(make_plan(run, mesh.grid.world), mesh)
+    random_weights(state)
+    mesh.watch.on, mesh.watch.drop = drop is not None, drop
+    state.train()
+    loader = train_loader(run.data, seq_length=run.train.seq_length, seed=run.train.seed, vocab_size=run.model.vocab_size,
+                          samples=steps * run.train.global_batch)  # fmt: skip
+    record = Record()
+    for step in range(steps):
+        tokens = accumulate(state, step_batches(run, loader, mesh, step))
+        record.tensors.append((f"step {step + 1}, gradient of", boxes_of(state, "grad")))
+        result = update(state, tokens, lr=1e-2)
+        record.losses.append(result.loss)
+        record.norms.append(result.grad_norm)
+    state.buffers.ready()
+    record.tensors.append((f"after step {steps}, weights of", boxes_of(state, "master")))
+    mesh.watch.on, mesh.watch.drop = False, None
+    return record
+
+
+def step_batches(run: Run, loader: Loader, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's micro-batches. Samples differ in how many tokens have a loss, so that wrong weights between them show."""
+    train = run.train
+    lists = micro_batch_samples(step * train.global_batch, train.global_batch, train.micro_batch, mesh.dp.size, mesh.dp.index)
+    batches = []
+    for samples in lists:
+        batch = loader.batch(samples)
+        labels = batch.labels.view(len(samples), -1).clone()
+        for row, sample in enumerate(samples):
+            labels[row, : sample % 5] = IGNORE
+        batches.append(replace(batch, labels=labels.view(-1)))
+    return batches
+
+
+def random_weights(state: State) -> None:
+    """Random values for every tensor, norms and biases too: ones and zeros would hide errors."""
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype)
+            for piece in slot.spec.pieces:
+                view = storage[piece.local]
+                view = view.t() if piece.transposed else view
+                fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
+                view.add_(1.0 if piece.init.kind == "ones" else 0.0)
+            write_slot(flat, slot, storage)
+
+
+def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
+    """This rank's boxes of every global tensor in its shards."""
+    found: Boxes = {}
+    for flat in state.buffers.flat:
+        whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
+        whole[flat.lo : flat.hi] = flat.grad[flat.lo : flat.hi] if what == "grad" else flat.master
+        for slot in flat.bucket.slots:
+            storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            for piece in slot.spec.pieces:
+                view = storage[piece.local]
+                found.setdefault(piece.name, []).append((piece.box, (view.t() if piece.transposed else view).clone()))
+    return found
+
+
+# ---- the comparison -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor of `what` that is off by `off` where `bound` is allowed; ranks: those that are off. missing: elements no rank holds."""
+
+    what: str
+    name: str
+    off: float
+    bound: float
+    ranks: tuple[int, ...]
+    missing: int = 0
+
+    @property
+    def wrong(self) -> bool:
+        return self.missing > 0 or not self.off <= self.bound
+
+    def __str__(self) -> str:
+        if self.missing:
+            return f"{self.what} {self.name}: {self.missing} elements are NaN or on no rank"
+        where = f" on ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.what} {self.name} is off by {self.off:.3g} (allowed {self.bound:.3g}){where}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`text` is for people; `differences` in the order of steps and of the model."""
+
+    text: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+
+def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None = None) -> Verdict:
+    """Train on this layout, and alone on rank 0; every rank compares its own boxes with rank 0's tensors. The same on all ranks."""
+    alone = without_layout(replace(run, train=replace(run.train, recompute="none"), layout=replace(run.layout, sharding=0)))
+    truth = follow(alone, Mesh(make_plan(alone, 1).grid), steps) if rank == 0 else Record()
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    mine = follow(run, mesh, steps, drop)
+    shapes = global_shapes(alone)
+    found = [d for number in range(len(mine.tensors)) for d in compare_tensors(mine, truth, number, shapes, mesh.world)]
+    found += compare_scalars("loss", mine.losses, truth.losses, mesh.world)
+    found += compare_scalars("gradient norm", mine.norms, truth.norms, mesh.world)
+    wrong = tuple(d for d in found if d.wrong)
+    text = failure_text(wrong, len(found), mine, mesh) if wrong else success_text(found, steps, len(shapes))
+    mesh.close()
+    return Verdict(text, wrong)
+
+
+def global_shapes(alone: Run) -> dict[str, tuple[int, ...]]:
+    """Every global tensor in model order."""
+    blocks = (b for run in make_plan(alone, 1).blocks_of(Coords()).values() for b in run)
+    return {piece.name: piece.shape for block in blocks for p in block.parameters() for piece in p.spec.pieces}  # type: ignore[attr-defined]
+
+
+def compare_tensors(mine: Record, truth: Record, number: int, shapes: dict[str, tuple[int, ...]], world: Axis) -> Iterator[Difference]:
+    """Per tensor within 1e-9 x max(its own scale, 1e-6 x the largest of all): some true gradients are zero (key biases)."""
+    what, boxes = mine.tensors[number]
+    expected, covered = packed(shapes), packed(shapes)
+    if world.index == 0:
+        for name, whole in expected.views.items():
+            for box, values in truth.tensors[number][1][name]:
+                whole[box.slices()] = values
+    world.broadcast(expected.flat, 0)
+    offs = torch.zeros(len(shapes), dtype=torch.float64)
+    for i, (name, right) in enumerate(expected.views.items()):
+        for box, values in boxes.get(name, ()):
+            here = ~values.isnan()
+            covered.views[name][box.slices()] += here
+            if here.any():
+                offs[i] = torch.maximum(offs[i], (values - right[box.slices()])[here].abs().max())
+    world.all_reduce(covered.flat).wait()
+    per_rank = world.all_gather(offs).wait().view(world.size, -1).t().tolist()
+    largest = expected.flat.abs().max().item()
+    for (name, right), off in zip(expected.views.items(), per_rank):
+        bound = 1e-9 * max(right.abs().max().item(), 1e-6 * largest)
+        wrong = tuple(rank for rank, o in enumerate(off) if not o <= bound)
+        yield Difference(what, name, max(off), bound, wrong, int((covered.views[name] == 0).sum()))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tensors by name in one flat tensor, so that one collective serves them all."""
+
+    flat: Tensor
+    views: dict[str, Tensor]
+
+
+def packed(shapes: dict[str, tuple[int, ...]]) -> Packed:
+    sizes = [prod(shape) for shape in shapes.values()]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64)
+    return Packed(flat, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), flat.split(sizes))})
+
+
+def compare_scalars(what: str, mine: list[Tensor], truth: list[Tensor], world: Axis) -> Iterator[Difference]:
+    """One value per step, on every rank."""
+    for step, value in enumerate(mine):
+        right = world.broadcast((truth[step] if world.index == 0 else torch.zeros_like(value)).clone(), 0)
+        offs = world.all_gather((value - right).abs().view(1)).wait().tolist()
+        bound = 1e-9 * right.abs().item()
+        yield Difference(f"step {step + 1},", what, max(offs), bound, tuple(r for r, o in enumerate(offs) if not o <= bound))
+
+
+def success_text(found: list[Difference], steps: int, tensors: int) -> str:
+    worst = max(found, key=lambda d: d.off / d.bound if d.bound else 0.0)
+    return (
+        f"OK: losses, norms, gradients of {tensors} tensors over {steps} steps and the weights after them are those of one process.\n"
+        f"Largest deviation: {worst.what} {worst.name}, {worst.off:.2g} (allowed {worst.bound:.2g})"
+    )
+
+
+def failure_text(wrong: tuple[Difference, ...], compared: int, mine: Record, mesh: Mesh) -> str:
+    """The first difference with the boxes of its tensor, and the last of the same step (a wrong backward spreads towards the input)."""
+    first = wrong[0]
+    same = [d for d in wrong if d.what == first.what]
+    boxes = next((b.get(first.name, []) for what, b in mine.tensors if what == first.what), [])
+    told = json.dumps([",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop)) for box, values in boxes if not values.isnan().all()])
+    lines = [f"DIFFERS from one process: {first}", *_box_lines(mesh.world.all_gather_text(told), mesh)]
+    if len(same) > 1:
+        lines.append(f"The last in model order: {same[-1]}")
+    lines.append(f"{len(wrong)} of {compared} compared values differ, {len(same)} of them at this point.")
+    return "\n".join(lines)
+
+
+def _box_lines(told: list[str], mesh: Mesh) -> list[str]:
+    lines = []
+    for rank, text in enumerate(told):
+        at = mesh.grid.coords(rank)
+        if json.loads(text):
+            lines.append(f"  rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp}) holds [{'] ['.join(json.loads(text))}]")
+    return lines

@@ -1,0 +1,311 @@
+"""Plan, FLOPs, memory and doctor: what is printed agrees with the published sizes, with torch's counters and with real ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.base.batch import Batch
+from phalanx.base.devices import find_device
+from phalanx.comm.dry import DryAxis, ring_bytes
+from phalanx.comm.mesh import Mesh
+from phalanx.data.loader import train_loader
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.estimate import Allocations, measure
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.nn.env import Env
+from phalanx.nn.recompute import run_block
+from phalanx.schedule.simulate import LiveChange
+from phalanx.train import doctor
+from phalanx.train.build import build, init_weights
+from phalanx.train.checks import Facts, check
+from phalanx.train.config import Run, TrainConfig
+from phalanx.train.flops import flops_of, mfu, mfu_text, step_flops
+from phalanx.train.load import load_run
+from phalanx.train.memory import OVERHEAD, peak_activations, rank_uses
+from phalanx.train.plan import make_blocks, make_plan, num_blocks
+from phalanx.train.plan_text import contents, num_parameters, plan_text
+from phalanx.train.step import train_step
+from phalanx.train.verify import step_batches
+from recipes import gpt3_175b, llama3_8b, llama3_70b
+
+H200 = find_device("NVIDIA H200")
+
+# ---- FLOPs
+
+
+def llama_run(layers: int, batch: int, seq: int, hidden: int, inner: int, heads: int, kv: int) -> Run:
+    model = LlamaConfig(vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+                        num_key_value_heads=kv, head_dim=128)  # fmt: skip
+    return Run(model=model, train=TrainConfig(steps=1, global_batch=batch, micro_batch=1, seq_length=seq, precision="bf16"))
+
+
+@pytest.mark.parametrize(
+    "run, flop",
+    [
+        (llama_run(8, 8, 8192, 4096, 14336, 32, 8), 9.982e14),
+        (llama_run(32, 16, 8192, 4096, 14336, 32, 8), 6.746e15),
+        (llama_run(32, 16, 4096, 2048, 8192, 16, 8), 1.0005e15),
+    ],
+    ids=["W1", "W2", "W5"],
+)
+def test_flops_of_the_measured_workloads(run, flop):
+    """The numbers that every peer was measured with (benchmarks' one formula)."""
+    assert step_flops(run) == pytest.approx(flop, rel=1e-4)
+
+
+MODELS = {
+    "llama": LlamaConfig(
+        vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=12
+    ),
+    "gpt2": GPT2Config(vocab_size=640, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=128),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_flops_agree_with_torchs_counter(family):
+    """The counter sees the whole square of attention (the formula: half) and the logits that our loss makes a second time."""
+    run = Run(model=MODELS[family], train=TrainConfig(steps=1, global_batch=2, micro_batch=2, seq_length=128))
+    ids = torch.zeros(256, dtype=torch.int64, device="meta")
+    batch = Batch(ids, ids, ids, ids, 2, 128)
+    blocks = make_blocks(run.model, Env(), range(num_blocks(run.model)))
+    with FlopCounterMode(display=False) as counter:
+        x = torch.empty(0, device="meta")
+        for block in blocks:
+            x = block(x, batch)
+        x.backward()
+    f = flops_of(run)
+    other_half = 6 * f.attention * 128 * 256
+    logits_again = 2 * run.model.vocab_size * run.model.hidden_size * 256
+    assert counter.get_total_flops() == pytest.approx(step_flops(run) + other_half + logits_again, rel=0.01)
+    assert other_half > 0.02 * step_flops(run) and logits_again > 0.02 * step_flops(run)  # the corrections matter here
+
+
+def test_mfu_and_its_line():
+    run = llama_run(8, 8, 8192, 4096, 14336, 32, 8)
+    assert mfu(run, 65536 / 1.746, H200) == pytest.approx(0.578, abs=5e-4)  # Megatron on W1: 1746 ms, 57.8 %
+    assert mfu(run, 1e4, None) is None and mfu(replace(run, train=replace(run.train, precision="fp64")), 1e4, H200) is None
+    text = mfu_text(run, 4, H200, "NVIDIA H200")
+    assert "6*N*T + 6*A*S*T = 9.982e+14 FLOP with N=2.27e+09 A=3.277e+04 S=8192 T=65536" in text
+    assert "4 devices * 989e12 FLOP/s, H200 bf16 dense" in text
+    assert "no mfu: the bf16 peak of 'Voodoo 2' is not in" in mfu_text(run, 1, None, "Voodoo 2")
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A10", "A10"), ("NVIDIA A10G", "A10G"), ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"),
+        ("Tesla T4", "T4"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA GB200", "GB200"),
+        ("NVIDIA T400 4GB", None), ("NVIDIA L40", None),
+    ],
+)  # fmt: skip
+def test_devices_by_the_names_drivers_give(name, found):
+    device = find_device(name)
+    assert (device.name if device else None) == found
+
+
+# ---- memory and communication
+
+
+def small(precision: str = "fp32", recompute: str = "none", **layout) -> Run:
+    run = load_run("recipes/tiny_llama.yaml")
+    return replace(run, layout=LayoutConfig(**layout), train=replace(run.train, precision=precision, recompute=recompute, device="cpu"))
+
+
+def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[str, float]]:
+    """One real step: bytes of the flat buffers, and bytes this rank sent per axis as rings count them."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    init_weights(state)
+    loader = train_loader(run.data, seq_length=run.train.seq_length, seed=1, vocab_size=run.model.vocab_size, samples=run.train.global_batch)
+    mesh.watch.on = True
+    train_step(state, step_batches(run, loader, mesh, 0), lr=1e-3)
+    state.buffers.ready()
+    flat, shards = state.buffers.flat, [s for group in state.optimizer.groups.values() for s in group]
+
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    held = {
+        "weights": size(*(f.weight for f in flat)), "gradients": size(*(f.grad for f in flat)),
+        "masters": sum(size(f.master) for f in flat if f.master.untyped_storage().data_ptr() != f.weight.untyped_storage().data_ptr()),
+        "moments": sum(size(m, v) for _, _, m, v in shards),
+    }  # fmt: skip
+    sent: dict[str, float] = {}
+    for site, (_, nbytes) in mesh.watch.calls.items():
+        axis = "pp" if site.axis.startswith("edge") else site.axis
+        n = getattr(mesh, axis).size
+        whole = nbytes * n if site.op == "all_gather" else nbytes
+        if not (site.op == "send" and site.axis.endswith(f">{mesh.at.pp}")):
+            sent[axis] = sent.get(axis, 0.0) + (nbytes if site.op == "send" else ring_bytes(site.op, whole, n))
+    return held, sent
+
+
+LAYOUTS = {
+    "tp2 dp2": (small(tp=2), 4),
+    "pp2 dp2 in bf16": (small("bf16", pp=2), 4),
+    "tp2 pp2, full recompute, level 0": (small("bf16", "full", tp=2, pp=2, sharding=0), 8),
+    "tied gpt2 pp2": (replace(load_run("recipes/tiny_gpt2.yaml"), layout=LayoutConfig(pp=2)), 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_agree_with_a_real_step(ranks, name):
+    run, world = LAYOUTS[name]
+    plan = make_plan(run, world)
+    uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
+    for rank, (held, sent) in enumerate(ranks.run("tests.test_plan:rank_reality", world, run)):
+        at = plan.grid.coords(rank)
+        if at.tp == 0:
+            use = uses[at.pp]
+            assert {k: use.memory[k] for k in ("weights", "gradients", "masters")} == {k: held[k] for k in ("weights", "gradients", "masters")}
+            assert use.memory["moments"] == pytest.approx(held["moments"], rel=1e-3)
+            for axis, nbytes in use.sent.items():
+                assert nbytes == pytest.approx(sent.get(axis, 0.0), rel=1e-6, abs=64), axis  # abs: token counts
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", MODELS)
+def test_measured_on_meta_as_on_a_device(family, recompute):
+    """The same block on the meta device and with real tensors, whose attention is a real fused kernel."""
+    env = Env(dtype=torch.float32, recompute=recompute)
+
+    def kept(device: str) -> int:
+        (block,) = make_blocks(MODELS[family], env, range(1, 2))
+        if device == "cpu":
+            block = block.to_empty(device="cpu")
+        ids = torch.zeros(256, dtype=torch.int64, device=device)
+        batch = Batch(ids, ids, ids, ids, 2, 128)
+
+        def new_input():
+            return torch.zeros(256, 64, device=device)
+
+        if device == "meta":
+            return measure(lambda x: run_block(block, x, batch), new_input, block.parameters(), torch.float32).kept
+        with Allocations() as seen:
+            y = run_block(block, new_input().requires_grad_(), batch)
+            return seen.live - y.untyped_storage().nbytes()
+
+    meta, real = kept("meta"), kept("cpu")
+    assert meta == pytest.approx(real, rel=0.02)
+    if recompute == "full":
+        assert meta == 256 * 64 * 4  # the input alone
+
+
+def test_allocations_count_a_storage_once_and_forget_it():
+    with Allocations() as seen:
+        a = torch.empty(1000, device="meta")
+        b = a.view(10, 100)[3:]
+        assert seen.live == 4000
+        c = a + 1
+        assert seen.live == seen.peak == 8000
+        del a, c
+        assert seen.live == 4000 and seen.peak == 8000
+        del b
+        assert seen.live == 0
+
+
+def test_working_memory_of_the_head_holds_a_chunk_of_logits():
+    run = llama_run(2, 1, 1024, 256, 512, 2, 2)
+    uses, _ = rank_uses(make_plan(run, 1), 1)
+    logits = 1024 * 128256 * 4
+    assert logits < uses[0].memory["working"] < 6 * logits
+
+
+def test_dry_axis_gives_the_shapes_and_bytes_of_a_ring():
+    axis = DryAxis("tp", 4)
+    x = torch.empty(8, 3, dtype=torch.bfloat16, device="meta")
+    assert axis.all_gather(x).wait().shape == (32, 3) and axis.reduce_scatter(x).wait().shape == (2, 3)
+    axis.all_reduce(x)
+    assert axis.sent == {"all_gather": 3 * 48, "reduce_scatter": 36, "all_reduce": 72}
+    alone = DryAxis("tp", 1)
+    assert alone.all_gather(x).wait() is x and alone.reduce_scatter(x).wait() is x and not sum(alone.sent.values())
+
+
+def test_peak_of_activations_over_the_stages_of_a_rank():
+    changes = [LiveChange(0, 0, 1), LiveChange(1, 0, 2), LiveChange(2, 4, 1), LiveChange(3, 0, 1), LiveChange(4, 4, 0)]
+    assert peak_activations(changes, {0: 10, 4: 100}) == 120
+
+
+# ---- recipes and their text
+
+GPT3 = 50257 * 12288 + 2048 * 12288 + 96 * (12 * 12288**2 + 13 * 12288) + 2 * 12288
+
+RECIPES = {
+    "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
+    "llama3_8b on 4": (llama3_8b.run(gpus=4), 4, 8_030_261_248),
+    "llama3_8b on 1": (llama3_8b.run(gpus=1), 1, 8_030_261_248),
+    "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
+    "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
+    "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
+    "gpt3_175b on 128": (gpt3_175b.run(), 128, GPT3),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name):
+    run, world, parameters = RECIPES[name]
+    assert [str(p) for p in check(run, Facts(world_size=world, local_ranks=min(world, 8), files=False, device="cuda"))] == []
+    assert num_parameters(make_plan(run, world)) == parameters
+    start = time.process_time()
+    text = plan_text(run, world, H200)
+    assert time.process_time() - start < 20  # a few seconds, on a machine that others use too
+    assert f"{parameters:,}" in text and max(len(line) for line in text.splitlines()) <= 100
+    verdict = "DOES NOT FIT" if name == "llama3_8b on 1" else "fits H200"  # 18 bytes per parameter are 145 GB
+    assert verdict in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_one_gpu_of_the_8b_recipe():
+    assert "It fits B200 (180 GB)." in plan_text(llama3_8b.run(gpus=1), 1)
+    assert "fits H200" in plan_text(llama3_8b.run(gpus=1, layers=8), 1, H200)
+    with pytest.raises(ValueError, match="1, 4 or 8"):
+        llama3_8b.run(gpus=3)
+
+
+def test_plan_of_70b():
+    run = llama3_70b.run()
+    plan = make_plan(run, 128)
+    assert [len(s) for s in plan.stages] == [21, 21, 20, 20]  # embedding + 20 | 21 | 20 | 19 + head
+    assert [contents(plan, s) for s in plan.stages] == ["embedding, layers 0-19", "layers 20-40", "layers 41-60", "layers 61-79, head"]
+    uses, trace = rank_uses(plan, 64)
+    assert [u.live for u in uses] == [4, 3, 2, 1] and trace.bubble < 0.08
+    assert uses[0].memory["weights"] == pytest.approx(2 * 70_553_706_496 / 16, rel=0.03)
+    assert uses[0].memory["gradients"] == 2 * uses[0].memory["weights"] and uses[0].memory["moments"] == uses[0].memory["gradients"] * 2 // 8
+    text = plan_text(run, 128)
+    assert "128 = pp 4 x dp 8 x tp 4" in text and "rank 3 |" in text and "fits" in text
+    assert f"{max(u.total for u in uses) / 2**30:.2f}" in text and OVERHEAD == 2 * 2**30
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2"])
+def test_tiny_recipes(name):
+    run = load_run(f"recipes/{name}.yaml")
+    assert check(run, Facts(files=False)) == []
+    assert "1 = pp 1 x dp 1 x tp 1" in plan_text(run, 1)
+
+
+# ---- doctor
+
+
+def test_doctor():
+    start = time.process_time()
+    text = doctor.report()
+    assert time.process_time() - start < 3
+    for word in ("phalanx", "torch", torch.__version__, "attention", "AdamW", "triton", "tensorboard", "wandb", "open files", "GiB available"):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_doctor_says_what_a_missing_package_costs(monkeypatch):
+    monkeypatch.setitem(doctor.OPTIONAL, "no-such-package", "log.nothing=true")
+    assert ("no-such-package", "not installed; without it: no log.nothing=true") in doctor.optional_packages()
+
+
+def test_doctor_warns(monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (256, 1024))
+    assert any(name == "open files" and "256" in text for name, text in doctor.warnings())

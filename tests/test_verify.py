@@ -1,0 +1,114 @@
+"""phalanx verify: shrinking keeps the structure, good layouts pass, a dropped collective is found and the right tensor named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.config import LayoutConfig
+from phalanx.train.checks import Facts, check
+from phalanx.train.config import Run
+from phalanx.train.load import load_run
+from phalanx.train.plan import grid_of, make_plan
+from phalanx.train.verify import compare, fewer_ranks, follow, shrink, verify
+from recipes import gpt3_175b, llama3_8b, llama3_70b
+
+USERS = {
+    "llama3_8b on 8": (llama3_8b.run(), 8),
+    "llama3_70b on 128": (llama3_70b.run(), 128),
+    "llama3_70b, 2 virtual stages, full recompute": (
+        replace(llama3_70b.run(virtual_stages=2), train=replace(llama3_70b.run().train, recompute="full")), 64,
+    ),
+    "gpt3_175b on 128": (gpt3_175b.run(), 128),
+    "tiny llama, uneven stages": (replace(load_run("recipes/tiny_llama.yaml"), layout=LayoutConfig(pp=2, tp=2, stages=(2, 4))), 4),
+    "tiny gpt2, one rank": (load_run("recipes/tiny_gpt2.yaml"), 1),
+}  # fmt: skip
+
+
+def rank_compare(rank: int, world: int, run: Run, steps: int, drop: Site | None = None):
+    return compare(run, rank, world, steps, drop)
+
+
+def rank_sites(rank: int, world: int, run: Run) -> list[Site]:
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    follow(run, mesh, 1, drop=Site("", "", 0, "", ""))
+    return list(mesh.watch.calls)
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_small_copies_are_valid_and_pass(ranks, name):
+    small = shrink(*USERS[name])
+    facts = Facts(world_size=small.world, local_ranks=small.world, files=False)
+    checked = replace(small.run, layout=replace(small.run.layout, bucket_mb=1))  # 0, a bucket per block, is for us alone
+    assert [str(p) for p in check(checked, facts) if "device" not in p.field] == []
+    verdicts = ranks.run("tests.test_verify:rank_compare", small.world, small.run, 2)
+    assert all(v.ok for v in verdicts), verdicts[0].text
+    assert verdicts[0].text.startswith("OK: losses, norms, gradients of")
+
+
+def test_shrinking_keeps_the_structure():
+    run, world = USERS["llama3_70b on 128"]
+    small = shrink(run, world)
+    grid = grid_of(small.run, small.world)
+    assert (grid.pp, grid.dp, grid.tp) == (2, 2, 2)
+    assert "128 ranks (pp 4 x dp 8 x tp 4)" in small.text and "8 ranks (pp 2 x dp 2 x tp 2)" in small.text
+    model = small.run.model
+    assert model.num_attention_heads > model.num_key_value_heads >= 2 and model.rope_scaling == run.model.rope_scaling
+    assert small.run.layout.sharding == 1 and small.run.train.precision == "fp64"
+    assert max(make_plan(small.run, small.world).runs_per_stage) > 1  # the run itself has several buckets per stage
+    few = replace(run, model=replace(run.model, num_key_value_heads=2))
+    assert shrink(few, world).run.model.num_key_value_heads < shrink(few, world).run.layout.tp
+    odd = replace(run, model=replace(run.model, vocab_size=128257, tie_word_embeddings=True))
+    assert shrink(odd, world).run.model.vocab_size % 2 == 1 and shrink(odd, world).run.model.tie_word_embeddings
+    assert fewer_ranks([4, 8, 4]) == [2, 2, 2] and fewer_ranks([1, 64, 1]) == [1, 8, 1] and fewer_ranks([3, 3, 1]) == [2, 3, 1]
+
+
+def test_verify_has_the_small_run_started():
+    started, said = [], []
+    verify(*USERS["gpt3_175b on 128"], start=lambda *args: started.append(args), steps=3, say=said.append)
+    ((run, world, steps),) = started
+    assert world == 8 and steps == 3 and run.model.num_hidden_layers < 96 and "width 12288" in said[0]
+
+
+def test_dropping_the_sum_of_norm_gradients_names_a_norm(ranks):
+    small = shrink(replace(load_run("recipes/tiny_llama.yaml"), layout=LayoutConfig(tp=2)), 2)
+    sites = ranks.run("tests.test_verify:rank_sites", 2, small.run)[0]
+    (site,) = [s for s in sites if s.function == "_start_reduce" and s.axis == "tp"]
+    verdict = ranks.run("tests.test_verify:rank_compare", 2, small.run, 1, site)[0]
+    assert not verdict.ok
+    lines = verdict.text.splitlines()
+    assert lines[0].startswith("DIFFERS from one process: step 1, gradient of model.layers.0.input_layernorm.weight is off by")
+    assert "on ranks 0, 1" in lines[0] and "rank 1 (pp 0, dp 0, tp 1) holds [0:" in verdict.text
+    assert "The last in model order: step 1, gradient of model.norm.weight" in verdict.text
+
+
+def test_dropped_collectives_of_every_axis_are_found(ranks):
+    """One site of each axis and operation (the central test drops every one)."""
+    small = shrink(replace(load_run("recipes/tiny_gpt2.yaml"), layout=LayoutConfig(tp=2, pp=2)), 4)
+    sites = {s for found in ranks.run("tests.test_verify:rank_sites", small.world, small.run) for s in found}
+    one_of_each = {(s.op, s.axis): s for s in sorted(sites)}
+    assert len(one_of_each) > 5
+    for site in one_of_each.values():
+        verdict = ranks.run("tests.test_verify:rank_compare", small.world, small.run, 2, site)[0]
+        assert not verdict.ok, f"dropping {site} went unnoticed"
+
+
+def test_a_gradient_that_no_rank_holds_is_reported(ranks):
+    small = shrink(load_run("recipes/tiny_llama.yaml"), 2)
+    verdict = ranks.run("tests.test_verify:rank_hole", 2, small.run)[0]
+    assert "elements are NaN or on no rank" in verdict.text
+
+
+def rank_hole(rank: int, world: int, run: Run):
+    import phalanx.train.verify as module
+
+    real = module.boxes_of
+    module.boxes_of = lambda state, what: {k: [(b, v.fill_(float("nan")) if world == state.mesh.grid.world else v) for b, v in boxes]
+                                           for k, boxes in real(state, what).items()}  # fmt: skip
+    try:
+        return compare(run, rank, world, 1)
+    finally:
+        module.boxes_of = real
