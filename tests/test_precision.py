@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -83,9 +85,15 @@ LAYOUTS = {"one rank": (1, {}), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), 
 BOUND = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of the fp32 loss: one rounding of the format, over 20 steps that halve the loss
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", BOUND)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def some(cases: Iterable[tuple], fast: Callable[..., bool]) -> list:
+    """All cases; those that are not fast are for `make soak`."""
+    return [pytest.param(*c, marks=() if fast(*c) else pytest.mark.soak) for c in cases]
+
+
+NEAR = some(product(["llama", "gpt2"], BOUND, LAYOUTS), lambda model, p, layout: p == "bf16" if model == "llama" else layout == "tp2")
+
+
+@pytest.mark.parametrize("model, precision, layout", NEAR)
 def test_losses_stay_near_fp32(ranks, model, precision, layout):
     """Truth: the same run in fp32 on one rank. Weights equal the cast of the masters after every step."""
     world, options = LAYOUTS[layout]
@@ -126,11 +134,13 @@ def test_scale_never_goes_below_its_minimum(ranks):
     assert everywhere(ranks, run, 1, 5)["scales"] == [2.0**39] + [2.0**38] * 4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision, where", [("bf16", "weight"), ("bf16", "gradient"), ("fp16", "gradient"), ("fp32", "gradient")])
-def test_one_bad_value_skips_the_step_on_all_ranks(ranks, precision, where, layout):
+POISONS = product([("bf16", "weight"), ("bf16", "gradient"), ("fp16", "gradient"), ("fp32", "gradient")], LAYOUTS)
+
+
+@pytest.mark.parametrize("poison, layout", some(POISONS, lambda poison, layout: poison[1] == "weight" or layout == "dp2"))
+def test_one_bad_value_skips_the_step_on_all_ranks(ranks, poison, layout):
     """NaN or inf on one rank: all skip, no master, moment or count changes, and the steps after are those of a run that never saw it."""
-    world, options = LAYOUTS[layout]
+    (precision, where), (world, options) = poison, LAYOUTS[layout]
     run = precision_run("llama", precision, train=dict(loss_scale=1024.0), **options)
     clean = everywhere(ranks, run, world, 5)
     found = everywhere(ranks, run, world, 6, {2: where})
