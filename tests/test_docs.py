@@ -1,0 +1,173 @@
+"""The documentation does what it says: blocks marked `run` are run page by page, and every key, verb and link in it exists.
+
+A block's first line: ```bash run [exit=N] is run (exit 0 unless stated); ```yaml file=NAME and ```python file=NAME are written to
+NAME first; other blocks are only read by people.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from phalanx.base import tree
+from phalanx.cli.main import cli
+from phalanx.train.config import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+MAX_OPTIONS = 150
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    options: tuple[str, ...]
+    text: str
+
+    def option(self, name: str) -> str | None:
+        return next((o.partition("=")[2] for o in self.options if o.partition("=")[0] == name), None)
+
+
+def blocks(page: Path) -> list[Block]:
+    infos = ((m["info"].split(), m["text"]) for m in BLOCK.finditer(page.read_text(encoding="utf-8")))
+    return [Block(info[0] if info else "", tuple(info[1:]), text) for info, text in infos]
+
+
+def runs(page: Path) -> bool:
+    return any(b.option("run") is not None for b in blocks(page))
+
+
+def ids(page: Path) -> str:
+    return page.stem
+
+
+# ---- running them --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> Path:
+    """A folder with `phalanx`, `python` and `torchrun` as an installed package would give them."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, words in {"phalanx": "-m phalanx", "python": "", "torchrun": "-m torch.distributed.run"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
+def test_the_commands_of_a_page(page, programs, tmp_path):
+    for name in ("recipes", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for block in blocks(page):
+        if name := block.option("file"):
+            (tmp_path / name).write_text(block.text)
+        if block.option("run") is None:
+            continue
+        done = subprocess.run(["bash", "-e", "-c", block.text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        said = f"{block.text}--- exit {done.returncode}\n{done.stdout}{done.stderr}"
+        assert done.returncode == int(block.option("exit") or 0), said
+        assert "Traceback" not in done.stdout + done.stderr, said
+
+
+# ---- reading them --------------------------------------------------------------------------------------------------------------
+
+
+def keys() -> set[str]:
+    return {k.path for k in tree.keys(Run)}
+
+
+def documented(page: Path) -> str:
+    """A page without the blocks that show output, which may show a user's mistakes."""
+    text = page.read_text(encoding="utf-8")
+    text = BLOCK.sub(lambda m: "" if m["info"].startswith("text") or "exit=2" in m["info"] else m[0], text)
+    return re.sub(r"^    (config error|\$ ).*\n", "", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_keys_exist(page):
+    """Whatever looks like `section.key` in code is a key of the config."""
+    sections = "|".join(k.path for k in tree.keys(Run) if "." not in k.path and tree.sections(k.hint))
+    found = re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_][a-z0-9_]*(?:\.[a-z_]+)*(?![\w(]|\.\w|/)", documented(page))
+    assert not {key for key in found if not key.endswith((".py", ".txt"))} - keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_verbs_exist(page):
+    """Whatever follows `phalanx` in a command is a verb, and its options exist."""
+    text = documented(page)
+    commands = re.findall(r"^(?:\$ |srun | {4})?phalanx ([^#\n]+)", text, re.MULTILINE) + re.findall(r"`phalanx ([^`]+)`", text)
+    commands += re.findall(r"-m phalanx ([^#`\n]+)", text)
+    for command in commands:
+        verb, words = cli, command.split()
+        while isinstance(verb, click.Group):
+            assert words and words[0] in verb.commands, f"phalanx {command}"
+            verb = verb.commands[words.pop(0)]
+        options = {name for p in verb.params for name in p.opts} | {"--help"}
+        used = {w.partition("=")[0] for w in words if w.startswith("--")}
+        assert used <= options, f"phalanx {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_exist(page):
+    """Paths into the repository that a page names in code."""
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:phalanx|tests|recipes|examples|benchmarks|docs)/[\w/.-]*)`", text))
+    named |= {f"phalanx/{p}" for p in re.findall(rf"`((?:{'|'.join(rooms())})/[\w/]+\.py)`", text)}
+    assert not {path for path in named if not (ROOT / path).exists() and "NAME" not in path}
+
+
+def rooms() -> list[str]:
+    return [p.name for p in (ROOT / "phalanx").iterdir() if p.is_dir() and (p / "__init__.py").exists()]
+
+
+def test_every_page_is_reachable_from_the_readme():
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert all(f"(docs/{page.name})" in readme for page in PAGES[1:])
+
+
+def test_the_first_hour_of_the_readme_is_the_quickstart():
+    """README shows the commands that the quickstart runs."""
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    hour = PAGES[0].read_text(encoding="utf-8").partition("## A first hour")[2].partition("\n[")[0]
+    commands = [line.partition("#")[0].strip() for line in hour.splitlines() if line.startswith("    ")]
+    own = [c for c in commands if c.startswith(("phalanx", "python"))]
+    assert len(own) >= 7 and all(c in quickstart for c in own), [c for c in own if c not in quickstart]
+
+
+def test_every_dependency_has_a_reason():
+    """README's table names what pyproject.toml asks for, and nothing else."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project]")[2].partition("[project.scripts]")[0]
+    wanted = set(re.findall(r'^ *"?(?:\w+ = \[)?"?([a-z0-9.-]+)>=', text, re.MULTILINE)) | {"tensorboard", "wandb"}
+    table = PAGES[0].read_text(encoding="utf-8").partition("## Dependencies")[2]
+    assert {row for row in re.findall(r"^\| ([a-z0-9.-]+)(?: \(extra\))? \|", table, re.MULTILINE)} - {"package"} == wanted
+
+
+# ---- the config's own documentation --------------------------------------------------------------------------------------------
+
+
+def test_every_key_says_what_it_is():
+    """The string below each field; Llama-3's rotary factors are Hugging Face's and have theirs in the docstring of the section."""
+    silent = [k.path for k in tree.leaves(Run) if not k.doc and not k.path.startswith("model.rope_scaling.") and k.name != "family"]
+    assert not silent
+    assert all(k.doc.endswith((".", ")")) for k in tree.leaves(Run) if k.doc)
+
+
+def test_there_are_few_options():
+    assert len({k.path for k in tree.leaves(Run)}) < MAX_OPTIONS
