@@ -11,6 +11,7 @@ class PhalanxError(Exception):
     """Base of every error that a user can cause. The launcher prints it without a traceback and exits with `exit_code`."""
 
     exit_code = 1
+    kind: str | None = None  # what the message begins with; None: the class name in words
 
 
 @dataclass(frozen=True)

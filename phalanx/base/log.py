@@ -23,6 +23,8 @@ def describe(error: BaseException) -> str:
         return text
     if not isinstance(error, PhalanxError):
         return f"{type(error).__name__}: {text}"
+    if error.kind is not None:
+        return f"{error.kind}{text}"
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
     return f"{words}: {text}"
 

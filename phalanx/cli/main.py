@@ -39,7 +39,7 @@ Phalanx {__version__}: train transformer language models, on one CPU or on thous
   phalanx plan CONFIG --ranks 64                  layout, memory and time, without a GPU
   phalanx train CONFIG                            train (resumes by itself)
   phalanx train CONFIG layout.tp=2 optim.lr=1e-4  the same with other values
-  phalanx generate RUN "Once upon a time"         text from a checkpoint
+  phalanx generate RUN --prompt "Once upon a time"    text from a checkpoint
   phalanx explain layout.tp                       what a config key means
 
 `phalanx --help` lists every verb."""
@@ -106,12 +106,12 @@ def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str
 
 @cli.command(short_help="Make text with a checkpoint.")
 @click.argument("checkpoint")
-@click.argument("prompt")
+@click.option("--prompt", required=True, help="The text to continue.")
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to make.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: always the likeliest token.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
 def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Continue PROMPT with the model in CHECKPOINT (a checkpoint, or a run folder: its newest)."""
+    """Continue a prompt with the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder."""
     from phalanx.train.generate import generate as make_text
 
     click.echo(make_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed))

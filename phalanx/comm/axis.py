@@ -19,6 +19,10 @@ class Work:
     def __init__(self, result: Tensor, handle: Any = None, finish: Callable[[], None] | None = None):
         self.result, self._handle, self._finish = result, handle, finish
 
+    def over(self) -> bool:
+        """Whether it is complete, without waiting."""
+        return self._handle is None or self._handle.is_completed()
+
     def wait(self) -> Tensor:
         if self._handle is not None:
             try:

@@ -103,10 +103,19 @@ class Mesh:
                 self._subs[mine] = made
 
     def warm_up(self) -> None:
-        """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake."""
+        """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake.
+
+        NCCL opens a channel between two ranks at their first send or receive, which blocks both hosts: inside a schedule that
+        could be a deadlock. The phases in which groups were made are an order in which it is none.
+        """
         for axis in self._axes:
             if axis.size > 1:
                 axis.all_reduce(torch.zeros(1, device=self.device)).wait()
+        for edge in self._edges.values():
+            x = torch.zeros(1, device=self.device)
+            (edge.send(x, to=1) if edge.index == 0 else edge.recv(x, source=0)).wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         for axis in self._axes:

@@ -79,7 +79,7 @@ def check_files(config: DataConfig) -> list[Problem]:
 
 def check_tokenizer(config: DataConfig) -> list[Problem]:
     path = config.tokenizer
-    if path is None or os.path.isfile(path) or exists(os.path.join(path, "tokenizer.json")):
+    if path in (None, "bytes") or os.path.isfile(path) or exists(os.path.join(path, "tokenizer.json")):
         return []
     if os.path.isdir(path):
         return [missing_data("data.tokenizer", path, "must hold a tokenizer.json")]

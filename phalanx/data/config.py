@@ -18,7 +18,7 @@ class DataConfig:
     mock: bool = False
     """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
-    """A tokenizer.json or a folder that holds one; it travels into every checkpoint."""
+    """A tokenizer.json, a folder that holds one, or `bytes` (each byte a token); it travels into every checkpoint."""
     document_attention: bool = False
     """Keep attention inside documents and restart positions at each of them."""
     max_epochs: float | None = None

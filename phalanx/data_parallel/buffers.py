@@ -143,10 +143,13 @@ class Buffers:
             f.finish()
 
     def grad_norm(self) -> Tensor:
-        """() float64: the norm of the whole model's gradient, each global element counted once, the same on all ranks."""
+        """() float64: the norm of the whole model's gradient, each global element counted once, the same on all ranks.
+
+        Summed in float64, so that in practice it does not depend on how the elements lie in buckets.
+        """
         views = [v for f in self.flat for v in f.counted()]
-        norms = torch._foreach_norm(views) if views else []
-        squares = [n.double().square() for n in norms]
+        norms = torch._foreach_norm(views, 2, dtype=torch.float64) if views else []
+        squares = [n.square() for n in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return self.mesh.world.all_reduce(total).wait().sqrt()
 

@@ -32,6 +32,8 @@ class Outcome:
 class RankFailed(PhalanxError):
     """The launcher's error: which rank failed and how; `exit_code` is that of the rank's own error."""
 
+    kind = ""  # the text names the kind of the error that the rank met
+
     def __init__(self, text: str, exit_code: int):
         self.exit_code = exit_code
         super().__init__(text)

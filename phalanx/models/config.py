@@ -11,15 +11,21 @@ class RopeScaling:
     """Llama-3's frequency scaling (Llama 3.1 model card; `rope_type: llama3` in transformers)."""
 
     factor: float
+    """Low frequencies are divided by this."""
     low_freq_factor: float
+    """Wavelengths longer than the original length / this are scaled in full."""
     high_freq_factor: float
+    """Wavelengths shorter than the original length / this stay as they are."""
     original_max_position_embeddings: int
+    """Context length before the scaling."""
     rope_type: Literal["llama3"] = "llama3"
+    """The kind of scaling: llama3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     family: Literal["llama"] = "llama"
+    """Which model this section describes: llama."""
     vocab_size: int
     """Size of the vocabulary; any size at any tp, padding never leaves the ranks."""
     hidden_size: int
@@ -51,6 +57,7 @@ class LlamaConfig:
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
     family: Literal["gpt2"] = "gpt2"
+    """Which model this section describes: gpt2."""
     vocab_size: int
     """Size of the vocabulary."""
     hidden_size: int

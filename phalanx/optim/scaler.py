@@ -15,6 +15,7 @@ class LossScaler:
     def __init__(self, device: torch.device, scale: float = 1.0, window: int = 1000, hysteresis: int = 2, minimum: float = 1.0,
                  dynamic: bool = False):  # fmt: skip
         self.window, self.hysteresis, self.minimum, self.dynamic = window, hysteresis, minimum, dynamic
+        self.first = scale
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.good = torch.zeros((), dtype=torch.float32, device=device)  # good steps in a row
         self.left = torch.tensor(float(hysteresis), device=device)  # overflows left before the scale halves
@@ -32,6 +33,12 @@ class LossScaler:
         self.scale.copy_(scale)
         self.good.copy_(torch.where(grow, 0.0, good))
         self.left.copy_(torch.where(halve | grow, float(self.hysteresis), left))
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.scale.fill_(self.first)
+        self.good.zero_()
+        self.left.fill_(float(self.hysteresis))
 
     def state(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "good": self.good, "left": self.left}

@@ -120,5 +120,6 @@ class Stages:
         self._values[i.value] = self._receiving.pop(i.value).wait()
 
     def send(self, i: Send) -> None:
+        self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of those that are complete
         value = self._values.pop(i.value).contiguous()
         self._sending.append(self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))

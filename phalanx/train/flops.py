@@ -59,7 +59,9 @@ def mfu_text(run: Run, world: int, device: Device | None, device_name: str) -> s
     peak = device.peak(run.train.precision) if device else None
     tokens = run.train.global_batch * run.train.seq_length
     formula = f"FLOP per step: {flops_of(run).text(tokens)} (N: weights in matmuls, A: layers*heads*head_dim, causal attention counted as half)"
+    if device_name == "CPU":
+        return f"{formula}; no mfu on a CPU"
     if not peak:
         return f"{formula}; no mfu: the {run.train.precision} peak of {device_name!r} is not in phalanx/base/devices.py"
-    dense = f"{peak / 1e12:g}e12 FLOP/s, {device.name if device else ''} {run.train.precision} dense"
-    return f"{formula}; mfu = FLOP / (step seconds * {world} devices * {dense})"
+    chip = f"{peak / 1e12:g}e12 FLOP/s, {device.name if device else ''} {run.train.precision} dense"
+    return f"{formula}; mfu = FLOP / (step seconds * {world} devices * {chip})"

@@ -22,7 +22,7 @@ from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.save import Snapshot, save
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import train_loader, valid_loaders
-from phalanx.data.tokenizers import load_tokenizer
+from phalanx.data.tokenizers import byte_tokenizer, load_tokenizer
 from phalanx.train.build import State, build, init_weights
 from phalanx.train.config import Run
 from phalanx.train.flops import flops_of, mfu_text
@@ -63,6 +63,7 @@ def train(run: Run, placement: Placement) -> None:
         after.callback(stop.restore)
         mesh = join(run, placement)
         after.callback(leave_world)
+        after.callback(mesh.close)
         state = build(make_plan(run, placement.world_size), mesh)
         counters, start = start_state(state, log)
         loop_of(state, counters, start, log, stop, after).run()
@@ -99,6 +100,8 @@ def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
     if source is not None:
         scalars = load_state(source, state.buffers, state.optimizer, state.scaler, state.mesh, run.model)
         check_position(run, scalars, source)
+        if scalars.get("train.precision") != run.train.precision:
+            state.scaler.reset()  # a loss scale belongs to its precision
         log.info(f"continue from {source}")
         names = ("step", "consumed_samples", "tokens", "skipped", "skipped_in_a_row")
         return Counters(**{name: scalars[name] for name in names}), source
@@ -163,11 +166,16 @@ def saver(state: State, counters: Counters, start: Path | None, log: Log) -> Any
     """A function that saves the current step; all ranks call it together."""
     run = state.plan.run
     eod = load_tokenizer(run.data.tokenizer).eod if run.data.tokenizer else None
+    tokenizer = run.data.tokenizer
+    if tokenizer == "bytes":  # checkpoints carry files
+        tokenizer = str(Path(run.dir) / "tokenizer")
+        if state.mesh.rank == 0:
+            byte_tokenizer().save(Path(tokenizer))
     ids = {} if eod is None else {"eos_token_id": eod}
 
     def save_now() -> None:
-        scalars = {**asdict(counters), "train.seq_length": run.train.seq_length, "train.seed": run.train.seed}
-        snapshot = Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, run.data.tokenizer, ids)
+        scalars = {**asdict(counters), "train.seq_length": run.train.seq_length, "train.seed": run.train.seed, "train.precision": run.train.precision}
+        snapshot = Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, tokenizer, ids)
         root = Path(run.dir) / "checkpoints"
         saved = save(root, snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, keep_last=run.checkpoint.keep_last,
                      protect=[start] if start else [])  # fmt: skip
