@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.grads import add_grad
+from phalanx.ops.grads import add_rows_grad
 
 
 class _Embedding(Function):
@@ -26,10 +26,7 @@ class _Embedding(Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (rows, here), weight = ctx.saved_tensors, ctx.weight
         dx = ctx.tp.all_gather(dx).wait().masked_fill(~here.unsqueeze(-1), 0)
-        wide = weight.dtype if weight.grad is None else weight.grad.dtype
-        # aten's dense backward sorts by row on a GPU, so equal inputs give equal bits (index_add_ would not)
-        dw = torch.ops.aten.embedding_dense_backward(dx.to(wide), rows, weight.shape[0], -1, False)
-        return None, add_grad(weight, dw), None, None, None
+        return None, add_rows_grad(weight, rows, dx), None, None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, first: int, count: int, tp: Axis) -> Tensor:
@@ -47,9 +44,7 @@ class _Positions(Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (positions,), weight = ctx.saved_tensors, ctx.weight
-        wide = weight.dtype if weight.grad is None else weight.grad.dtype
-        dw = torch.ops.aten.embedding_dense_backward(dx.to(wide), positions, weight.shape[0], -1, False)
-        return None, add_grad(weight, dw)
+        return None, add_rows_grad(weight, positions, dx)
 
 
 def learned_positions(positions: Tensor, weight: Tensor) -> Tensor:

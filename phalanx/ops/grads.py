@@ -34,3 +34,14 @@ def add_product_grad(param: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     else:
         buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
     return None
+
+
+def add_rows_grad(param: Tensor, rows: Tensor, dy: Tensor) -> Tensor | None:
+    """The same for a lookup: dy (T, D) is added to rows (T,) of the parameter's gradient, repeated rows included.
+
+    On a GPU this sums in the order of a stable sort, so equal inputs give equal bits (atomics, or aten's embedding backward,
+    do not).
+    """
+    buffer = torch.zeros_like(param) if param.grad is None else param.grad
+    buffer.index_put_((rows,), dy.to(buffer.dtype), accumulate=True)
+    return buffer if param.grad is None else None
