@@ -21,11 +21,12 @@ from phalanx.data.prepare import demo_data
 
 LAYOUTS = {  # name -> (ranks, overrides)
     "1 GPU": (1, []),
+    "tp2 x pp2": (4, ["layout.tp=2", "layout.pp=2"]),
+    "dp4": (4, []),
+    "tp4": (4, ["layout.tp=4"]),
+    "pp4": (4, ["layout.pp=4"]),
     "dp2": (2, []),
     "tp2": (2, ["layout.tp=2"]),
-    "dp4": (4, []),
-    "tp2 x pp2": (4, ["layout.tp=2", "layout.pp=2"]),
-    "tp4": (4, ["layout.tp=4"]),
 }
 MODEL = {
     "family": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
@@ -52,7 +53,7 @@ def run_layout(config: Path, folder: Path, name: str, ranks: int, overrides: lis
     command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", "log.report=false", *overrides, "--ranks", str(ranks)]
     began = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired as late:
         return {"layout": name, "ranks": ranks, "error": f"no end after {late.timeout} s"}
     wall = time.perf_counter() - began
