@@ -119,13 +119,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/bench-layouts"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--only", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS), help="the first one is what the others are compared with")
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     options.work.mkdir(parents=True, exist_ok=True)
     config = write_config(options.work, options.steps, gpus > 0)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for name, (ranks, overrides) in LAYOUTS.items():
+    for name in options.only:
+        ranks, overrides = LAYOUTS[name]
         if gpus and ranks > gpus:
             continue
         rows.append(run_layout(config, options.work, name, ranks, overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -197,6 +198,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # why: comm.mesh.many_queues; here, before CUDA is looked at
     sys.exit(guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False)))
 
 

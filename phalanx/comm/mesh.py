@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -124,9 +125,19 @@ class Mesh:
         self._axes.clear()
 
 
+def many_queues() -> None:
+    """Give the GPU as many hardware queues as it has, unless the user chose a number; before the first use of CUDA.
+
+    Kernels of several NCCL communicators wait for peers at the same time. With few queues one can stand behind another by
+    chance, and ranks then wait for each other in a ring.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def local_device(kind: str, local_rank: int) -> torch.device:
     """The device of this rank: GPU number `local_rank`, or the CPU."""
     if kind == "cuda":
+        many_queues()
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -80,8 +80,7 @@ def environment(ranks: int) -> Iterator[None]:
     wanted = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S),
-        # NCCL kernels of several communicators wait for peers at the same time: none may queue behind another by chance
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),  # why: comm.mesh.many_queues
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         # the package is found even where it is not installed and the ranks' folder is another
         "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(phalanx.__file__).parents[1]), os.environ.get("PYTHONPATH")))),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import tempfile
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -71,17 +73,21 @@ def steps_of(run: Run, rank: int, world: int, device: torch.device) -> dict:
 def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run]) -> None:
     torch.set_num_threads(1)
     device = local_device(kind, rank)
-    for number, run in enumerate(runs.values()):  # a world of its own for each: all its communicators go with it
+    for number, (name, run) in enumerate(runs.items()):  # a world of its own for each: all its communicators go with it
+        if rank == 0:
+            print(f"{time.strftime('%X')} {name}", flush=True)
+        faulthandler.dump_traceback_later(40, exit=True)  # a hang ends here, and says where
         init_world(rank, world, f"file://{folder}/store-{number}", device, timeout_s=120.0)
         found = steps_of(run, rank, world, device)
         leave_world()
         with open(os.path.join(folder, f"{number}-{rank}"), "wb") as f:
             pickle.dump(found, f)
+        faulthandler.cancel_dump_traceback_later()
 
 
-def check_layouts(kind: str, world: int) -> dict[str, str]:
+def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", "fp32", "bf16")) -> dict[str, str]:
     """name -> "ok ..." or what is wrong. fp64: as the central test. fp32 and bf16: losses against one device's fp32."""
-    runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() for p in ("fp64", "fp32", "bf16")}
+    runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() for p in precisions}
     table: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, args=(world, kind, folder, runs), nprocs=world)

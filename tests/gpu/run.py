@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from phalanx.comm.mesh import many_queues
 from tests.gpu.checks import all_checks
 from tests.gpu.layouts import check_layouts
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--world", type=int, help="ranks of the layouts part; default: the number of GPUs")
+    parser.add_argument("--precisions", default="fp64,fp32,bf16", help="of the layouts part")
     parser.add_argument("--only", default="", help="run the checks whose name contains this")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -40,7 +42,7 @@ def main() -> int:
                 table[name] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
     if world > 1 and options.only in "layouts":
         try:
-            table |= check_layouts(options.device, world)
+            table |= check_layouts(options.device, world, tuple(options.precisions.split(",")))
         except Exception as error:
             traceback.print_exc()
             table["layouts"] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
@@ -56,4 +58,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "4")
+    many_queues()
     sys.exit(main())
