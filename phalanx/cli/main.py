@@ -22,7 +22,11 @@ RANKS = click.option("--ranks", type=int, default=None, metavar="N", help="Numbe
 
 
 class Verbs(click.Group):
-    """A group that says what a mistyped verb may have meant."""
+    """A group that lists its verbs in the order of use, and says what a mistyped one may have meant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        order = ("doctor", "data", "plan", "train", "verify", "generate", "checkpoint", "explain")
+        return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
@@ -37,7 +41,7 @@ INVITATION = f"""\
 Phalanx {__version__}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
 
   phalanx doctor                                  what this machine can do
-  phalanx plan CONFIG --ranks 64                  layout, memory and time, without a GPU
+  phalanx plan CONFIG --ranks 64                  layout, schedule and memory, without a GPU
   phalanx train CONFIG                            train (resumes by itself)
   phalanx train CONFIG layout.tp=2 optim.lr=1e-4  the same with other values
   phalanx generate RUN --prompt "Once upon a time"    text from a checkpoint
@@ -61,7 +65,11 @@ def cli(ctx: click.Context) -> None:
 @RANKS
 @click.option("--logs", type=click.Path(file_okay=False), default=None, help="Write each rank's output to files in this folder.")
 def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str | None) -> None:
-    """Train the run that CONFIG (.yaml, or .py with `def run()`) describes; continue it if its folder has checkpoints."""
+    """Train the run that CONFIG (.yaml, or .py with `def run()`) describes; continue it if its folder has checkpoints.
+
+    Results go to the config's `dir`. Ctrl-C or SIGTERM saves and exits with 75. Under torchrun or srun it joins their ranks.
+    Any key of the config can be set here: layout.tp=2 optim.lr=1e-4 (`phalanx explain KEY` says what it means).
+    """
     from phalanx.cli.setup import arguments, prepare
 
     ready = prepare(config, overrides, ranks)
@@ -74,7 +82,10 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
 @RANKS
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps to compare.")
 def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int) -> None:
-    """Compare the run's layout with one process: losses and every gradient."""
+    """Compare the run's layout with one process: losses and every gradient, in float64.
+
+    The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits with 1.
+    """
     from phalanx.cli.setup import Ready, arguments, prepare_elsewhere
 
     ready = prepare_elsewhere(config, overrides, ranks)
@@ -86,13 +97,13 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     compare(ready.run, ready.ranks, start, steps, click.echo)
 
 
-@cli.command(short_help="Show layout, memory and time; needs no GPU.")
+@cli.command(short_help="Show what each rank will hold and do; needs no GPU.")
 @CONFIG
 @OVERRIDES
 @RANKS
 @click.option("--device", default=None, metavar="NAME", help="The GPU it is to fit on, such as H100 (default: says which would do).")
 def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None) -> None:
-    """Print what the run would do on N ranks: layout, stages, memory, time. Needs no GPU and no data."""
+    """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data."""
     from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.setup import prepare_elsewhere
 

@@ -100,7 +100,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
         **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid.dp if sharded else 1),
         "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
         "working": max(blocks[b].bytes.working for b in mine),
-        "messages": batches + message * (sends + trace.peak_receives[pp]),  # the executor holds what it sent until the step ends
+        "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]),
     }
     sent = {
         "tp": num_micro_batches * sum(blocks[b].sent for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),
