@@ -8,6 +8,7 @@ import pickle
 import tempfile
 import time
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.layout.config import LayoutConfig
 from phalanx.train.build import build, init_weights
 from phalanx.train.config import Run
-from phalanx.train.plan import make_plan, without_layout
+from phalanx.train.plan import grid_of, make_plan, without_layout
 from phalanx.train.step import accumulate, update
 from tests.parity import assemble, base_run, compare, parts_of, set_weights, step_batches
 
@@ -50,11 +51,9 @@ def run_of(case: tuple[str, dict, dict], precision: str) -> Run:
     return replace(run, model=replace(run.model, initializer_range=0.1), layout=LayoutConfig(bucket_mb=0, **layout))
 
 
-def steps_of(run: Run, rank: int, world: int, device: torch.device) -> dict:
+def steps_of(run: Run, mesh: Mesh) -> dict:
     """tests.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
-    plan = make_plan(run, world)
-    mesh = Mesh(plan.grid, rank, device)
-    state = build(plan, mesh)
+    state, device = build(make_plan(run, mesh.grid.world), mesh), mesh.device
     exact = run.train.precision == "fp64"
     set_weights(state) if exact else init_weights(state)
     state.train()
@@ -71,18 +70,23 @@ def steps_of(run: Run, rank: int, world: int, device: torch.device) -> dict:
 
 
 def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run]) -> None:
+    """Run them all, those of one grid in one world: NCCL takes about a second to open each communicator."""
     torch.set_num_threads(1)
     device = local_device(kind, rank)
-    for number, (name, run) in enumerate(runs.items()):  # a world of its own for each: all its communicators go with it
-        if rank == 0:
-            print(f"{time.strftime('%X')} {name}", flush=True)
-        faulthandler.dump_traceback_later(40, exit=True)  # a hang ends here, and says where
-        init_world(rank, world, f"file://{folder}/store-{number}", device, timeout_s=120.0)
-        found = steps_of(run, rank, world, device)
+    numbered = sorted(enumerate(runs.items()), key=lambda item: repr(grid_of(item[1][1], world)))
+    for grid, members in groupby(numbered, key=lambda item: grid_of(item[1][1], world)):
+        init_world(rank, world, f"file://{folder}/store-{grid.pp}-{grid.dp}-{grid.tp}", device, timeout_s=120.0)
+        mesh = Mesh(grid, rank, device)
+        for number, (name, run) in members:
+            if rank == 0:
+                print(f"{time.strftime('%X')} {name}", flush=True)
+            faulthandler.dump_traceback_later(40, exit=True)  # a hang ends here, and says where
+            found = steps_of(run, mesh)
+            faulthandler.cancel_dump_traceback_later()
+            with open(os.path.join(folder, f"{number}-{rank}"), "wb") as f:
+                pickle.dump(found, f)
+        mesh.close()
         leave_world()
-        with open(os.path.join(folder, f"{number}-{rank}"), "wb") as f:
-            pickle.dump(found, f)
-        faulthandler.cancel_dump_traceback_later()
 
 
 def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", "fp32", "bf16")) -> dict[str, str]:
@@ -107,7 +111,7 @@ def judge(run: Run, results: list[dict], device: torch.device) -> str:
     alone = without_layout(run)
     exact = run.train.precision == "fp64"
     truth_run = replace(alone, train=replace(alone.train, precision="fp64" if exact else "fp32", recompute="none"))
-    truth = steps_of(truth_run, 0, 1, device)
+    truth = steps_of(truth_run, Mesh(grid_of(truth_run, 1), 0, device))
     if exact:
         whole = {**truth, "grads": [assemble([g]) for g in truth["grads"]], "weights": assemble([truth["weights"]])}
         compare(results, whole, STEPS)
