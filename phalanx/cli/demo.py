@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from phalanx.base.errors import DataError
 from phalanx.cli.main import guarded, run_ranks
 from phalanx.cli.setup import arguments, prepare
+from phalanx.data.loader import valid_loaders
 from phalanx.launch.env import describe_machine
+from phalanx.train.config import Run, TrainConfig
 
 PROMPT = "def main(argv=None):\n"
 VOCABULARY = 4096
@@ -66,10 +70,21 @@ def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
     click.echo(f"prepared {prefix} in {time.perf_counter() - began:.1f} s")
     values = {**settings(gpu, ranks), "dir": folder, "data": {"paths": [str(prefix)], "split": "99,1,0", "tokenizer": str(tokenizer)}}
     config = Path(folder) / "demo.yaml"
-    save_run(load_run(base=values), config)
+    save_run(with_validation_if_possible(load_run(base=values)), config)
     ready = prepare(str(config), overrides, ranks)
     run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), None)
     finish(Path(folder))
+
+
+def with_validation_if_possible(run: Run) -> Run:
+    """Corpora are cut at document borders: of a text that is one long document nothing is left to validate on."""
+    try:
+        valid_loaders(run.data, seq_length=run.train.seq_length, seed=run.train.seed, vocab_size=run.model.vocab_size)
+        return run
+    except DataError:
+        click.echo("no validation loss: the text has too few documents (files) to keep some of them apart")
+        train = replace(run.train, eval_interval=None, eval_samples=TrainConfig.eval_samples)
+        return replace(run, train=train, data=replace(run.data, split="1,0,0"))
 
 
 def finish(folder: Path) -> None:
