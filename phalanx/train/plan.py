@@ -22,6 +22,7 @@ from phalanx.nn.module import Block
 from phalanx.schedule.actions import Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
+from phalanx.schedule.simulate import simulate
 from phalanx.train.config import Run
 
 FAMILIES = {"llama": llama.make_blocks, "gpt2": gpt2.make_blocks}
@@ -131,9 +132,11 @@ class Plan:
         return {r for block in blocks for p in block.parameters() for piece in spec_of(p).pieces for r in piece.replicas}
 
     def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
-        """The lowered instruction lists of all pipeline ranks."""
+        """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would hang)."""
         users = [{b.id: b.users for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)]
-        return lower(self.schedule(num_micro_batches, backward), self.runs_per_stage, users)
+        program = lower(self.schedule(num_micro_batches, backward), self.runs_per_stage, users)
+        simulate(program)
+        return program
 
 
 def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[nn.Parameter], list[frozenset[tuple[int, int]]]]:
