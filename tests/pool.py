@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing as mp
 import os
@@ -23,9 +24,11 @@ def _serve(pipe: Any, rank: int) -> None:
         job = pipe.recv()
         if job is None:
             return
-        world, store, target, args = job
+        world, store, target, args, timeout = job
+        faulthandler.dump_traceback_later(timeout - 5, file=sys.__stderr__)  # where a rank that will not answer in time is
         try:
             pipe.send((True, _run(rank, world, store, target, args)))
+            faulthandler.cancel_dump_traceback_later()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             if world > 1:
@@ -64,7 +67,7 @@ class RankPool:
         self._ensure(world)
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self.workers[:world]:
-                pipe.send((world, os.path.join(folder, "store"), target, args))
+                pipe.send((world, os.path.join(folder, "store"), target, args, timeout))
             return self._collect(world, timeout)
 
     def _collect(self, world: int, timeout: float) -> list[Any]:

@@ -1,30 +1,40 @@
-"""Preparing data: text files in, token files and a manifest out. Formats are `index` and `tokenizers`; order is left to `mixture`."""
+"""Preparing data: texts in, token files and a manifest out, in pieces that survive a kill. Formats are `index` and `tokenizers`;
+what is in the inputs is `readers`, the pieces are `shards`, the processes `workers`; order is left to `mixture`.
+"""
 
 from __future__ import annotations
 
-import codecs
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from phalanx.base.errors import DataError
-from phalanx.data.files import must_exist, replacing
-from phalanx.data.index import CorpusWriter, optimal_dtype, strip_suffix
+from phalanx.data import shards
+from phalanx.data.files import replacing, sync_folder
+from phalanx.data.index import optimal_dtype, strip_suffix
+from phalanx.data.readers import SUFFIXES, Errors, Part, Reading, cut, find_files, texts
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from phalanx.data.workers import ordered
 
-MANIFEST_VERSION = 1
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
-BATCH_BYTES = 4 << 20  # text per encode_batch: enough to keep all cores busy, little enough to stay small
+MANIFEST_VERSION = 2
+BATCH_BYTES = 1 << 20  # text per encode_batch: enough to keep its threads busy, little enough to stay small
+PIECE_BYTES = 8 << 20  # input per piece: what a kill can cost each worker
+MAX_PIECES = 1 << 14  # so that a shuffle can map all of them
 MAX_NAMED = 100  # inputs that a manifest names one by one
 TRAIN_BYTES = 12 << 20  # text a demo tokenizer is trained on
-Errors = Literal["strict", "replace", "skip"]
+TYPECODES = {"uint16": "H", "int32": "i"}
 
 
 @dataclass
@@ -46,6 +56,18 @@ class Summary:
     """Files or lines that could not be read, left out (errors='skip')."""
     replaced: int = 0
     """Files or lines in which bad bytes were replaced (errors='replace')."""
+    skipped_by: dict[str, int] = field(default_factory=dict)
+    """`skipped` by reason."""
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Documents by length: under "2**k" those of 2**k to 2**(k+1) - 1 tokens."""
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    """Path, bytes and SHA-256 of each file; of very many only the first ones."""
+    inputs_hash: str = ""
+    """SHA-256 of the SHA-256s of all files, in order."""
+    append_eod: bool = True
+    shuffle: int | None = None
+    """Seed of the order of documents; None: as they were read."""
+    shard: str = "0/1"
     version: int = field(default=MANIFEST_VERSION)
 
 
@@ -55,39 +77,186 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     suffixes: Sequence[str] = SUFFIXES,
-    key: str = "text",
+    key: str | Sequence[str] = "text",
     errors: Errors = "strict",
+    append_eod: bool = True,
+    workers: int = 1,
+    shuffle: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+    piece_bytes: int = PIECE_BYTES,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
     """Turn texts into PREFIX.bin, PREFIX.idx and PREFIX.json; nothing appears before all of it is written.
 
-    inputs: files, and folders that are searched for `suffixes`. A .jsonl file holds a document a line, under `key`; any other
-    file is one document. Each document ends with the end-of-document token. Order: inputs as given, folders by name.
-    DataError for an input that is missing or damaged, with file and byte offset or line; `errors` may ask to go on instead.
+    inputs: files, globs, and folders that are searched for `suffixes`, each perhaps .gz or .zst. A .jsonl file holds a document a
+    line and a .parquet file one a row, under `key` (`a.b`: b inside a; several keys: their texts, a line break between); any
+    other file is one document. Each document ends with the end-of-document token. Order: inputs as given, folders by name.
+    DataError for an input that is missing or damaged, with file, line and byte; `errors` may ask to go on instead.
+
+    workers: processes; 1 works here, with the threads of the tokenizer. The output is the same for any number.
+    shuffle: a seed for the order of the documents. shard: (i, n), the i-th of n runs that share the work; `merge_shards` joins.
+    Finished pieces are kept in a hidden folder beside PREFIX until the end, so that the same call after a kill goes on.
+    Memory: a few times `piece_bytes` per worker, or what the longest document needs. progress: called with (done, all) bytes.
     """
-    if tokenizer.eod is None:
+    if append_eod and tokenizer.eod is None:
         raise DataError(f"the tokenizer {tokenizer.fingerprint[:12]} has no end-of-document token")
+    if not 0 <= shard[0] < shard[1]:
+        raise DataError(f"shard {shard[0]}/{shard[1]}: the first is 0/{shard[1]}, the last {shard[1] - 1}/{shard[1]}")
+    files = list(find_files(inputs, suffixes))
+    stats = _stats(files)
+    total = sum(size for _, size, _ in stats)
+    piece_bytes = max(piece_bytes, total // MAX_PIECES)
+    reading = Reading((key,) if isinstance(key, str) else tuple(key), errors)
     dtype = optimal_dtype(tokenizer.vocab_size)
+    settings = [MANIFEST_VERSION, stats, tokenizer.fingerprint, reading.keys, append_eod, shard, piece_bytes]
     summary = Summary(_named(inputs), tokenizer.fingerprint, tokenizer.vocab_size, dtype.name)
-    with CorpusWriter(prefix, dtype) as writer:
-        texts = _texts(find_files(inputs, suffixes), key, errors, summary)
-        for batch in _batches(texts, summary):
-            for ids in tokenizer.encode_batch(batch):
-                writer.add_document(np.array([*ids, tokenizer.eod]))
-        if not writer.num_tokens:
+    summary.append_eod, summary.shuffle, summary.shard = append_eod, shuffle, f"{shard[0]}/{shard[1]}"
+    with _folder(Path(strip_suffix(prefix)), hashlib.sha256(json.dumps(settings).encode()).hexdigest()) as folder:
+        wanted = cut(files, piece_bytes, lambda before: before * shard[1] // max(total, 1) == shard[0])
+        shared = (tokenizer, reading, tokenizer.eod if append_eod else None, dtype.name)
+        pieces = _make_pieces(wanted, folder, shared, workers, lambda done: progress and progress(done, total // shard[1]))
+        if _stats(files) != stats:
+            changed = next(new[0] for new, old in zip(_stats(files), stats) if new != old)
+            raise DataError(f"{changed}: changed while it was read; run again")
+        _sum_up(pieces, summary)
+        if not summary.tokens:
             raise DataError(f"no text in {', '.join(summary.sources)}: {summary.files} files with a suffix of {', '.join(suffixes)}")
-    summary.documents, summary.tokens = writer.num_documents, writer.num_tokens
-    _write_json(Path(strip_suffix(prefix) + ".json"), asdict(summary))
+        shards.assemble(pieces, folder / "all", dtype, shuffle)
+        _publish(folder / "all", strip_suffix(prefix), asdict(summary))
     return summary
 
 
-def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]) -> Iterator[Path]:
-    """Files as they are; the files of folders with one of the suffixes, in order of their paths."""
-    for given in inputs:
-        path = must_exist(given)
-        if path.is_dir():
-            yield from sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        else:
-            yield path
+def merge_shards(prefix: str | os.PathLike[str], parts: Sequence[str | os.PathLike[str]]) -> Summary:
+    """One pair of token files of those that `prepare(shard=...)` made, in the order given. DataError if their tokenizers differ."""
+    notes = [json.loads(file.read_text(encoding="utf-8")) for part in parts if (file := Path(strip_suffix(part) + ".json")).exists()]
+    for name in ("tokenizer", "append_eod"):
+        if len({note.get(name) for note in notes}) > 1:
+            raise DataError(f"{', '.join(map(str, parts))}: made with different settings: {name} is {[note.get(name) for note in notes]}")
+    first: dict[str, Any] = notes[0] if notes else {}
+    summary = Summary(_named(parts), first.get("tokenizer", ""), first.get("vocab_size", 0), first.get("dtype", ""))
+    summary.append_eod = first.get("append_eod", True)
+    for name in ("files", "text_bytes", "empty", "skipped", "replaced"):
+        setattr(summary, name, sum(note.get(name, 0) for note in notes))
+    for name in ("skipped_by", "lengths"):
+        setattr(summary, name, dict(sum((Counter(note.get(name, {})) for note in notes), Counter())))
+    summary.inputs = [entry for note in notes for entry in note.get("inputs", [])][:MAX_NAMED]
+    with _folder(Path(strip_suffix(prefix)), "merge") as folder:
+        summary.documents, summary.tokens = shards.merge(folder / "all", parts)
+        _publish(folder / "all", strip_suffix(prefix), asdict(summary))
+    return summary
+
+
+def _make_pieces(
+    work: Iterable[list[Part]], folder: Path, shared: tuple[Any, ...], workers: int, progress: Callable[[int], Any]
+) -> list[Path]:
+    """Encode what has not been encoded before; the pieces, in order."""
+    pieces: list[Path] = []
+    done = 0
+
+    def missing() -> Iterator[tuple[Path, list[Part]]]:
+        nonlocal done
+        for number, parts in enumerate(work):
+            clean = folder / f"{number:08d}"
+            known = next((path for path in (clean, _mended(clean, shared[1].errors)) if path.exists()), None)
+            pieces.append(known or clean)
+            if known is None:
+                yield clean, parts
+            else:
+                done += sum(part.size for part in parts)
+                progress(done)
+
+    for path, size in ordered(_encode, shared, missing(), workers):
+        pieces[int(path.name[:8])] = path
+        done += size
+        progress(done)
+    return pieces
+
+
+def _encode(shared: tuple[Tokenizer, Reading, int | None, str], item: tuple[Path, list[Part]]) -> tuple[Path, int]:
+    """Write a piece: (its path, bytes of input). Its name says whether anything was skipped or replaced, which a strict run must see."""
+    tokenizer, reading, eod, dtype = shared
+    path, parts = item
+    tokens, lengths, counts = array(TYPECODES[dtype]), array("i"), Counter[str]()
+    for batch in _batches(chain.from_iterable(texts(part, reading, counts) for part in parts), counts):
+        for ids in tokenizer.encode_batch(batch):
+            if eod is not None:
+                ids.append(eod)
+            tokens.fromlist(ids)
+            lengths.append(len(ids))
+            counts[f"length:{len(ids).bit_length() - 1}"] += 1
+    begun = [part.path for part in parts if part.start == 0 and part.line == 1 and (part.groups is None or part.groups[0] == 0)]
+    inputs = [{"path": name, "bytes": os.path.getsize(name), "sha256": _sha256(name)} for name in begun]
+    counts["documents"], counts["tokens"] = len(lengths), len(tokens)
+    mended = counts["replaced"] or any(name.startswith("skipped:") for name in counts)
+    path = _mended(path, reading.errors) if mended else path
+    shards.write_piece(path, {"counts": counts, "inputs": inputs}, lengths, memoryview(tokens).cast("B"))
+    return path, sum(part.size for part in parts)
+
+
+def _mended(path: Path, errors: Errors) -> Path:
+    return path.with_name(f"{path.name}-{errors}")
+
+
+def _sum_up(pieces: Sequence[Path], summary: Summary) -> None:
+    counts, files = Counter[str](), hashlib.sha256()
+    for piece in pieces:
+        note = shards.read_note(piece)
+        counts.update(note["counts"])
+        for entry in note["inputs"]:
+            files.update(entry["sha256"].encode())
+            summary.files += 1
+            if len(summary.inputs) < MAX_NAMED:
+                summary.inputs.append(entry)
+    for name in ("documents", "tokens", "text_bytes", "empty", "replaced"):
+        setattr(summary, name, counts[name])
+    summary.skipped_by = {name.removeprefix("skipped:"): n for name, n in sorted(counts.items()) if name.startswith("skipped:")}
+    summary.skipped = sum(summary.skipped_by.values())
+    bits = sorted(int(name.removeprefix("length:")) for name in counts if name.startswith("length:"))
+    summary.lengths = {f"2**{k}": counts[f"length:{k}"] for k in bits}
+    summary.inputs_hash = files.hexdigest()
+
+
+@contextmanager
+def _folder(prefix: Path, settings: str) -> Iterator[Path]:
+    """The hidden folder beside `prefix`, with what an earlier run with the same settings left; gone when the block ends well."""
+    folder = prefix.with_name(f".{prefix.name}.pieces")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(f"{prefix}: another process is writing it (lock {folder / 'lock'})") from None
+        note = folder / "settings"
+        old = note.read_text() if note.exists() else ""
+        for path in folder.iterdir():
+            if path.name != "lock" and (old != settings or not path.name[:8].isdigit() or ".tmp-" in path.name):
+                path.unlink()
+        note.write_text(settings)
+        try:
+            yield folder
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(f"{prefix}: disk full; finished pieces are kept in {folder}: make room and run the same again") from None
+        shutil.rmtree(folder)
+
+
+def _publish(made: Path, prefix: str, manifest: dict[str, Any]) -> None:
+    """Move finished token files to their place, the index last, and write the manifest."""
+    Path(prefix + ".idx").unlink(missing_ok=True)  # a crash in between must not leave an old .idx beside the new .bin
+    for suffix in (".bin", ".idx"):
+        os.replace(str(made) + suffix, prefix + suffix)
+    sync_folder(Path(prefix).parent)
+    _write_json(Path(prefix + ".json"), manifest)
+
+
+def _stats(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    return [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def stdlib_files(max_bytes: int) -> list[Path]:
@@ -132,76 +301,26 @@ def demo_data(
         if json.loads(manifest.read_text(encoding="utf-8")).get("inputs") == inputs:
             return prefix, str(tokenizer_path)
     manifest.unlink(missing_ok=True)
-    sample = Summary([], "", vocab_size, "")
-    train_bpe(_first_bytes(_texts(files, "text", "skip", sample), TRAIN_BYTES), vocab_size, tokenizer_path.parent)
+    parts = (Part(str(file), file.stat().st_size) for file in files)
+    sample = chain.from_iterable(texts(part, Reading(errors="skip"), Counter()) for part in parts)
+    train_bpe(_first_bytes(sample, TRAIN_BYTES), vocab_size, tokenizer_path.parent)
     summary = prepare(files, prefix, load_tokenizer(tokenizer_path), errors="skip")
     _write_json(manifest, {"inputs": inputs, "files": summary.files, "tokens": summary.tokens, "skipped": summary.skipped})
     return prefix, str(tokenizer_path)
 
 
-def _texts(files: Iterable[Path], key: str, errors: Errors, summary: Summary) -> Iterator[str]:
-    """The documents of the files; counts what it meets in `summary`."""
-    for file in files:
-        summary.files += 1
-        with open(file, "rb") as stream:
-            lines = enumerate(stream, 1) if file.suffix == ".jsonl" else [(0, stream.read())]
-            offset = 0
-            for number, raw in lines:
-                text = _decode(raw, file, offset, errors, summary)
-                offset += len(raw)
-                if text is not None and number:
-                    text = _field(text, file, number, key, errors, summary)
-                if text is not None:
-                    yield text
-
-
-def _decode(raw: bytes, file: Path, offset: int, errors: Errors, summary: Summary) -> str | None:
-    mark = codecs.BOM_UTF8 if offset == 0 and raw.startswith(codecs.BOM_UTF8) else b""
-    try:
-        return raw[len(mark) :].decode("utf-8")
-    except UnicodeDecodeError as error:
-        if errors == "skip":
-            summary.skipped += 1
-            return None
-        if errors == "replace":
-            summary.replaced += 1
-            return raw[len(mark) :].decode("utf-8", errors="replace")
-        at = len(mark) + error.start
-        raise DataError(f"{file}: not UTF-8: byte {raw[at]:#04x} at offset {offset + at}; errors='replace' or 'skip' go on") from None
-
-
-def _field(line: str, file: Path, number: int, key: str, errors: Errors, summary: Summary) -> str | None:
-    """The text of a line of JSON; None for a blank line."""
-    if not line.strip():
-        return None
-    try:
-        value = json.loads(line)
-        if isinstance(value, dict) and isinstance(value.get(key), str):
-            value[key].encode()
-            return value[key]
-        problem = f"no text under key {key!r}; keys: {', '.join(value)}" if isinstance(value, dict) else "not a JSON object"
-    except UnicodeEncodeError as error:  # "\ud800" is JSON, but half a character
-        problem = f"not text: {error}"
-    except ValueError as error:
-        problem = f"not JSON: {error}"
-    if errors != "skip":
-        raise DataError(f"{file}: line {number}: {problem}")
-    summary.skipped += 1
-    return None
-
-
-def _batches(texts: Iterable[str], summary: Summary) -> Iterator[list[str]]:
+def _batches(documents: Iterable[str], counts: Counter[str]) -> Iterator[list[str]]:
     batch, size = [], 0
-    for text in texts:
+    for text in documents:
         if not text:
-            summary.empty += 1
+            counts["empty"] += 1
             continue
         batch.append(text)
         size += len(text)
+        counts["text_bytes"] += len(text.encode())
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
-        summary.text_bytes += len(text.encode())
     yield batch
 
 
