@@ -66,16 +66,31 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """A tokenizer.json, a folder that holds one, or `bytes`. DataError if it is missing or not one."""
+    """A tokenizer.json, a folder that holds one (or GPT-2's vocab.json and merges.txt), or `bytes`. DataError if it is missing or not one."""
     if os.fspath(path) == BYTES:
         return byte_tokenizer()
     path = must_exist(path)
+    if path.is_dir() and not (path / "tokenizer.json").exists() and (path / "vocab.json").exists():
+        return _gpt2_files(path)
     file = must_exist(path / "tokenizer.json") if path.is_dir() else path
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{file}: not a tokenizer.json: {error}") from None
     return Tokenizer(core, _end_of_document(core, file.with_name("tokenizer_config.json")))
+
+
+def _gpt2_files(folder: Path) -> Tokenizer:
+    """GPT-2's vocab.json and merges.txt: a byte-level BPE."""
+    vocab, merges = folder / "vocab.json", must_exist(folder / "merges.txt")
+    try:
+        core = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{vocab}, {merges}: not a vocabulary and its merges: {error}") from None
+    _make_byte_level(core)
+    if core.token_to_id(END_OF_DOCUMENT) is not None:
+        core.add_special_tokens([END_OF_DOCUMENT])
+    return Tokenizer(core, _end_of_document(core, folder / "tokenizer_config.json"))
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -98,10 +113,36 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[s
     _make_byte_level(core)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False)
+    return _train(core, trainer, texts, folder)
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> Tokenizer:
+    """Train a WordPiece vocabulary (Schuster & Nakajima, 2012; BERT's) and save it to `folder`.
+
+    Words are split at white space and punctuation; characters never seen become [UNK], so decoding need not give the text back.
+    """
+    core = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # type: ignore[assignment]
+    core.decoder = decoders.WordPiece()  # type: ignore[assignment]
+    special = [END_OF_DOCUMENT, "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+    return _train(core, trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False), texts, folder)
+
+
+def train_unigram(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> Tokenizer:
+    """Train a Unigram vocabulary (Kudo, 2018) over bytes and save it to `folder`: every text can be encoded and comes back exactly."""
+    core = tokenizers.Tokenizer(models.Unigram())
+    _make_byte_level(core)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False)
+    return _train(core, trainer, texts, folder)
+
+
+TRAINERS = {"bpe": train_bpe, "wordpiece": train_wordpiece, "unigram": train_unigram}
+
+
+def _train(core: tokenizers.Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], folder: str | os.PathLike[str]) -> Tokenizer:
     core.train_from_iterator(texts, trainer)
-    tokenizer = Tokenizer(core, END_OF_DOCUMENT)
-    tokenizer.save(folder)
-    return tokenizer
+    return load_tokenizer(Tokenizer(core, END_OF_DOCUMENT).save(folder))  # as it will be read: scores are rounded in the file
 
 
 def _make_byte_level(core: tokenizers.Tokenizer) -> None:
