@@ -155,18 +155,54 @@ def data() -> None:
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Prefix of the .bin and .idx files to write.")
 @click.option("--tokenizer", required=True, help="A tokenizer.json or a folder that holds one.")
-@click.option("--key", default="text", show_default=True, help="Field of a .jsonl line that holds the text.")
-@click.option("--errors", type=click.Choice(["strict", "replace", "skip"]), default="strict", show_default=True, help="Text that is not UTF-8.")
-def data_prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, errors: Any) -> None:
-    """Turn text files, .jsonl files or folders of them into token files."""
-    from dataclasses import asdict
-
-    from phalanx.base.log import pairs
+@click.option("--json-keys", "--key", "keys", default="text", show_default=True, help="Fields of a line (a.b: inside a), or columns; a,b: both.")
+@click.option("--errors", type=click.Choice(["strict", "replace", "skip"]), default="strict", show_default=True, help="Documents that are not text.")
+@click.option("--append-eod/--no-append-eod", default=True, show_default=True, help="End each document with its token.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes; any number gives the same files.")
+@click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle documents by this seed.")
+@click.option("--shard", default="0/1", show_default=True, metavar="I/N", help="Do the I-th of N parts (from 0); data merge joins them.")
+def data_prepare(
+    inputs: tuple[str, ...], out: str, tokenizer: str, keys: str, errors: Any, append_eod: bool, workers: int, shuffle: int | None, shard: str
+) -> None:
+    """Turn text files, .jsonl or .parquet files (.gz, .zst), folders or globs of them into token files."""
+    from phalanx.cli.progress import progress
     from phalanx.data.prepare import prepare
     from phalanx.data.tokenizers import load_tokenizer
 
-    summary = prepare(inputs, out, load_tokenizer(tokenizer), key=key, errors=errors)
-    click.echo(pairs(**{k: v for k, v in asdict(summary).items() if k != "sources"}))
+    i, _, n = shard.partition("/")
+    if not (i.isdigit() and n.isdigit()):
+        raise click.BadParameter(f"{shard!r} is not I/N, such as 0/4", param_hint="--shard")
+    with progress("prepare") as show:
+        summary = prepare(
+            inputs,
+            out,
+            load_tokenizer(tokenizer),
+            key=keys.split(","),
+            errors=errors,
+            append_eod=append_eod,
+            workers=workers,
+            shuffle=shuffle,
+            shard=(int(i), int(n)),
+            progress=show,
+        )
+    _print_summary(summary)
+
+
+@data.command("merge")
+@click.argument("out")
+@click.argument("shards", nargs=-1, required=True)
+def data_merge(out: str, shards: tuple[str, ...]) -> None:
+    """Join the token files SHARDS, in the order given, into OUT."""
+    from phalanx.data.prepare import merge_shards
+
+    _print_summary(merge_shards(out, shards))
+
+
+def _print_summary(summary: Any) -> None:
+    from phalanx.base.log import pairs
+
+    shown = {k: v for k, v in vars(summary).items() if isinstance(v, int | str) and v != ""}
+    click.echo(pairs(**shown, **{f"skipped[{reason}]": n for reason, n in summary.skipped_by.items()}))
 
 
 @data.command("show")

@@ -112,7 +112,7 @@ def prepare(
     summary = Summary(_named(inputs), tokenizer.fingerprint, tokenizer.vocab_size, dtype.name)
     summary.append_eod, summary.shuffle, summary.shard = append_eod, shuffle, f"{shard[0]}/{shard[1]}"
     with _folder(Path(strip_suffix(prefix)), hashlib.sha256(json.dumps(settings).encode()).hexdigest()) as folder:
-        wanted = cut(files, piece_bytes, lambda before: before * shard[1] // max(total, 1) == shard[0])
+        wanted = cut(files, piece_bytes, lambda before: min(before * shard[1] // max(total, 1), shard[1] - 1) == shard[0])
         shared = (tokenizer, reading, tokenizer.eod if append_eod else None, dtype.name)
         pieces = _make_pieces(wanted, folder, shared, workers, lambda done: progress and progress(done, total // shard[1]))
         if _stats(files) != stats:
@@ -175,6 +175,8 @@ def _make_pieces(
 def _encode(shared: tuple[Tokenizer, Reading, int | None, str], item: tuple[Path, list[Part]]) -> tuple[Path, int]:
     """Write a piece: (its path, bytes of input). Its name says whether anything was skipped or replaced, which a strict run must see."""
     tokenizer, reading, eod, dtype = shared
+    if getattr(tokenizer, "_core", None) is not None:
+        tokenizer._core.encode_special_tokens = True  # the library forgets it on the way to another process
     path, parts = item
     tokens, lengths, counts = array(TYPECODES[dtype]), array("i"), Counter[str]()
     for batch in _batches(chain.from_iterable(texts(part, reading, counts) for part in parts), counts):
@@ -184,7 +186,7 @@ def _encode(shared: tuple[Tokenizer, Reading, int | None, str], item: tuple[Path
             tokens.fromlist(ids)
             lengths.append(len(ids))
             counts[f"length:{len(ids).bit_length() - 1}"] += 1
-    begun = [part.path for part in parts if part.start == 0 and part.line == 1 and (part.groups is None or part.groups[0] == 0)]
+    begun = [part.path for part in parts if part.start == 0 and (part.groups is None or part.groups[0] == 0)]
     inputs = [{"path": name, "bytes": os.path.getsize(name), "sha256": _sha256(name)} for name in begun]
     counts["documents"], counts["tokens"] = len(lengths), len(tokens)
     mended = counts["replaced"] or any(name.startswith("skipped:") for name in counts)
