@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +31,28 @@ class Batch:
     num_sequences: int
     seq_length: int
     documents: Tensor | None = None
+    _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes of this batch, made once: every layer uses the same rotary table or mask."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+    def forget(self) -> None:
+        """Free what was derived; done when the last block of this rank is through with the batch."""
+        self._derived.clear()
+
+    @property
+    def derived_bytes(self) -> int:
+        tensors = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
+        return sum(t.nbytes for t in tensors)
 
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.seq_length
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved, _derived={})

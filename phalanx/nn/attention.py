@@ -51,6 +51,7 @@ class Attention(Module):
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, dropout, layer
         self.inv_freq = None if rope_theta is None else inverse_frequencies(head_dim, rope_theta, rope_scaling)
+        self.rotary_key = ("rotary", head_dim, rope_theta, repr(rope_scaling))
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
         self.qkv = self.param(column_spec(rows, width, Init("normal", std), transposed))
         a, b = own.q0 * head_dim, own.q1 * head_dim
@@ -84,7 +85,8 @@ class Attention(Module):
     def mix(self, qkv: Tensor, batch: Batch) -> Tensor:
         """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
         if self.inv_freq is not None:
-            cos, sin = rotary_table(batch.positions, self.inv_freq, qkv.dtype)
+            inv, dtype = self.inv_freq, qkv.dtype
+            cos, sin = batch.derive((self.rotary_key, dtype), lambda: rotary_table(batch.positions, inv, dtype))
             qkv = rope(qkv, cos, sin, self.heads + self.kv_heads)
         if self.dropout > 0 and self.training:
             return ops.attention_with_dropout(qkv, self.heads, self.kv_heads, batch, self.dropout, self.env.seed, self.layer, self.first_head)

@@ -51,6 +51,10 @@ def _places(batch: Batch) -> Tensor:
 
 def _mask(batch: Batch) -> Tensor:
     """(sequences or 1, 1, S, S) bool, True where query i may read key j: j <= i, and the same document."""
+    return batch.derive("attention mask", lambda: _make_mask(batch))
+
+
+def _make_mask(batch: Batch) -> Tensor:
     causal = torch.ones(batch.seq_length, batch.seq_length, dtype=torch.bool, device=batch.tokens.device).tril()
     if batch.documents is None:
         return causal[None, None]

@@ -31,6 +31,7 @@ class Stages:
     """
 
     def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype):
+        self._ends = min(runs), max(runs)  # the first and the last run that this rank computes of a micro-batch in forward
         self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # what to ask of the last block instead of its loss
@@ -76,6 +77,8 @@ class Stages:
             y = finish(blocks[-1], y, batch) if finish else y
         if self.seed is not None:
             self._saved[i.stage, i.run, i.mb] = (x, y)
+        elif (i.stage, i.run) == self._ends[1]:
+            batch.forget()
         out = y.detach()
         if self.is_last(i.stage, i.run):
             self.take_output(i.mb, out)
@@ -99,6 +102,8 @@ class Stages:
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
         y.backward(self._output_grad(i, y))
+        if (i.stage, i.run) == self._ends[0]:
+            self.batches[i.mb].forget()
         if i.run > 0:
             self._inner["grad", i.stage, i.run - 1, i.mb] = x.grad  # type: ignore[assignment]
         elif i.stage > 0:

@@ -12,7 +12,7 @@ from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
 from phalanx.comm.dry import DryAxis, ring_bytes
 from phalanx.layout.buckets import Bucket
-from phalanx.layout.estimate import Use, bucket_bytes, measure
+from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure
 from phalanx.layout.grid import Coords
 from phalanx.nn.recompute import run_block
 from phalanx.schedule.actions import Program, Send
@@ -26,10 +26,12 @@ OVERHEAD = 2 * 2**30
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Of one block and micro-batch on tp rank 0, the fullest: bytes, and bytes sent over tp in forward and backward."""
+    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp in forward and backward, and bytes of
+    what it derives from the batch and shares with its like."""
 
     bytes: Use
     sent: float
+    derived: int
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ def _block_use(plan: Plan, number: int) -> BlockUse:
     def new_input() -> torch.Tensor:
         return torch.empty(batch.num_tokens // plan.grid.tp, run.model.hidden_size, dtype=kind.compute, device="meta")
 
+    with torch.no_grad(), FusedAttention():
+        run_block(block, new_input(), batch)  # makes what all layers share of a batch, so that it does not count as this block's
+    tp.sent.clear()
     use = measure(lambda x: run_block(block, x, batch), new_input, block.parameters(), kind.master)
-    return BlockUse(use, sum(tp.sent.values()))
+    return BlockUse(use, sum(tp.sent.values()), batch.derived_bytes)
 
 
 def _batch(plan: Plan) -> Batch:
@@ -111,8 +116,9 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
 
 
 def _kept(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
-    """Bytes that a stage keeps of one micro-batch: what its blocks keep, and its output."""
-    return sum(blocks[b].bytes.kept for b in plan.stages[stage]) + blocks[plan.stages[stage][-1]].bytes.output
+    """Bytes that a stage keeps of one micro-batch: what its blocks keep, its output, and what its layers derive from the batch."""
+    mine = plan.stages[stage]
+    return sum(blocks[b].bytes.kept for b in mine) + blocks[mine[-1]].bytes.output + max(blocks[b].derived for b in mine)
 
 
 def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int:
