@@ -119,7 +119,7 @@ def prepare(
             changed = next(new[0] for new, old in zip(_stats(files), stats) if new != old)
             raise DataError(f"{changed}: changed while it was read; run again")
         _sum_up(pieces, summary)
-        if not summary.tokens:
+        if not summary.tokens and shard[1] == 1:  # little input leaves some shards without work
             raise DataError(f"no text in {', '.join(summary.sources)}: {summary.files} files with a suffix of {', '.join(suffixes)}")
         shards.assemble(pieces, folder / "all", dtype, shuffle)
         _publish(folder / "all", strip_suffix(prefix), asdict(summary))
@@ -236,6 +236,10 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
         note.write_text(settings)
         try:
             yield folder
+        except DataError:
+            if not any(path.name[:8].isdigit() for path in folder.iterdir()):
+                shutil.rmtree(folder)
+            raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
