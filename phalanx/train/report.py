@@ -54,7 +54,7 @@ def facts(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple
         ("skipped steps", str(last["skipped"])),
     ]
     for name in valid_sets(rows):
-        found.append((f"validation loss: {name}", f"{[r[name] for r in rows if name in r][-1]:.4f}"))
+        found.append((f"validation loss: {name.removeprefix('valid/')}", f"{[r[name] for r in rows if name in r][-1]:.4f}"))
     return found
 
 
