@@ -114,3 +114,21 @@ def test_keeping_checkpoints(tmp_path):
     run = make_run(tmp_path)
     train(replace(run, checkpoint=CheckpointConfig(interval=3, keep_last=2)), Placement())
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
+
+
+def test_checkpoint_verify_reads_every_byte(tmp_path):
+    """One flipped bit in the weights: the command names the file and ends with exit code 4."""
+    from click.testing import CliRunner
+
+    from phalanx.base.errors import CheckpointError
+    from phalanx.cli.main import cli
+
+    train(make_run(tmp_path, steps=2), Placement())
+    done = CliRunner().invoke(cli, ["checkpoint", "verify", str(tmp_path)])
+    assert done.exit_code == 0 and "step-00000002 good" in done.output
+    weights = tmp_path / "checkpoints" / "step-00000002" / "weights" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    done = CliRunner().invoke(cli, ["checkpoint", "verify", str(tmp_path)])
+    assert isinstance(done.exception, CheckpointError) and "model.safetensors" in str(done.exception)

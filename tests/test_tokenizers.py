@@ -51,3 +51,16 @@ def test_gpt2_vocabulary_and_merges(tmp_path):
     (tmp_path / "two" / "merges.txt").unlink()
     with pytest.raises(DataError, match=r"merges\.txt"):
         load_tokenizer(tmp_path / "two")
+
+
+def test_the_command(tmp_path):
+    """`data train-tokenizer` on a .jsonl file and a folder gives what the function gives on the same texts."""
+    from click.testing import CliRunner
+
+    from phalanx.cli.main import cli
+
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"body": {"text": text}}) + "\n" for text in TEXTS))
+    done = CliRunner().invoke(cli, ["data", "train-tokenizer", str(lines), "-o", str(tmp_path / "a"), "--vocab-size", "600", "--key", "body.text"])
+    assert done.exit_code == 0, done.output
+    assert load_tokenizer(tmp_path / "a").fingerprint == load_tokenizer(train_bpe(TEXTS, 600, tmp_path / "b").save(tmp_path / "b")).fingerprint

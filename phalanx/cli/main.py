@@ -205,6 +205,25 @@ def _print_summary(summary: Any) -> None:
     click.echo(pairs(**shown, **{f"skipped[{reason}]": n for reason, n in summary.skipped_by.items()}))
 
 
+@data.command("train-tokenizer")
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("-o", "--out", required=True, help="Folder for tokenizer.json and tokenizer_config.json.")
+@click.option("--vocab-size", type=click.IntRange(min=257), required=True, help="Tokens, the end of a document included.")
+@click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True, help="bpe and unigram work on bytes.")
+@click.option("--json-keys", "--key", default="text", show_default=True, help="Fields of a line (a.b: inside a), or columns; a,b: both.")
+def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kind: str, json_keys: str) -> None:
+    """Train a tokenizer on text files, .jsonl or .parquet files (.gz, .zst), folders or globs of them."""
+    from collections import Counter
+
+    from phalanx.data.readers import Reading, cut, find_files, texts
+    from phalanx.data.tokenizers import TRAINERS
+
+    reading = Reading(keys=tuple(json_keys.split(",")))
+    parts = (part for piece in cut(list(find_files(inputs)), 1 << 23, lambda before: True) for part in piece)
+    made = TRAINERS[kind]((text for part in parts for text in texts(part, reading, Counter())), vocab_size, out)
+    click.echo(f"tokenizer={out} kind={kind} vocab_size={made.vocab_size} eod={made.eod}")
+
+
 @data.command("show")
 @click.argument("prefix")
 @click.option("--tokenizer", default=None, help="Show text rather than token numbers.")
@@ -228,6 +247,21 @@ def checkpoint_list(run: str) -> None:
     from phalanx.cli.show import checkpoints_text
 
     click.echo(checkpoints_text(Path(run)))
+
+
+@checkpoint.command("verify")
+@click.argument("path")
+def checkpoint_verify(path: str) -> None:
+    """Read every byte of a checkpoint (or of the newest of the run PATH) and compare it with its manifest."""
+    from phalanx.base.errors import CheckpointError
+    from phalanx.checkpoint.keep import find
+    from phalanx.checkpoint.manifest import verify
+
+    found = find(path)
+    problems = verify(found)
+    if problems:
+        raise CheckpointError("\n".join([f"{found} is damaged:", *problems]))
+    click.echo(f"{found} good")
 
 
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
