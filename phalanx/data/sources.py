@@ -196,6 +196,8 @@ def _with_samples(sources: list[FileSource], weights: list[float], what: str, ne
         short = too_short[0]
         raise DataError(
             f"{short.corpus.bin_path}: not enough data: {what} has {short.tokens} tokens, "
-            f"one sample needs seq_length + 1 = {short.seq_length + 1} (the file has {short.corpus.num_tokens} tokens)"
+            f"one sample needs seq_length + 1 = {short.seq_length + 1} (the file has {short.corpus.num_tokens} tokens in "
+            f"{short.corpus.num_documents} documents, and is cut between documents). Use a shorter train.seq_length, another "
+            f"data.split (such as 80,20,0), files of their own in data.valid, or leave train.eval_interval unset"
         )
     return [source for source, _ in kept], [weight for _, weight in kept]
