@@ -115,7 +115,7 @@ def test_help_needs_no_torch():
     "args, hint",
     [
         (["trian"], "Did you mean train?"),
-        (["xyzzy"], "There are: checkpoint"),
+        (["xyzzy"], "There are: doctor, data"),
         (["data", "shwo"], "Did you mean show?"),
         (["train", "x.yaml", "--rank", "2"], "--ranks"),
         (["train"], "CONFIG"),
