@@ -424,7 +424,8 @@ def test_mock_is_a_function_of_seed_and_sample_and_can_be_learned():
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 1000, 128256])
 def test_mock_any_vocabulary(vocab_size):
-    tokens, starts = MockSource(50, vocab_size, 1).sample(3)
+    source = MockSource(50, vocab_size, 1)
+    tokens, starts = source.window(3), source.starts(3)
     assert tokens.shape == (51,) and tokens.min() >= 0 and tokens.max() < vocab_size
     assert all(1 <= start <= 50 for start in starts)
 
@@ -439,12 +440,12 @@ class Tracing(Loader):
         super().__init__([MockSource(4, 10, 1)], [1], seq_length=4)
         self.bad, self.made, self.enough = bad, [], threading.Semaphore(0)
 
-    def batch(self, samples) -> Batch:
-        if self.bad in samples:
+    def read(self, places) -> Batch:
+        if self.bad in [place.sample for place in places]:
             raise DataError("bad token in the thread")
-        self.made.append(samples[0])
+        self.made.append(places[0].sample)
         self.enough.release()
-        return super().batch(samples)
+        return super().read(places)
 
 
 def test_prefetch_keeps_order_and_stays_bounded():

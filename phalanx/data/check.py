@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
-from phalanx.data.config import DataConfig
+from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
 from phalanx.data.index import strip_suffix
 from phalanx.data.mixture import parse_split
+
+VALID = "valid"  # name of the validation part of the training corpora
 
 
 def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Problem]:
     """evaluates: the run has evaluations. files: look whether the files are there (a laptop that plans may not have them)."""
-    found = check_source(config) + check_blend(config) + check_split(config, evaluates) + check_valid(config, evaluates)
+    found = check_source(config) + check_blend(config) + check_sources(config) + check_text(config)
+    found += check_split(config, evaluates) + check_valid(config, evaluates)
     found += within("data", config, "max_epochs", "(0, inf)", (1.0, None))
     if config.mock:
         found += no_effect("data", config, ("max_epochs",), "token files", {"data.mock": True})
@@ -22,26 +26,84 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
 
 
 def check_source(config: DataConfig) -> list[Problem]:
-    if config.mock and config.paths:
-        return [problem("data", config, "mock", "excludes data.paths", {"data.paths": list(config.paths)}, (False,))]
-    if not config.mock and not config.paths:
-        return [problem("data", config, "paths", "needs a path to token files (or data.mock=true for made-up tokens)")]
-    return []
+    """Tokens come from one place: made up, paths, sources or text."""
+    given = [name for name in ("paths", "sources", "text") if getattr(config, name)]
+    found = []
+    if config.mock and given:
+        name = given[0]
+        found.append(problem("data", config, "mock", f"excludes data.{name}", {f"data.{name}": list(getattr(config, name))}, (False,)))
+    for name in given[1:]:
+        because = {f"data.{given[0]}": list(getattr(config, given[0]))}
+        found.append(problem("data", config, name, f"excludes data.{given[0]}", because, (default_of(DataConfig, name),)))
+    if not config.mock and not given:
+        rule = "needs a path to token files (or data.text for text files, data.mock=true for made-up tokens)"
+        found.append(problem("data", config, "paths", rule))
+    return found
 
 
 def check_blend(config: DataConfig) -> list[Problem]:
+    prefixes, inline = prefixes_and_weights(config.paths)
+    found = check_words("data.paths", config.paths)
     if not config.weights:
-        return []
+        return found
     if not config.paths:
         return no_effect("data", config, ("weights",), "data.paths", {"data.paths": []})
-    found = []
-    even = (1.0,) * len(config.paths)
-    if len(config.weights) != len(config.paths):
-        because = {"weights": len(config.weights), "paths": len(config.paths)}
+    even = (1.0,) * len(prefixes)
+    if inline:
+        return [problem("data", config, "weights", "has no effect beside the weights in data.paths", {"data.paths": list(config.paths)}, ((),))]
+    if len(config.weights) != len(prefixes):
+        because = {"weights": len(config.weights), "paths": len(prefixes)}
         found.append(problem("data", config, "weights", "must have one number per path", because, (even, ())))
     if not all(math.isfinite(w) and w > 0 for w in config.weights):
         found.append(problem("data", config, "weights", "must be numbers > 0", {}, (even, ())))
     return found
+
+
+def check_words(field: str, given: tuple[str, ...]) -> list[Problem]:
+    """Numbers among the prefixes are weights: one before each prefix."""
+    prefixes, weights = prefixes_and_weights(given)
+    if any(weight <= 0 for weight in weights):
+        return [Problem(field, list(given), "must have weights > 0", {"weights": list(weights)})]
+    if not weights and any(is_number(word) for word in given):
+        return [Problem(field, list(given), "must be prefixes, or a weight before each prefix (`0.7 a 0.3 b`)")]
+    return []
+
+
+def check_sources(config: DataConfig) -> list[Problem]:
+    found = []
+    for name, source in config.sources.items():
+        at = f"data.sources.{name}"
+        if not source.paths:
+            found.append(Problem(f"{at}.paths", list(source.paths), "needs a path to token files"))
+        if any(is_number(word) for word in source.paths):
+            rule = "must be prefixes without weights (they are shuffled as one; two weights are two sources)"
+            found.append(Problem(f"{at}.paths", list(source.paths), rule))
+        if source.weight is not None and not (math.isfinite(source.weight) and source.weight > 0):
+            found.append(Problem(f"{at}.weight", source.weight, "must be a number > 0", {}, (1.0, None)))
+        if source.tokens is not None and source.tokens < 1:
+            found.append(Problem(f"{at}.tokens", source.tokens, "must be an integer >= 1", {}, (None,)))
+        if source.tokens is not None and source.weight is not None:
+            found.append(Problem(f"{at}.tokens", source.tokens, "excludes a weight of the same source", {f"{at}.weight": source.weight}, (None,)))
+    return found + check_some_weights(config)
+
+
+def check_some_weights(config: DataConfig) -> list[Problem]:
+    """Sources without a number of tokens have all a weight or none."""
+    loose = {name: source for name, source in config.sources.items() if source.tokens is None}
+    weighted = {f"data.sources.{name}.weight": source.weight for name, source in loose.items() if source.weight is not None}
+    without = [name for name, source in loose.items() if source.weight is None]
+    if not weighted or not without:
+        return []
+    return [Problem(f"data.sources.{name}.weight", None, "is required where another source has a weight", weighted, (1.0,)) for name in without]
+
+
+def check_text(config: DataConfig) -> list[Problem]:
+    if not config.text:
+        return no_effect("data", config, ("json_keys", "cache"), "data.text", {"data.text": []})
+    if config.tokenizer is None:
+        rule = "is required with data.text: a tokenizer.json, a folder that holds one, or `bytes`"
+        return [problem("data", config, "tokenizer", rule, {"data.text": list(config.text)}, ("bytes",))]
+    return []
 
 
 def check_split(config: DataConfig, evaluates: bool) -> list[Problem]:
@@ -60,20 +122,38 @@ def check_split(config: DataConfig, evaluates: bool) -> list[Problem]:
 
 def check_valid(config: DataConfig, evaluates: bool) -> list[Problem]:
     found = [Problem(f"data.valid.{name}", (), "needs a path to token files") for name, paths in config.valid.items() if not paths]
+    found += [p for name, paths in config.valid.items() for p in check_words(f"data.valid.{name}", paths)]
+    if VALID in config.valid and (config.mock or parts_of(config.split)[1] > 0):
+        rule = "is the name of the validation part of data.split; give the set another name, or that part 0"
+        found.append(Problem(f"data.valid.{VALID}", list(config.valid[VALID]), rule, {"data.split": config.split}))
     if config.valid and not evaluates:
         found += no_effect("data", config, ("valid",), "train.eval_interval", {"train.eval_interval": None})
     return found
 
 
+def parts_of(split: str) -> tuple[float, float, float]:
+    try:
+        return parse_split(split)
+    except ValueError:  # has its own problem
+        return 1.0, 0.0, 0.0
+
+
 def check_files(config: DataConfig) -> list[Problem]:
-    sets = {"data.paths": config.paths, **{f"data.valid.{name}": paths for name, paths in config.valid.items()}}
+    sets = {"data.paths": config.paths}
+    sets |= {f"data.sources.{name}.paths": source.paths for name, source in config.sources.items()}
+    sets |= {f"data.valid.{name}": paths for name, paths in config.valid.items()}
     found: list[Problem] = []
-    for field, paths in sets.items():
-        for i, path in enumerate(paths):
+    for field, given in sets.items():
+        prefixes, weights = prefixes_and_weights(given)
+        for i, path in enumerate(prefixes):
             prefix = strip_suffix(path)
             absent = [prefix + suffix for suffix in (".bin", ".idx") if not exists(prefix + suffix)]
-            if absent:
-                found.append(missing_data(f"{field}.{i}", path, f"{' and '.join(absent)} must exist", ".idx"))
+            if absent and not is_number(path):  # a stray weight has its own problem
+                at = f"{field}.{2 * i + 1 if weights else i}"
+                found.append(missing_data(at, path, f"{' and '.join(absent)} must exist", ".idx"))
+    for i, path in enumerate(config.text):
+        if not (exists(path) or glob.glob(path, recursive=True)):
+            found.append(missing_data(f"data.text.{i}", path, "must be a file, a folder or a glob that matches some"))
     return found + check_tokenizer(config)
 
 

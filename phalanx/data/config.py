@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+
+def words(value: Any) -> Any:
+    """A string as the tuple of its words, numbers in a list as words: `0.7 a 0.3 b` and `[0.7, a, 0.3, b]` are the same."""
+    if isinstance(value, str):
+        return tuple(value.split())
+    if isinstance(value, (list, tuple)):
+        return tuple(repr(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v for v in value)
+    return value
+
+
+Prefixes = Annotated[tuple[str, ...], BeforeValidator(words)]
+
+
+def is_number(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
+
+
+def prefixes_and_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The prefixes of `a b` or of Megatron's `0.7 a 0.3 b`, and the weights that stand before them (none in the first form)."""
+    if len(given) % 2 == 0 and given and all(is_number(word) for word in given[::2]):
+        return tuple(given[1::2]), tuple(float(word) for word in given[::2])
+    return tuple(given), ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One named source of the mixture."""
+
+    paths: Prefixes
+    """Prefixes of its .bin/.idx token files, shuffled as one."""
+    weight: float | None = None
+    """Its share beside the weights of the other sources."""
+    tokens: int | None = None
+    """Instead of a weight: how many tokens the whole run takes from it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", words(self.paths))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    paths: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx token files; several are blended."""
+    paths: Prefixes = ()
+    """Prefixes of .bin/.idx token files; several are blended. `0.7 a 0.3 b` gives weights too, as Megatron's data-path does."""
     weights: tuple[float, ...] = ()
     """Blend weight of each path; unset: by number of tokens."""
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Instead of paths: sources by name, each with paths and a weight or a number of tokens; neither: by size."""
+    text: Prefixes = ()
+    """Instead of token files: text files, folders or globs, prepared into data.cache with data.tokenizer before training."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Fields of a .jsonl line or .parquet row of data.text that hold the text."""
+    cache: str | None = None
+    """Folder for the token files made of data.text; unset: `data` in the run's folder."""
     split: str = "98,2,0"
     """Parts of each corpus for train, validation and test, cut at document borders."""
-    valid: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """More named validation sets: name -> prefixes, used whole."""
+    valid: dict[str, Prefixes] = field(default_factory=dict)
+    """More named validation sets: name -> prefixes (or `0.7 a 0.3 b`), used whole."""
     mock: bool = False
     """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
@@ -22,4 +76,9 @@ class DataConfig:
     document_attention: bool = False
     """Keep attention inside documents and restart positions at each of them."""
     max_epochs: float | None = None
-    """Refuse a run that would read its data more often than this; unset: no limit."""
+    """Refuse a run that would read its data more often than this; unset: no limit (a number of tokens has the limit 1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("paths", "text"):
+            object.__setattr__(self, name, words(getattr(self, name)))
+        object.__setattr__(self, "valid", {name: words(given) for name, given in self.valid.items()})

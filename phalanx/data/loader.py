@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from queue import SimpleQueue
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +15,10 @@ import torch
 from phalanx.base.batch import IGNORE, Batch
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
-from phalanx.data.mixture import Blend, parse_split
+from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
+
+AHEAD = 4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
 
 
 def micro_batch_samples(consumed: int, global_batch: int, micro_batch: int, dp: int, dp_rank: int) -> list[list[int]]:
@@ -31,18 +35,44 @@ def micro_batch_samples(consumed: int, global_batch: int, micro_batch: int, dp: 
     return [list(range(first, first + micro_batch)) for first in runs[dp_rank * each : (dp_rank + 1) * each]]
 
 
+class Place(NamedTuple):
+    """Where a sample comes from: number `number` of source `source`, which is its window `window`."""
+
+    sample: int
+    source: int
+    number: int
+    window: int
+
+
 class Loader:
     """Micro-batches of a blend of sources; holds no position, so any sample can be asked for at any time, from any thread."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], *, seq_length: int, document_attention: bool = False):
+    def __init__(self, sources: Sequence[Source], weights: Sequence[Weight], *, seq_length: int, document_attention: bool = False):
         """DataError for weights that make no blend (wrong number of them, negative, all zero, too small)."""
         if len(weights) != len(sources):
             raise DataError(f"data.weights has {len(weights)} entries for {len(sources)} sources: {', '.join(s.name for s in sources)}")
         self.sources, self.seq_length, self.document_attention = list(sources), seq_length, document_attention
+        self._positions: dict[int, torch.Tensor] = {}  # of uniform micro-batches, by number of sequences: always the same
         try:
             self.blend = Blend(weights)
         except ValueError as error:
-            raise DataError(f"data.weights={list(weights)}: {error}") from None
+            shown = [weight if isinstance(weight, int) else float(weight) for weight in weights]
+            raise DataError(f"data.weights={shown}: {error}") from None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples before any source starts over; None if none ever does."""
+        windows = [source.windows for source in self.sources if source.windows is not None]
+        return sum(windows) if windows else None
+
+    def locate(self, samples: Sequence[int]) -> list[Place]:
+        """Where these global sample numbers come from; fastest for many at once, ascending."""
+        found = np.array(self.blend.locate(samples), np.int64).reshape(-1, 2)
+        windows = np.empty(len(found), np.int64)
+        for i in np.unique(found[:, 0]):
+            mine = found[:, 0] == i
+            windows[mine] = self.sources[i].locate(found[mine, 1])
+        return [Place(*row) for row in zip(samples, found[:, 0].tolist(), found[:, 1].tolist(), windows.tolist())]
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """The micro-batch of these global sample numbers, on the CPU (see `base.batch.Batch`).
@@ -50,27 +80,49 @@ class Loader:
         Labels are the next tokens. With document attention positions restart at each document, `documents` counts documents
         through the micro-batch, and the last token of a document has no loss: what comes next is not its continuation.
         """
-        count, length = len(samples), self.seq_length
-        tokens = np.empty((count, length + 1), np.int64)
-        starts = np.zeros((count, length + 1), bool)  # a document starts here; a sequence counts as a start
-        starts[:, 0] = True
-        for row, (source, number) in enumerate(self.blend.locate(samples)):
-            tokens[row], places = self.sources[source].sample(number)
-            starts[row, places] = self.document_attention
-        labels = np.where(starts[:, 1:], IGNORE, tokens[:, 1:])
-        begins = starts[:, :-1]
-        steps = np.arange(length)
-        positions = steps - np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
-        documents = np.cumsum(begins.reshape(-1)) - 1
+        return self.read(self.locate(samples))
+
+    def read(self, places: Sequence[Place]) -> Batch:
+        """The micro-batch of samples that `locate` found: windows go from the memory map straight into its tensors."""
+        count, length = len(places), self.seq_length
+        tokens, labels = np.empty((count, length), np.int64), np.empty((count, length), np.int64)
+        for row, place in enumerate(places):
+            window = self.sources[place.source].window(place.window)
+            tokens[row] = window[:-1]
+            labels[row] = window[1:]
+        samples = np.array([place.sample for place in places], np.int64)
+        documents = None
+        if self.document_attention:
+            positions, documents = self._cut_into_documents(places, labels)
+        else:
+            positions = self._uniform_positions(count)
         return Batch(
-            tokens=_flat(tokens[:, :-1]),
-            labels=_flat(labels),
-            positions=_flat(positions),
-            samples=_flat(np.repeat(np.asarray(samples, np.int64), length)),
+            tokens=torch.from_numpy(tokens.reshape(-1)),
+            labels=torch.from_numpy(labels.reshape(-1)),
+            positions=positions,
+            samples=torch.from_numpy(np.repeat(samples, length)),
             num_sequences=count,
             seq_length=length,
-            documents=_flat(documents) if self.document_attention else None,
+            documents=documents,
         )
+
+    def _uniform_positions(self, count: int) -> torch.Tensor:
+        if count not in self._positions:
+            self._positions[count] = torch.arange(self.seq_length).repeat(count)
+        return self._positions[count]
+
+    def _cut_into_documents(self, places: Sequence[Place], labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and document numbers of a micro-batch; takes the loss from the last token of each document."""
+        count, length = labels.shape
+        starts = np.zeros((count, length + 1), bool)  # a document starts here; a sequence counts as a start
+        starts[:, 0] = True
+        for row, place in enumerate(places):
+            starts[row, self.sources[place.source].starts(place.window)] = True
+        labels[starts[:, 1:]] = IGNORE
+        begins = starts[:, :-1].reshape(-1)
+        steps = np.arange(count * length)
+        positions = steps - np.maximum.accumulate(np.where(begins, steps, 0))
+        return torch.from_numpy(positions), torch.from_numpy(np.cumsum(begins) - 1)
 
     def use(self, samples: int) -> list[SourceUse]:
         """The table of sources for a run of `samples` samples: tokens available and used, epochs."""
@@ -79,7 +131,7 @@ class Loader:
 
 def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int) -> Loader:
     """The loader of a run of `samples` samples. DataError for files that are missing, damaged or too small for it."""
-    sources, weights = open_part(config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+    sources, weights = open_part(config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size, samples=samples)
     loader = Loader(sources, weights, seq_length=seq_length, document_attention=config.document_attention)
     check_epochs(loader.use(samples), config.max_epochs)
     return loader
@@ -89,10 +141,10 @@ def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size:
     """Validation sets by name, each with samples 0, 1, ... in a fixed order: `valid`, the validation part of the training
     corpora, unless that part of data.split is 0; then the sets of data.valid, used whole."""
     parts = {}
-    if config.mock or (config.paths and parse_split(config.split)[1] > 0):
+    if config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
-    for name, prefixes in config.valid.items():
-        parts[name] = open_whole(prefixes, seq_length=seq_length, vocab_size=vocab_size)
+    for name, given in config.valid.items():
+        parts[name] = open_whole(given, seq_length=seq_length, vocab_size=vocab_size)
     attention = config.document_attention
     return {name: Loader(*part, seq_length=seq_length, document_attention=attention) for name, part in parts.items()}
 
@@ -105,11 +157,12 @@ class Prefetcher:
     """
 
     def __init__(self, loader: Loader, sample_lists: Iterable[Sequence[int]], depth: int = 4, pin_memory: bool = False):
-        self._loader, self._sample_lists, self._depth, self._pin_memory = loader, sample_lists, depth, pin_memory
-        self._ready: deque[Batch] = deque()
-        self._change = threading.Condition()
-        self._finished, self._closed = False, False
-        self._error: BaseException | None = None
+        self._loader, self._sample_lists, self._pin_memory = loader, sample_lists, pin_memory
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()  # the exception is last, and stays
+        self._room: SimpleQueue[None] = SimpleQueue()  # one entry for each batch that may still be put there
+        for _ in range(depth):
+            self._room.put(None)
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name="phalanx-prefetch", daemon=True)
         self._thread.start()
 
@@ -117,23 +170,19 @@ class Prefetcher:
         return self
 
     def __next__(self) -> Batch:
-        with self._change:
-            self._change.wait_for(lambda: self._ready or self._finished or self._closed)
-            if self._closed:
-                raise StopIteration
-            if self._ready:
-                self._change.notify_all()
-                return self._ready.popleft()
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
+        batch = self._ready.get()
+        if self._closed:
+            batch = StopIteration()
+        if isinstance(batch, BaseException):
+            self._ready.put(batch)
+            raise batch
+        self._room.put(None)
+        return batch
 
     def close(self) -> None:
         """Stop the thread and wait for it; what was made ahead is dropped."""
-        with self._change:
-            self._closed = True
-            self._ready.clear()
-            self._change.notify_all()
+        self._closed = True
+        self._room.put(None)
         self._thread.join()
 
     def __enter__(self) -> Prefetcher:
@@ -143,31 +192,38 @@ class Prefetcher:
         self.close()
 
     def _work(self) -> None:
-        error: BaseException | None = None
+        end: BaseException = StopIteration()
         try:
-            for samples in self._sample_lists:
-                batch = self._loader.batch(samples)
-                if not self._hand_over(_pinned(batch) if self._pin_memory else batch):
-                    return
+            for places in self._places():
+                batch = self._loader.read(places)
+                batch = _pinned(batch) if self._pin_memory else batch
+                self._room.get()
+                if self._closed:
+                    break
+                self._ready.put(batch)
         except BaseException as caught:  # whatever it is, the training thread must hear of it
-            error = caught
+            end = caught
         finally:
-            with self._change:
-                self._finished, self._error = True, error
-                self._change.notify_all()
+            self._ready.put(end)
 
-    def _hand_over(self, batch: Batch) -> bool:
-        """Queue a batch when there is room; False when nobody wants it any more."""
-        with self._change:
-            self._change.wait_for(lambda: len(self._ready) < self._depth or self._closed)
-            if not self._closed:
-                self._ready.append(batch)
-                self._change.notify_all()
-            return not self._closed
+    def _places(self) -> Iterator[list[Place]]:
+        """The places of each list of samples, looked up for about AHEAD samples at a time."""
+        lists = iter(self._sample_lists)
+        while some := _take(lists, AHEAD):
+            places = iter(self._loader.locate([sample for samples in some for sample in samples]))
+            for samples in some:
+                yield list(islice(places, len(samples)))
 
 
-def _flat(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64).reshape(-1))
+def _take(lists: Iterator[Sequence[int]], wanted: int) -> list[Sequence[int]]:
+    """The next lists, until they hold `wanted` numbers together; none at the end."""
+    taken: list[Sequence[int]] = []
+    for samples in lists:
+        taken.append(samples)
+        wanted -= len(samples)
+        if wanted <= 0:
+            break
+    return taken
 
 
 def _pinned(batch: Batch) -> Batch:

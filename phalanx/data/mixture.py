@@ -14,6 +14,8 @@ from math import isfinite, lcm
 import numpy as np
 from numpy.typing import NDArray
 
+Weight = float | Fraction
+
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 ROUNDS = 8
@@ -82,7 +84,7 @@ class Blend:
     Weights are taken as exact decimals; shares whose common denominator exceeds 2**36 are rounded to multiples of 2**-36.
     """
 
-    def __init__(self, weights: Sequence[float]):
+    def __init__(self, weights: Sequence[Weight]):
         """ValueError for weights that are negative, not finite, all zero, or too small beside the others to ever be seen."""
         self.shares = _shares(weights)
         self._denominator = sum(self.shares)
@@ -169,7 +171,7 @@ class _Race:
         return i, self.counts[i] - 1
 
 
-def _shares(weights: Sequence[float]) -> list[int]:
+def _shares(weights: Sequence[Weight]) -> list[int]:
     """Integers in the ratio of the weights; their sum is the period of the blend."""
     if not 1 <= len(weights) <= MAX_SOURCES:
         raise ValueError(f"{len(weights)} weights; a blend has 1 to {MAX_SOURCES} sources")

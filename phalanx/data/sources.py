@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
-from phalanx.data.config import DataConfig
+from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.index import Corpus, check_vocab
-from phalanx.data.mixture import Blend, hash64, make_key, parse_split, permute
+from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
 
 PARTS = ("train", "validation", "test")
 
-
 class Source(Protocol):
-    """A numbered, endless row of samples, each a pure function of its number.
+    """A numbered, endless row of samples, each a window of tokens that is a pure function of the sample's number.
 
     name, tokens: for people. windows: samples before the source starts over (an epoch); None if it never does.
     """
@@ -31,8 +33,20 @@ class Source(Protocol):
     @property
     def windows(self) -> int | None: ...
 
-    def sample(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(tokens, (seq_length + 1,) int64; ascending places in 1..seq_length where a document starts)."""
+    def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The windows that these samples are."""
+        ...
+
+    def window(self, w: int) -> NDArray[Any]:
+        """(seq_length + 1,) tokens in any integer dtype; perhaps a read-only view."""
+        ...
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        """Ascending places in 1..seq_length of window w where a document starts."""
+        ...
+
+    def origin(self, w: int) -> tuple[Corpus, int] | None:
+        """The corpus that window w lies in and its first token there; None for tokens that are in no file."""
         ...
 
 
@@ -62,16 +76,63 @@ class FileSource:
     def windows(self) -> int:
         return max(0, self.tokens - 1) // self.seq_length
 
-    def sample(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        epoch, window = divmod(number, self.windows)
-        if self.key is not None:
-            window = int(permute(np.array([window]), self.windows, make_key(self.key, epoch))[0])
-        first = self.start + window * self.seq_length
-        stop = first + self.seq_length + 1
-        tokens = self.corpus.tokens(first, stop).astype(np.int64)
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
-            check_vocab(self.corpus, self.vocab_size, first, stop)  # says which one
-        return tokens, self.corpus.document_starts(first + 1, stop) - first
+    def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return locate(numbers, self.windows, self.key)
+
+    def window(self, w: int) -> NDArray[Any]:
+        first = self.start + w * self.seq_length
+        tokens = self.corpus.tokens(first, first + self.seq_length + 1)
+        if int(tokens.max()) >= self.vocab_size or (tokens.dtype.kind == "i" and int(tokens.min()) < 0):
+            check_vocab(self.corpus, self.vocab_size, first, first + self.seq_length + 1)  # says which one
+        return tokens
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        first = self.start + w * self.seq_length
+        return self.corpus.document_starts(first + 1, first + self.seq_length + 1) - first
+
+    def origin(self, w: int) -> tuple[Corpus, int] | None:
+        return self.corpus, self.start + w * self.seq_length
+
+
+@dataclass(frozen=True)
+class JoinedSource:
+    """The windows of several corpora as one row, with one permutation through all of them (a single corpus: as FileSource)."""
+
+    name: str
+    parts: tuple[FileSource, ...]
+    key: int | None
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(part.windows for part in self.parts))
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def windows(self) -> int:
+        return self._ends[-1]
+
+    def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return locate(numbers, self.windows, self.key)
+
+    def window(self, w: int) -> NDArray[Any]:
+        part, own = self._part(w)
+        return part.window(own)
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        part, own = self._part(w)
+        return part.starts(own)
+
+    def origin(self, w: int) -> tuple[Corpus, int] | None:
+        part, own = self._part(w)
+        return part.origin(own)
+
+    def _part(self, w: int) -> tuple[FileSource, int]:
+        """The corpus of window w, and the window's number there."""
+        i = bisect_right(self._ends, w)
+        return self.parts[i], w - (self._ends[i - 1] if i else 0)
 
 
 @dataclass(frozen=True)
@@ -99,17 +160,42 @@ class MockSource:
     def windows(self) -> int | None:
         return None
 
-    def sample(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        key = make_key(self.key, self.number_from + number)
-        steps = np.arange(self.seq_length + 1)
+    def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return numbers
+
+    def window(self, w: int) -> NDArray[Any]:
+        key, steps = self._key(w), np.arange(self.seq_length + 1)
         bits = hash64(steps.astype(np.uint64), key)
-        starts_document = (bits >> np.uint64(32)) % np.uint64(max(2, self.seq_length // 4)) == 0
-        jumps = (bits % np.uint64(10) == 0) | starts_document
+        jumps = (bits % np.uint64(10) == 0) | self._begins(bits)
         jumps[0] = True
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
         landing = (hash64(steps.astype(np.uint64), make_key(key, 1)) % np.uint64(self.vocab_size)).astype(np.int64)
         place = (landing[last_jump] + steps - last_jump) % self.vocab_size
-        return permute(place, self.vocab_size, self.key), np.flatnonzero(starts_document[1:]) + 1
+        return permute(place, self.vocab_size, self.key)
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        bits = hash64(np.arange(self.seq_length + 1).astype(np.uint64), self._key(w))
+        return np.flatnonzero(self._begins(bits)[1:]) + 1
+
+    def origin(self, w: int) -> tuple[Corpus, int] | None:
+        return None
+
+    def _key(self, w: int) -> int:
+        return make_key(self.key, self.number_from + w)
+
+    def _begins(self, bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        return (bits >> np.uint64(32)) % np.uint64(max(2, self.seq_length // 4)) == 0
+
+
+def locate(numbers: NDArray[np.int64], windows: int, key: int | None) -> NDArray[np.int64]:
+    """Windows of some samples of a source with so many windows: each epoch permuted by its own key, or in order without a key."""
+    epochs, places = np.divmod(numbers, windows)
+    if key is None:
+        return places
+    for epoch in np.unique(epochs):
+        mine = epochs == epoch
+        places[mine] = permute(places[mine], windows, make_key(key, int(epoch)))
+    return places
 
 
 @dataclass(frozen=True)
@@ -160,44 +246,106 @@ def nearest_border(corpus: Corpus, target: int) -> int:
     return min(near, key=lambda border: (abs(border - target), border))
 
 
-def open_part(config: DataConfig, part: int, *, seq_length: int, seed: int, vocab_size: int) -> tuple[list[Source], list[float]]:
+# ---- from the config to sources and weights
+
+
+def open_part(
+    config: DataConfig, part: int, *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
+) -> tuple[list[Source], list[Weight]]:
     """Sources and weights of train (0), validation (1) or test (2) of the config's own corpora, or of the made-up one.
 
-    Training is shuffled, the others are in file order. A corpus too small to have any sample in its validation or test part
-    is left out there. DataError if nothing is left, or if a corpus has no training sample.
+    Training is shuffled, the others are in file order. `samples`: length of the run, which numbers of tokens are a share of.
+    A source too small to have any sample in its validation or test part is left out there. DataError if nothing is left, if a
+    source has no training sample, or if numbers of tokens do not fit the sources or the run.
     """
     if config.mock:
         mock = MockSource(seq_length, vocab_size, make_key(seed), number_from=part << 48)
         return [mock], [1.0]
-    if config.weights and len(config.weights) != len(config.paths):
-        raise DataError(f"data.weights has {len(config.weights)} entries, data.paths has {len(config.paths)}")
-    sources = []
-    for number, prefix in enumerate(config.paths):
+
+    def cut(prefix: str, key: int | None) -> FileSource:
         corpus = Corpus(prefix)
         start, stop = cut_at_documents(corpus, config.split)[part]
-        sources.append(FileSource(corpus, start, stop, seq_length, vocab_size, make_key(seed, number) if part == 0 else None))
-    weights = list(config.weights) or [float(source.tokens) for source in sources]
-    return _with_samples(sources, weights, f"the {PARTS[part]} part of data.split={config.split!r}", needs_all=part == 0)
+        return FileSource(corpus, start, stop, seq_length, vocab_size, key)
+
+    prefixes, inline = prefixes_and_weights(config.paths)
+    given = inline or config.weights
+    if given and len(given) != len(prefixes):
+        raise DataError(f"data.weights has {len(given)} entries, data.paths has {len(prefixes)}")
+    keys = [make_key(seed, number) if part == 0 else None for number in range(max(len(prefixes), len(config.sources)))]
+    sources: list[FileSource] | list[JoinedSource]
+    if config.sources:
+        sources = [JoinedSource(name, tuple(cut(p, None) for p in c.paths), key) for (name, c), key in zip(config.sources.items(), keys)]
+        total = None if samples is None or part else samples * seq_length
+        weights = source_weights(list(config.sources.values()), [s.tokens for s in sources], total)
+        check_budgets(config, sources, total)
+    else:
+        sources = [cut(prefix, key) for prefix, key in zip(prefixes, keys)]
+        weights = list(given) or [s.tokens for s in sources]
+    return _with_samples(sources, weights, seq_length, f"the {PARTS[part]} part of data.split={config.split!r}", needs_all=part == 0)
 
 
-def open_whole(prefixes: Sequence[str], *, seq_length: int, vocab_size: int) -> tuple[list[Source], list[float]]:
+def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:
+    """Weights of named sources: by `tokens` (of `total`, the tokens of the run), what is left over by `weight`, or by size.
+
+    total None: no run to take numbers of tokens from (validation), so where there are any, all sources count by size.
+    """
+    budgets = [c.tokens for c in configs]
+    if not any(budgets):
+        return [size if c.weight is None else c.weight for c, size in zip(configs, sizes)]
+    if total is None:
+        return list(sizes)
+    rest = total - sum(b or 0 for b in budgets)
+    loose = [Fraction(0) if c.tokens else Fraction(repr(c.weight)) if c.weight is not None else Fraction(size) for c, size in zip(configs, sizes)]
+    return [Fraction(c.tokens) if c.tokens else max(rest, 0) * share / sum(loose) for c, share in zip(configs, loose)]
+
+
+def check_budgets(config: DataConfig, sources: Sequence[JoinedSource], total: int | None) -> None:
+    """DataError, with the arithmetic, if a number of tokens is more than its source has, or they do not fit the run of `total` tokens."""
+    budgets = {name: c.tokens for name, c in config.sources.items() if c.tokens}
+    if total is None or not budgets:
+        return
+    for source in sources:
+        wanted, there = budgets.get(source.name, 0), source.windows * source.parts[0].seq_length
+        if wanted > there * (config.max_epochs or 1) and there:
+            raise DataError(
+                f"data.sources.{source.name}.tokens={wanted:,}: beyond the source: its {PARTS[0]} part has {source.windows:,} samples x "
+                f"{source.parts[0].seq_length:,} tokens = {there:,} ({wanted / there:.2f} epochs); ask for fewer tokens, add data, "
+                f"or allow repeats with data.max_epochs >= {wanted / there:.2f}"
+            )
+    asked = sum(budgets.values())
+    sums = f"{' + '.join(f'{name} {tokens:,}' for name, tokens in budgets.items())} = {asked:,} tokens"
+    if len(budgets) == len(sources) and total > asked:
+        raise DataError(
+            f"data.sources: not enough data: the run takes {total:,} tokens, the sources give {sums}: {total - asked:,} short; "
+            f"train fewer steps, raise a number of tokens, or give one source a weight in its place"
+        )
+    if len(budgets) < len(sources) and total <= asked:
+        others = ", ".join(source.name for source in sources if source.name not in budgets)
+        raise DataError(f"data.sources: the run takes {total:,} tokens, of which {sums} leave nothing for {others}")
+
+
+def open_whole(given: Sequence[str], *, seq_length: int, vocab_size: int) -> tuple[list[Source], list[Weight]]:
     """Sources and weights of whole corpora in file order, as named validation sets are used."""
+    prefixes, weights = prefixes_and_weights(given)
     corpora = [Corpus(prefix) for prefix in prefixes]
     sources = [FileSource(corpus, 0, corpus.num_tokens, seq_length, vocab_size, None) for corpus in corpora]
-    return _with_samples(sources, [float(source.tokens) for source in sources], "it", needs_all=False)
+    return _with_samples(sources, list(weights) or [source.tokens for source in sources], seq_length, "it", needs_all=False)
 
 
-def _with_samples(sources: list[FileSource], weights: list[float], what: str, needs_all: bool) -> tuple[list[Source], list[float]]:
+def _with_samples(
+    sources: Sequence[FileSource | JoinedSource], weights: Sequence[Weight], seq_length: int, what: str, needs_all: bool
+) -> tuple[list[Source], list[Weight]]:
     kept = [(source, weight) for source, weight in zip(sources, weights) if source.windows]
     too_short = [source for source in sources if not source.windows]
     if not sources:
         raise DataError("no data: data.paths is empty and data.mock is off")
     if too_short and (needs_all or not kept):
         short = too_short[0]
+        corpora = [part.corpus for part in short.parts] if isinstance(short, JoinedSource) else [short.corpus]
+        holds = f"the file has {corpora[0].num_tokens} tokens in {corpora[0].num_documents} documents, and is cut between documents"
         raise DataError(
-            f"{short.corpus.bin_path}: not enough data: {what} has {short.tokens} tokens, "
-            f"one sample needs seq_length + 1 = {short.seq_length + 1} (the file has {short.corpus.num_tokens} tokens in "
-            f"{short.corpus.num_documents} documents, and is cut between documents). Use a shorter train.seq_length, another "
+            f"{', '.join(str(corpus.bin_path) for corpus in corpora)}: not enough data: {what} has {short.tokens} tokens, "
+            f"one sample needs seq_length + 1 = {seq_length + 1} ({holds}). Use a shorter train.seq_length, another "
             f"data.split (such as 80,20,0), files of their own in data.valid, or leave train.eval_interval unset"
         )
     return [source for source, _ in kept], [weight for _, weight in kept]

@@ -207,10 +207,14 @@ def apply_override(source: Source, text: str) -> None:
 
 
 def _path(key: str) -> list[str]:
-    """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is one name, dots and all."""
+    """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is one
+    name, dots and all; of a map to sections (data.sources) the last step is a field."""
     for k in tree.leaves(Run):
-        if any(typing.get_origin(m) is dict for m in tree.members(k.hint)) and key.startswith(f"{k.path}."):
-            return [*k.path.split("."), key[len(k.path) + 1 :]]
+        maps = [m for m in tree.members(k.hint) if typing.get_origin(m) is dict]
+        if maps and key.startswith(f"{k.path}."):
+            name, dot, field = key[len(k.path) + 1 :].rpartition(".")
+            inside = [name, field] if dot and tree.sections(typing.get_args(maps[0])[1]) else [f"{name}{dot}{field}"]
+            return [*k.path.split("."), *inside]
     return key.split(".")
 
 

@@ -1,0 +1,68 @@
+"""Tokens per second of one process's loader: made-up token files, shuffled windows, micro-batches through the prefetcher as in training.
+
+python benchmarks/loader.py [--tokens 100e6] [--seconds 3] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.config import DataConfig
+from phalanx.data.index import CorpusWriter
+from phalanx.data.loader import Loader, Prefetcher, train_loader
+
+VOCABULARY = 50257
+DOCUMENT = 700  # tokens on average
+
+
+def write_corpus(prefix: Path, tokens: int, seed: int) -> None:
+    """Random ids in documents of random length."""
+    dice = np.random.default_rng(seed)
+    with CorpusWriter(prefix, np.uint16) as writer:
+        while writer.num_tokens < tokens:
+            ids = dice.integers(0, VOCABULARY, 1 << 20, dtype=np.uint16)
+            for document in np.split(ids, np.sort(dice.integers(1, len(ids), len(ids) // DOCUMENT))):
+                if len(document):
+                    writer.add_document(document)
+
+
+def measure(loader: Loader, micro_batch: int, seconds: float) -> float:
+    """Tokens per second of a thread that does nothing but take batches."""
+    lists = (range(first, first + micro_batch) for first in itertools.count(0, micro_batch))
+    with Prefetcher(loader, lists, depth=8) as batches:
+        for _ in range(50):
+            next(batches)
+        tokens, began = 0, time.perf_counter()
+        while (took := time.perf_counter() - began) < seconds:
+            tokens += next(batches).num_tokens
+    return tokens / took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=float, default=100e6)
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        prefixes = [str(Path(folder) / name) for name in "ab"]
+        for seed, prefix in enumerate(prefixes):
+            write_corpus(Path(prefix), int(options.tokens / 2), seed)
+        print(f"{'sequence':>8} {'micro-batch':>11} {'sources':>7} {'documents':>9} {'M tokens/s, median (lowest, highest)':>38}")
+        for seq_length, micro_batch, sources, documents in itertools.product((1024, 8192), (1, 32), (1, 2), (False, True)):
+            config = DataConfig(paths=tuple(prefixes[:sources]), document_attention=documents)
+            loader = train_loader(config, seq_length=seq_length, seed=1, vocab_size=VOCABULARY, samples=1)
+            rates = sorted(measure(loader, micro_batch, options.seconds) / 1e6 for _ in range(options.repeats))
+            shown = f"{statistics.median(rates):.1f} ({rates[0]:.1f}, {rates[-1]:.1f})"
+            print(f"{seq_length:>8} {micro_batch:>11} {sources:>7} {'yes' if documents else 'no':>9} {shown:>38}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
