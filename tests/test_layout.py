@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -13,7 +14,7 @@ from phalanx.layout.box import Box, cut, flat_range_boxes
 from phalanx.layout.buckets import ALIGN, cut_runs, make_buckets, piece_ranges
 from phalanx.layout.grid import AXES, Coords, Grid
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
-from phalanx.layout.stages import cut_stages, given_stages
+from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
 
 
 @pytest.mark.parametrize("length, parts", itertools.product((0, 1, 2, 7, 12, 131), (1, 2, 3, 5, 8)))
@@ -109,6 +110,21 @@ def test_stages_of_real_costs():
         with pytest.raises(ValueError, match=f"cannot cut 3 blocks into {stages} stages"):
             cut_stages([1.0] * 3, stages)
     assert given_stages((1, 3, 2)) == [range(0, 1), range(1, 4), range(4, 6)]
+
+
+@pytest.mark.parametrize("layers, head", [(8, 0.1), (9, 1.0), (10, 4.2), (7, 2.5)])
+def test_virtual_stages_balance_ranks(layers, head):
+    """Truth: the best of all cuts into 2 x 2 stages by trying them all: no rank's share is larger than need be."""
+    costs = [0.01, *[1.0] * layers, head]
+    found = cut_virtual_stages(costs, 2, 2)
+    assert [i for r in found for i in r] == list(range(len(costs))) and all(len(r) for r in found)
+
+    def largest(stages: list[range]) -> float:
+        shares = [sum(costs[i] for i in r) for r in stages]
+        return max(shares[0] + shares[2], shares[1] + shares[3])
+
+    every = [given_stages((a, b - a, c - b, len(costs) - c)) for a, b, c in combinations(range(1, len(costs)), 3)]
+    assert largest(found) == pytest.approx(min(map(largest, every)))
 
 
 @pytest.mark.parametrize("number", range(30))

@@ -24,7 +24,7 @@ from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.dropout import dropout
 from phalanx.ops.embedding import embedding, learned_positions
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.norm import layer_norm, rms_norm
+from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from phalanx.ops.rope import inverse_frequencies, rope, rotary_table
 
 ONE = Axis("tp")
@@ -113,24 +113,58 @@ def plain_attention(qkv: Tensor, heads: int, kv_heads: int, batch: Batch, keep: 
     return torch.stack(rows)
 
 
+def rotated(x: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None, kernels: str = "auto") -> Tensor:
+    """What rope takes apart, packed again."""
+    return torch.cat(rope(x, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
+
+
+def attend(x: Tensor, heads: int, kv_heads: int, batch: Batch) -> Tensor:
+    return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch)
+
+
+def attend_dropping(x: Tensor, heads: int, kv_heads: int, batch: Batch, *dropout: float) -> Tensor:
+    return attention_with_dropout(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, *dropout)
+
+
+def plain_add_norm(x: Tensor, delta: Tensor, w: Tensor) -> Tensor:
+    return torch.cat((x + delta, plain_rms_norm(x + delta, w)))
+
+
+SEED = torch.tensor(0.37, dtype=torch.float64)
+
+
+def seeded_cross_entropy(x: Tensor, w: Tensor, kernels: str = "auto") -> Tensor:
+    """With the gradient of the loss told beforehand; what backward is then given does not matter."""
+    return linear_cross_entropy(x, w, LABELS, 0, 11, ONE, SEED, kernels)
+
+
 OPS = {
     "gather_matmul": Op(lambda x, w: gather_matmul(x, w, ONE), lambda x, w: x @ w.t(), ((7, 5), (3, 5)), (1,)),
     "gather_matmul with bias": Op(lambda x, w, b: gather_matmul(x, w, ONE, b), lambda x, w, b: x @ w.t() + b, ((1, 5), (3, 5), (3,)), (1, 2)),
     "matmul_scatter": Op(lambda x, w: matmul_scatter(x, w, ONE), lambda x, w: x @ w.t(), ((7, 5), (3, 5)), (1,)),
     "matmul_scatter with bias": Op(lambda x, w, b: matmul_scatter(x, w, ONE, b), lambda x, w, b: x @ w.t() + b, ((7, 1), (3, 1), (3,)), (1, 2)),
     "rms_norm": Op(lambda x, w: rms_norm(x, w, 1e-3), plain_rms_norm, ((5, 7), (7,)), (1,)),
+    "add_rms_norm": Op(lambda x, d, w: torch.cat(add_rms_norm(x, d, w, 1e-3)), plain_add_norm, ((5, 7), (5, 7), (7,)), (2,)),
+    "norm of the stream": Op(
+        lambda x, w: torch.cat(add_rms_norm(x, None, w, 1e-3)), lambda x, w: torch.cat((x, plain_rms_norm(x, w))), ((5, 7), (7,)), (1,)
+    ),
+    "add_layer_norm": Op(
+        lambda x, d, w, b: torch.cat(add_layer_norm(x, d, w, b, 1e-3)),
+        lambda x, d, w, b: torch.cat((x + d, F.layer_norm(x + d, (7,), w, b, 1e-3))), ((5, 7), (5, 7), (7,), (7,)), (2, 3),
+    ),
     "layer_norm": Op(lambda x, w, b: layer_norm(x, w, b, 1e-3), lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-3), ((5, 7), (7,), (7,)), (1, 2)),
     "swiglu": Op(swiglu, plain_swiglu, ((5, 6),)),
     "gelu": Op(gelu, plain_gelu, ((5, 3),)),
-    "rope": Op(lambda x: rope(x, *TABLE, 3), plain_rope, ((5, 4, 6),)),
+    "rope": Op(lambda x: rotated(x, 2, 1, 1, TABLE), plain_rope, ((5, 4, 6),)),
+    "taking heads apart": Op(lambda x: rotated(x, 2, 1, 1, None), lambda x: x, ((5, 4, 5),)),
     "embedding": Op(lambda w: embedding(IDS, w, 4, 5, ONE), plain_embedding, ((7, 3),), (0,)),
     "learned_positions": Op(lambda w: learned_positions(IDS, w), lambda w: F.embedding(IDS, w), ((13, 3),), (0,)),
     "linear_cross_entropy": Op(lambda x, w: linear_cross_entropy(x, w, LABELS, 0, 11, ONE), plain_cross_entropy, ((7, 5), (13, 5)), (1,)),
-    "attention": Op(lambda x: attention(x, 2, 2, UNIFORM), lambda x: plain_attention(x, 2, 2, UNIFORM), ((10, 6, 3),)),
-    "attention, grouped": Op(lambda x: attention(x, 6, 2, UNIFORM), lambda x: plain_attention(x, 6, 2, UNIFORM), ((10, 10, 3),)),
-    "attention, grouped, documents": Op(lambda x: attention(x, 4, 2, PACKED), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)),
+    "attention": Op(lambda x: attend(x, 2, 2, UNIFORM), lambda x: plain_attention(x, 2, 2, UNIFORM), ((10, 6, 3),)),
+    "attention, grouped": Op(lambda x: attend(x, 6, 2, UNIFORM), lambda x: plain_attention(x, 6, 2, UNIFORM), ((10, 10, 3),)),
+    "attention, grouped, documents": Op(lambda x: attend(x, 4, 2, PACKED), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)),
     "attention_with_dropout, p = 0": Op(
-        lambda x: attention_with_dropout(x, 4, 2, PACKED, 0.0, 1, 2, 0), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)
+        lambda x: attend_dropping(x, 4, 2, PACKED, 0.0, 1, 2, 0), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)
     ),
 }  # fmt: skip
 
@@ -248,12 +282,12 @@ def test_attention_dropout_drops_probabilities():
     places = torch.arange(5).repeat(2).view(2, 5)
     keep = torch.stack([keep_mask(P, 9, 2, 0, (PACKED.samples.view(2, 5), places), 5, 3 + h) for h in range(4)], 1)
     x = [normal(10, 8, 2).requires_grad_()]
-    found = gradients(lambda x: attention_with_dropout(x, 4, 2, PACKED, P, 9, 2, 3), x)
+    found = gradients(lambda x: attend_dropping(x, 4, 2, PACKED, P, 9, 2, 3), x)
     torch.testing.assert_close(found, gradients(lambda x: plain_attention(x, 4, 2, PACKED, keep, P), x), rtol=1e-12, atol=1e-12)
 
 
 def dropped(qkv: Tensor, heads: int, kv_heads: int, first_head: int, p: float = P) -> Tensor:
-    return attention_with_dropout(qkv, heads, kv_heads, ROWS, p, 9, 2, first_head)
+    return attend_dropping(qkv, heads, kv_heads, ROWS, p, 9, 2, first_head)
 
 
 def test_attention_dropout_keeps_the_right_share():

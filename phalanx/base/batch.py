@@ -21,7 +21,8 @@ class Batch:
     positions  (T,) int64  position inside the sequence (or inside the document, when attention stays inside documents)
     samples    (T,) int64  global sample id of each token: a key of dropout, the same in every layout
     documents  (T,) int64  number of the document that each token belongs to, or None: attention then spans the sequence
-    The last two ints are host facts: whether a batch is uniform is never read from the device.
+    loss_seed  () gradient of the summed loss, when the step knows it before forward: the head then makes its gradients in forward
+    The ints are host facts: whether a batch is uniform is never read from the device.
     """
 
     tokens: Tensor
@@ -31,6 +32,7 @@ class Batch:
     num_sequences: int
     seq_length: int
     documents: Tensor | None = None
+    loss_seed: Tensor | None = None
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:

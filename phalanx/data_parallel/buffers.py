@@ -96,11 +96,19 @@ class FlatBucket:
             at = max(at, b)
         return views
 
-    def publish(self) -> None:
-        """Write the masters back to the weights and start gathering them."""
+    @property
+    def out(self) -> Tensor | None:
+        """The weights of this rank's masters, where they are not the masters themselves."""
         own = self.weight[self.lo : self.hi]
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)
+        return None if own.data_ptr() == self.master.data_ptr() else own
+
+    def write_back(self) -> None:
+        """Weights of this rank's part from its masters."""
+        if self.out is not None:
+            self.out.copy_(self.master)
+
+    def gather(self) -> None:
+        """Start gathering the weights of all parts."""
         if self.level >= 1:
             self._gathering = self.mesh.dp.all_gather_into(self.weight, async_op=True)
 
@@ -125,7 +133,7 @@ class Buffers:
         made = []
         for f in self.flat:
             grad = f.grad[f.lo : f.hi]
-            made.append(Shard(f.bucket, f.lo, f.hi, f.master, grad, torch.zeros_like(f.master), torch.zeros_like(f.master)))
+            made.append(Shard(f.bucket, f.lo, f.hi, f.master, grad, torch.zeros_like(f.master), torch.zeros_like(f.master), f.out))
         return made
 
     def masters_from_weights(self) -> None:
@@ -136,6 +144,12 @@ class Buffers:
     def zero_grads(self) -> None:
         for f in self.flat:
             f.grad.zero_()
+
+    def zero_rest(self) -> None:
+        """Zero the gradients that are not this rank's to update (the optimizer leaves its own at zero)."""
+        for f in self.flat:
+            f.grad[: f.lo].zero_()
+            f.grad[f.hi :].zero_()
 
     def finish(self) -> None:
         """Complete all reductions; those shared between stages last, in bucket order on each of their ranks."""
@@ -153,13 +167,15 @@ class Buffers:
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return self.mesh.world.all_reduce(total).wait().sqrt()
 
-    def scale_grads(self, factor: Tensor) -> None:
+    def gather(self) -> None:
         for f in self.flat:
-            f.grad[f.lo : f.hi].mul_(factor)
+            f.gather()
 
     def publish(self) -> None:
+        """Write the masters back to the weights and start gathering them; the optimizer's update has done the first already."""
         for f in self.flat:
-            f.publish()
+            f.write_back()
+        self.gather()
 
     def ready(self) -> None:
         for f in self.flat:

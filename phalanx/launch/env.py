@@ -91,8 +91,11 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return Facts(device_count=0, missing=missing)
+    from phalanx.ops.kernels import has_triton
+
     name, (major, _) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     hip = torch.version.hip is not None
     return Facts(
-        device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6, missing=missing
+        device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6,
+        triton_ok=not hip and major >= 8 and has_triton(), missing=missing,
     )  # fmt: skip

@@ -20,6 +20,37 @@ def cut_stages(costs: list[float], num_stages: int) -> list[range]:
     return _best_cut(total, num_stages, operator.add, lambda cost: cost * cost if cost <= largest else float("inf"))[1]
 
 
+def cut_virtual_stages(costs: list[float], num_ranks: int, per_rank: int) -> list[range]:
+    """The same for ranks that hold `per_rank` stages each, stage s on rank s % num_ranks: first the costliest rank counts, then the
+    costliest stage, then evenness. Starts from `cut_stages` and moves single blocks between stages as long as that helps."""
+    sizes = [len(r) for r in cut_stages(costs, num_ranks * per_rank)]
+    if per_rank == 1:
+        return given_stages(tuple(sizes))
+    best = _unevenness(costs, sizes, num_ranks)
+    improved = True
+    while improved:
+        improved = False
+        for a in range(len(sizes)):
+            for b in range(len(sizes)):
+                if a == b or sizes[a] == 1:
+                    continue
+                moved = list(sizes)
+                moved[a] -= 1
+                moved[b] += 1
+                found = _unevenness(costs, moved, num_ranks)
+                if found < best:
+                    sizes, best, improved = moved, found, True
+    return given_stages(tuple(sizes))
+
+
+def _unevenness(costs: list[float], sizes: list[int], num_ranks: int) -> tuple[float, float, float]:
+    stages = [sum(costs[i] for i in r) for r in given_stages(tuple(sizes))]
+    ranks = [sum(stages[r::num_ranks]) for r in range(num_ranks)]
+    digits = 9  # sums in another order must not look like progress
+    scale = sum(costs) or 1.0
+    return round(max(ranks) / scale, digits), round(max(stages) / scale, digits), round(sum((s / scale) ** 2 for s in [*ranks, *stages]), digits)
+
+
 Price = Callable[[float], float]
 
 

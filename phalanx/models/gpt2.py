@@ -69,11 +69,14 @@ class GPT2Layer(_Dropping):
         self.mlp = GeluMLP(env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x), batch), batch, self.p, self.layer, 2)
-        return x + self.drop(self.mlp(self.norm2(x)), batch, self.p, self.layer, 3)
+        x, normed = self.norm1.add(x)
+        x, normed = self.norm2.add(x, self.drop(self.attention(normed, batch), batch, self.p, self.layer, 2))
+        return x + self.drop(self.mlp(normed), batch, self.p, self.layer, 3)
 
 
 class GPT2Head(Block):
+    recomputable = False
+
     def __init__(self, config: GPT2Config, env: Env, tied: nn.Parameter | None):
         super().__init__(env)
         c = config
@@ -81,7 +84,7 @@ class GPT2Head(Block):
         self.head = Head(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, env.tied(), tied)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch.labels)
+        return self.head.loss(self.norm(x), batch)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.head.logits(self.norm(x), rows)

@@ -41,11 +41,14 @@ class LlamaLayer(Block):
         self.mlp = SwiGLU(env, mlp, c.hidden_size, c.intermediate_size, c.initializer_range)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attention(self.norm1(x), batch)
-        return x + self.mlp(self.norm2(x))
+        x, normed = self.norm1.add(x)
+        x, normed = self.norm2.add(x, self.attention(normed, batch))
+        return x + self.mlp(normed)
 
 
 class LlamaHead(Block):
+    recomputable = False
+
     def __init__(self, config: LlamaConfig, env: Env, tied: nn.Parameter | None):
         super().__init__(env)
         c = config
@@ -54,7 +57,7 @@ class LlamaHead(Block):
         self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, env.tied() if c.tie_word_embeddings else (), tied)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch.labels)
+        return self.head.loss(self.norm(x), batch)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.head.logits(self.norm(x), rows)

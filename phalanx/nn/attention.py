@@ -84,13 +84,14 @@ class Attention(Module):
 
     def mix(self, qkv: Tensor, batch: Batch) -> Tensor:
         """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
+        table = None
         if self.inv_freq is not None:
             inv, dtype = self.inv_freq, qkv.dtype
-            cos, sin = batch.derive((self.rotary_key, dtype), lambda: rotary_table(batch.positions, inv, dtype))
-            qkv = rope(qkv, cos, sin, self.heads + self.kv_heads)
+            table = batch.derive((self.rotary_key, dtype), lambda: rotary_table(batch.positions, inv, dtype))
+        q, k, v = rope(qkv, self.heads, self.kv_heads, batch.num_sequences, table, self.env.twin("rope"))
         if self.dropout > 0 and self.training:
-            return ops.attention_with_dropout(qkv, self.heads, self.kv_heads, batch, self.dropout, self.env.seed, self.layer, self.first_head)
-        return ops.attention(qkv, self.heads, self.kv_heads, batch)
+            return ops.attention_with_dropout(q, k, v, batch, self.dropout, self.env.seed, self.layer, self.first_head)
+        return ops.attention(q, k, v, batch)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 2.0 * seq_length * self.all_heads * self.head_dim

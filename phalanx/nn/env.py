@@ -11,6 +11,7 @@ from phalanx.comm.axis import Axis
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Replica
+from phalanx.ops.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class Env:
     seed: int = 0
     recompute: Literal["none", "selective", "full"] = "none"
     tied_stages: tuple[int, int] = (0, 0)
+    kernels: Kernels = "auto"
+    plain_ops: tuple[str, ...] = ()
+
+    def twin(self, op: str) -> Kernels:
+        """Which twin of an op (a name of ops.kernels.OPS) its callers ask for."""
+        return "plain" if op in self.plain_ops else self.kernels
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from phalanx.base.batch import Batch
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.embedding import vocabulary_spec
@@ -23,9 +24,10 @@ class Head(Module):
         self.first, self.count, self.vocab = first, stop - first, vocab
         self.weight = weight if weight is not None else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """x (T / tp, D), labels (T,) -> summed cross entropy, the same on every tp rank."""
-        return linear_cross_entropy(x, self.weight, labels, self.first, self.count, self.env.tp)
+    def loss(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T / tp, D) -> summed cross entropy of the batch's labels, the same on every tp rank."""
+        seed = batch.loss_seed if self.training else None
+        return linear_cross_entropy(x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.twin("loss"))
 
     @torch.no_grad()
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:

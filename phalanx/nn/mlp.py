@@ -22,7 +22,7 @@ class SwiGLU(Module):
         self.num_weights = 3 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return matmul_scatter(swiglu(gather_matmul(x, self.gate_up, self.env.tp)), self.down, self.env.tp)
+        return matmul_scatter(swiglu(gather_matmul(x, self.gate_up, self.env.tp), self.env.twin("swiglu")), self.down, self.env.tp)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
-from phalanx.ops.norm import layer_norm, rms_norm
+from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(Module):
@@ -16,7 +16,11 @@ class RMSNorm(Module):
         self.weight = self.replicated(f"{name}.weight", width, ONES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.env.twin("norm"))
+
+    def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
+        return add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"))
 
 
 class LayerNorm(Module):
@@ -27,4 +31,8 @@ class LayerNorm(Module):
         self.bias = self.replicated(f"{name}.bias", width, ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.env.twin("norm"))
+
+    def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
+        return add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.twin("norm"))

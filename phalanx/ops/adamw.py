@@ -1,33 +1,79 @@
-"""AdamW over lists of flat tensors: torch's fused kernel, and the plain twin that the tests compare it with."""
+"""AdamW over flat tensors: on a GPU one pass over memory (kernels.adamw), elsewhere torch's fused kernel; and the slow twin of both.
+
+The same call scales and clips the gradient, writes the low-precision weights and sets the gradient back to zero.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.ops.kernels import Kernels, use_triton
 
-def adamw_(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], step: Tensor, lr: float, beta1: float, beta2: float,
-           eps: float, decay: float, skip: Tensor) -> None:  # fmt: skip
-    """One step in place. `step` () float32 counts applied steps, this one included; where `skip` () float32 is 1 nothing changes.
 
-    Loshchilov & Hutter, "Decoupled weight decay regularization", 2019: p *= 1 - lr * decay; m, v moving averages of g, g^2;
-    p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+@dataclass(frozen=True)
+class Part:
+    """A run of elements of one group: master, gradient, m and v (n,) in the master dtype; `out` (n,) the weights if they are apart."""
+
+    master: Tensor
+    grad: Tensor
+    m: Tensor
+    v: Tensor
+    out: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+
+
+def adamw_(parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto") -> None:
+    """One step in place. `step` () float32 counts applied steps, this one included; where `skip` () float32 is 1 only the gradients change.
+
+    Loshchilov & Hutter, "Decoupled weight decay regularization", 2019: with g = factor * grad, p *= 1 - lr * decay; m, v moving
+    averages of g, g^2; p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps); out = p; grad = 0.
     """
-    if params:
-        torch._fused_adamw_(
-            params, grads, m, v, [], [step] * len(params), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps,
-            amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
-        )  # fmt: skip
-
-
-def adamw_reference_(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], step: Tensor, lr: float, beta1: float, beta2: float,
-                     eps: float, decay: float, skip: Tensor) -> None:  # fmt: skip
-    """The slow twin of `adamw_`."""
-    if skip.item() == 1:
+    if not parts:
         return
-    t = step.item()
-    for p, g, m_, v_ in zip(params, grads, m, v):
-        p.mul_(1 - lr * decay)
-        m_.lerp_(g, 1 - beta1)
-        v_.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        p.addcdiv_(m_ / (1 - beta1**t), (v_ / (1 - beta2**t)).sqrt_().add_(eps), value=-lr)
+    o = options
+    if use_triton(kernels, parts[0].master):
+        from phalanx.ops.kernels.adamw import adamw_flat_
+
+        t = step.double()
+        kept = torch.full_like(t, 1 - o.lr * o.decay)
+        scalars = torch.stack((factor.double(), o.lr / (1 - o.beta1**t), (1 - o.beta2**t).rsqrt(), kept, skip.double()))
+        for p in parts:
+            adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)
+        return
+    grads = [p.grad for p in parts]
+    torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    torch._fused_adamw_(
+        [p.master for p in parts], grads, [p.m for p in parts], [p.v for p in parts], [], [step] * len(parts), lr=o.lr, beta1=o.beta1,
+        beta2=o.beta2, weight_decay=o.decay, eps=o.eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
+    )  # fmt: skip
+    for p in parts:
+        if p.out is not None:
+            p.out.copy_(p.master)
+        p.grad.zero_()
+
+
+def adamw_reference_(parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
+    """The slow twin of `adamw_`."""
+    o, t = options, step.item()
+    for p in parts:
+        g = p.grad * factor.to(p.grad.dtype)
+        p.grad.zero_()
+        if skip.item() == 1:
+            continue
+        p.master.mul_(1 - o.lr * o.decay)
+        p.m.lerp_(g, 1 - o.beta1)
+        p.v.mul_(o.beta2).addcmul_(g, g, value=1 - o.beta2)
+        p.master.addcdiv_(p.m / (1 - o.beta1**t), (p.v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
+        if p.out is not None:
+            p.out.copy_(p.master)

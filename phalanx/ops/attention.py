@@ -1,4 +1,4 @@
-"""Causal attention over packed qkv of flat tokens: the dense path for uniform batches, a mask where documents end inside.
+"""Causal attention over q, k, v of whole sequences: the dense path for uniform batches, a mask where documents end inside.
 
 Reference for every backend: softmax(q k^T / sqrt(K)) v. torch's scaled_dot_product_attention computes it; on GPUs it picks
 cuDNN or flash kernels. Dropout of probabilities runs on the explicit path only.
@@ -16,32 +16,26 @@ from phalanx.base.batch import Batch
 from phalanx.base.rng import keep_mask
 
 
-def attention(qkv: Tensor, heads: int, kv_heads: int, batch: Batch) -> Tensor:
-    """qkv (T, heads + 2 * kv_heads, K), T = num_sequences * seq_length -> (T, heads * K). Query head h reads kv head h // (heads / kv_heads)."""
-    q, k, v = _split(qkv, heads, kv_heads, batch)
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) -> (T, heads * K). Query head h reads kv head h // (heads / kv_heads)."""
+    grouped = q.shape[1] != k.shape[1]
     if batch.documents is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_mask(batch), enable_gqa=heads != kv_heads)
-    return out.transpose(1, 2).reshape(qkv.shape[0], -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_mask(batch), enable_gqa=grouped)
+    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def attention_with_dropout(qkv: Tensor, heads: int, kv_heads: int, batch: Batch, p: float, seed: int, layer: int, first_head: int) -> Tensor:
+def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, p: float, seed: int, layer: int, first_head: int) -> Tensor:
     """The same with dropout of the probabilities, keyed by (sample, query position, layer, global head, key position)."""
-    q, k, v = _split(qkv, heads, kv_heads, batch)
-    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    heads = q.shape[1]
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~_mask(batch), -torch.inf)
     probs = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1)
     rows = tuple(t.view(batch.num_sequences, batch.seq_length) for t in (batch.samples, _places(batch)))
     keep = torch.stack([keep_mask(p, seed, layer, 0, rows, batch.seq_length, first_head + h) for h in range(heads)], 1)  # type: ignore[arg-type]
     out = (probs * keep / (1.0 - p)).to(v.dtype) @ v
-    return out.transpose(1, 2).reshape(qkv.shape[0], -1)
-
-
-def _split(qkv: Tensor, heads: int, kv_heads: int, batch: Batch) -> tuple[Tensor, ...]:
-    """q, k, v as (sequences, heads, seq_length, K) views."""
-    x = qkv.view(batch.num_sequences, batch.seq_length, *qkv.shape[1:]).transpose(1, 2)
-    return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
 def _places(batch: Batch) -> Tensor:

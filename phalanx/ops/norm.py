@@ -1,4 +1,8 @@
-"""RMSNorm and LayerNorm over the last dim, computed in at least fp32; each rank normalises its own tokens."""
+"""RMSNorm and LayerNorm over the last dim, computed in at least fp32, with the residual addition before them.
+
+Each rank normalises its own tokens. `add_*_norm` takes the residual stream apart in one pass: it returns both the sum and its
+norm, and its backward adds the gradient of the sum to that through the norm.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +13,84 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.grads import add_grad
+from phalanx.ops.kernels import Kernels, use_triton
 
 
 def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        wide = _widen(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, scale)
-        ctx.weight = weight
-        return (wide * scale).to(x.dtype) * weight
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # With n = x * s, s = rsqrt(mean(x^2) + eps), g = dy * w:  dx = s * (g - n * mean(g * n)),  dw = sum(dy * n)
-        (x, scale), weight = ctx.saved_tensors, ctx.weight
-        dy_wide, n = _widen(dy), _widen(x) * scale
-        g = dy_wide * weight
-        dx = scale * (g - n * (g * n).mean(-1, keepdim=True))
-        return dx.to(x.dtype), add_grad(weight, (dy_wide * n).sum(0)), None
+def norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The plain twin of kernels.norm.norm_forward: x + delta, its norm, mean (LayerNorm, with bias) and scale of each row."""
+    total = x if delta is None else x + delta
+    wide = _widen(total)
+    if bias is None:
+        scale = torch.rsqrt(wide.square().mean(-1) + eps)
+        return total, (wide * scale.unsqueeze(-1)).to(x.dtype) * weight, scale.new_empty(0), scale
+    mean = wide.mean(-1)
+    scale = torch.rsqrt(wide.var(-1, unbiased=False) + eps)
+    normed = (wide - mean.unsqueeze(-1)) * scale.unsqueeze(-1)
+    return total, (normed * weight + bias).to(x.dtype), mean, scale
 
 
-class _LayerNorm(Function):
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain twin of kernels.norm.norm_backward.
+
+    With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
+    dw = sum(dy * n), db = sum(dy).
+    """
+    dy_wide, s = _widen(dy), scale.unsqueeze(-1)
+    center = mean.numel() > 0
+    n = (_widen(x) - mean.unsqueeze(-1) if center else _widen(x)) * s
+    g = dy_wide * weight
+    dx = g - n * (g * n).mean(-1, keepdim=True)
+    dx = (dx - g.mean(-1, keepdim=True) if center else dx) * s
+    dx = dx if dtotal is None else dx + dtotal
+    return dx.to(x.dtype), (dy_wide * n).sum(0), dy_wide.sum(0)
+
+
+class _Norm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        wide = _widen(x)
-        mean = wide.mean(-1, keepdim=True)
-        scale = torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + eps)
-        ctx.save_for_backward(x, mean, scale)
-        ctx.weight, ctx.bias = weight, bias
-        return ((wide - mean) * scale * weight + bias).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, triton: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        forward = norm_forward
+        if triton:
+            from phalanx.ops.kernels.norm import norm_forward as forward
+        total, y, mean, scale = forward(x, delta, weight, bias, eps)
+        ctx.save_for_backward(total, mean, scale)
+        ctx.weight, ctx.bias, ctx.triton, ctx.added = weight, bias, triton, delta is not None
+        ctx.set_materialize_grads(False)
+        return total, y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # With n = (x - mean) * s, g = dy * w:  dx = s * (g - mean(g) - n * mean(g * n)),  dw = sum(dy * n),  db = sum(dy)
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dy is None:  # nobody used the norm
+            return dtotal, dtotal if ctx.added else None, None, None, None, None
         (x, mean, scale), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        dy_wide, n = _widen(dy), (_widen(x) - mean) * scale
-        g = dy_wide * weight
-        dx = scale * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
-        return dx.to(x.dtype), add_grad(weight, (dy_wide * n).sum(0)), add_grad(bias, dy_wide.sum(0)), None
+        backward = norm_backward
+        if ctx.triton:
+            from phalanx.ops.kernels.norm import norm_backward as backward
+        dx, dw, db = backward(dy, x, weight, mean, scale, dtotal)
+        need_w, need_b = ctx.needs_input_grad[2:4]
+        dw_out = add_grad(weight, dw) if need_w else None
+        db_out = add_grad(bias, db) if need_b else None
+        return dx, dx if ctx.added else None, dw_out, db_out, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
     """x (T, D) / sqrt(mean(x^2) + eps) * weight (D,). Zhang & Sennrich, "Root mean square layer normalization", 2019."""
-    return _RMSNorm.apply(x, weight, eps)
+    return _Norm.apply(x, None, weight, None, eps, use_triton(kernels, x))[1]
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim of x (T, D). Ba et al., "Layer normalization", 2016."""
-    return _LayerNorm.apply(x, weight, bias, eps)
+    return _Norm.apply(x, None, weight, bias, eps, use_triton(kernels, x))[1]
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
+    """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm."""
+    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x))
+
+
+def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
+    """(x + delta, layer_norm(x + delta)), each (T, D); without `delta`, x itself and its norm."""
+    return _Norm.apply(x, delta, weight, bias, eps, use_triton(kernels, x))

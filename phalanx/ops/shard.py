@@ -11,7 +11,7 @@ from phalanx.layout.buckets import Bucket
 
 @dataclass
 class Shard:
-    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype."""
+    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype; `out` their weights, where those are apart."""
 
     bucket: Bucket
     lo: int
@@ -20,3 +20,4 @@ class Shard:
     grad: Tensor
     m: Tensor
     v: Tensor
+    out: Tensor | None = None

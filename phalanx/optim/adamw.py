@@ -9,7 +9,8 @@ from torch import Tensor
 
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
-from phalanx.ops.adamw import adamw_
+from phalanx.ops.adamw import AdamOptions, Part, adamw_
+from phalanx.ops.kernels import Kernels
 from phalanx.ops.shard import Shard
 from phalanx.optim.config import OptimConfig
 
@@ -43,20 +44,24 @@ def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[
 class AdamW:
     """`step` () counts applied steps on the device: a skipped step does not advance it."""
 
-    def __init__(self, shards: list[Shard], config: OptimConfig, device: torch.device):
-        self.config, self.shards = config, shards
+    def __init__(self, shards: list[Shard], config: OptimConfig, device: torch.device, kernels: Kernels = "auto"):
+        self.config, self.shards, self.kernels = config, shards, kernels
         self.step = torch.zeros((), dtype=torch.float32, device=device)
-        self.groups: dict[tuple[float, float], list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        self.groups: dict[tuple[float, float], list[Part]] = {}
         for s in shards:
             for a, b, group in group_ranges(s.bucket, s.lo, s.hi, config):
-                views = tuple(t[a - s.lo : b - s.lo] for t in (s.master, s.grad, s.m, s.v))
-                self.groups.setdefault(group, []).append(views)  # type: ignore[arg-type]
+                own = slice(a - s.lo, b - s.lo)
+                part = Part(s.master[own], s.grad[own], s.m[own], s.v[own], None if s.out is None else s.out[own])
+                self.groups.setdefault(group, []).append(part)
 
     @torch.no_grad()
-    def update(self, lr: float, skip: Tensor) -> None:
-        """Update the masters from the shards' gradients; where `skip` () is 1 nothing changes, the count of steps included."""
+    def update(self, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
+        """Update masters and weights from the shards' gradients times `factor` (), and set the gradients to zero.
+
+        Where `skip` () is 1 nothing else changes, the count of steps included.
+        """
         c = self.config
+        factor = torch.ones_like(skip) if factor is None else factor
         self.step.add_(1.0 - skip)
         for (decay, scale), members in self.groups.items():
-            p, g, m, v = (list(x) for x in zip(*members))
-            adamw_(p, g, m, v, self.step, lr * scale, c.beta1, c.beta2, c.eps, decay, skip)
+            adamw_(members, self.step, AdamOptions(lr * scale, c.beta1, c.beta2, c.eps, decay), factor, skip, self.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Stages:
 
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
         """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
-        self.batches, self.seed = batches, seed
+        self.batches, self.seed = [replace(b, loss_seed=seed) for b in batches], seed
         self.outputs: dict[int, Tensor] = {}
         self.loss_sum.zero_()
 

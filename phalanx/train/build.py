@@ -61,7 +61,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     mesh.prepare(plan.replicas(mesh.at.tp))
     to_device(params, mesh.device)
     buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding)
-    optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device)
+    optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, "plain" if "adamw" in train.plain_ops else train.kernels)
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
         train.loss_scale_min, kind.loss_scaling,

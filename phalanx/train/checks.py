@@ -19,6 +19,7 @@ from phalanx.checkpoint.check import check as check_checkpoint
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
+from phalanx.ops.kernels import OPS
 from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 
@@ -40,6 +41,7 @@ class Facts:
     device_name: str = "CPU"
     bf16_ok: bool = True
     fp16_ok: bool = True
+    triton_ok: bool = True
     env: tuple[Problem, ...] = ()
     missing: tuple[str, ...] = ()
     files: bool = True
@@ -155,6 +157,13 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
     elif facts.device == "cuda" and facts.device_count is not None and facts.local_ranks > facts.device_count:
         because = {"GPUs": facts.device_count}
         found.append(Problem("--ranks", facts.local_ranks, "must be <= the number of GPUs", because, (facts.device_count,)))
+    if c.kernels == "triton" and (facts.device == "cpu" or not facts.triton_ok):
+        device = {"device": facts.device_name if facts.triton_ok else f"{facts.device_name}, without triton"}
+        rule = "Triton kernels need an NVIDIA GPU of compute capability 8.0 and the triton package"
+        found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
+    unknown = [op for op in c.plain_ops if op not in OPS]
+    if unknown:
+        found.append(problem("train", c, "plain_ops", f"must name ops among {', '.join(OPS)}", {"unknown": ", ".join(unknown)}, ([],)))
     able = {"bf16": facts.bf16_ok, "fp16": facts.fp16_ok}
     if not able.get(c.precision, True):
         others = tuple(name for name in ("bf16", "fp16", "fp32") if able.get(name, True))

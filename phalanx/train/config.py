@@ -36,6 +36,10 @@ class TrainConfig:
     """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations made again in backward: none, selective (inside attention), full (whole blocks)."""
+    kernels: Literal["auto", "plain", "triton"] = "auto"
+    """Twins of the ops: auto (Triton on GPUs that can, plain PyTorch elsewhere), plain, or triton (refused where it cannot run)."""
+    plain_ops: list[str] = field(default_factory=list)
+    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw. For comparisons."""
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -57,10 +57,15 @@ def rank_uses(plan: Plan, num_micro_batches: int) -> tuple[list[RankUse], Trace]
 
 
 def step_costs(plan: Plan) -> Costs:
-    """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free."""
-    forward = [sum(plan.facts[b].flops for b in stage) for stage in plan.stages]
+    """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free.
+
+    The head makes its gradients in forward, and is not made again with recompute.
+    """
     again = 3.0 if plan.run.train.recompute == "full" else 2.0
-    return Costs(tuple(forward), tuple(again * f for f in forward))
+    last = len(plan.facts) - 1
+    forward = [sum(plan.facts[b].flops * (3.0 if b == last else 1.0) for b in stage) for stage in plan.stages]
+    backward = [sum(plan.facts[b].flops * again for b in stage if b != last) for stage in plan.stages]
+    return Costs(tuple(forward), tuple(backward))
 
 
 def block_uses(plan: Plan) -> list[BlockUse]:
@@ -90,7 +95,8 @@ def _batch(plan: Plan) -> Batch:
     """A micro-batch on the meta device; each of its four tensors is there once per micro-batch of a step."""
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
-    return Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, ids if plan.run.data.document_attention else None)
+    documents = ids if plan.run.data.document_attention else None
+    return Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=torch.empty((), device="meta"))
 
 
 def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num_micro_batches: int) -> RankUse:

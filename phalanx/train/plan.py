@@ -14,7 +14,7 @@ from phalanx.comm.axis import Axis
 from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
-from phalanx.layout.stages import cut_stages, given_stages
+from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models import gpt2, llama
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env
@@ -108,7 +108,7 @@ class Plan:
         train = self.run.train
         return Env(
             grid=self.grid, at=at, tp=tp or Axis("tp"), dtype=precision(train.precision).compute, seed=train.seed,
-            recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
+            recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), kernels=train.kernels, plain_ops=tuple(train.plain_ops),
         )  # fmt: skip
 
     def blocks_of(self, at: Coords, tp: Axis | None = None) -> dict[tuple[int, int], list[Block]]:
@@ -159,7 +159,7 @@ def make_plan(run: Run, world: int) -> Plan:
     num_stages = grid.pp * run.layout.virtual_stages
     # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from being free
     costs = [f.flops + 0.01 * facts[1].flops for f in facts]
-    stages = given_stages(run.layout.stages) if run.layout.stages else cut_stages(costs, num_stages)
+    stages = given_stages(run.layout.stages) if run.layout.stages else cut_virtual_stages(costs, grid.pp, run.layout.virtual_stages)
     limit = bucket_numel(run)
     runs = []
     for stage in stages:

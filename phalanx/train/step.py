@@ -61,10 +61,9 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     factor = 1.0 / scaler.scale
     if clip > 0:
         factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    buffers.scale_grads(factor)
-    state.optimizer.update(lr, skip)
-    buffers.publish()
-    buffers.zero_grads()
+    state.optimizer.update(lr, skip, factor)
+    buffers.gather()
+    buffers.zero_rest()
     scaler.update(skip)
     loss, stops = loss_and_stops(state, stop)
     return StepResult(loss / tokens, norm, skip, tokens, stops)

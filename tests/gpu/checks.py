@@ -16,20 +16,22 @@ from phalanx.base.rng import fill_normal_, keep_mask
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Grid
-from phalanx.ops.adamw import adamw_, adamw_reference_
-from phalanx.ops.attention import attention
+from phalanx.ops.activation import swiglu
+from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.embedding import embedding
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
+from phalanx.ops.rope import inverse_frequencies, rotary_table
 from phalanx.train.build import build, init_weights
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
 from tests import test_ops
 from tests.parity import base_run, sample_batch
-from tests.test_ops import OPS, gradients, normal
+from tests.test_ops import OPS, attend, gradients, normal, rotated
 
 ONE = Axis("tp")
-CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED")  # tensors that the ops of tests.test_ops close over
+CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "SEED")  # tensors that the ops of tests.test_ops close over
 ROUNDINGS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 8 * 2.0**-7, torch.float16: 8 * 2.0**-10}
 
 
@@ -110,6 +112,53 @@ def cross_entropy_large(device: torch.device) -> str:
     return f"{max(worst, *(within('gradient', a.grad, b.grad, 0.03) for a, b in zip(moved, exact))):.1e}"
 
 
+def twins(name: str, op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...],
+          params: tuple[int, ...] = ()) -> Callable[[torch.device], str]:  # fmt: skip
+    """The Triton twin of an op at a real model's shapes against its plain twin in float64 on the same device, bf16 inputs; all gradients."""
+
+    def check(device: torch.device) -> str:
+        kernels = "triton" if device.type == "cuda" else "plain"
+        found = []
+        for dtype, wide, twin in ((torch.bfloat16, torch.float32, kernels), (torch.float64, torch.float64, "plain")):
+            inputs = [normal(*s, seed=i, dtype=torch.bfloat16).to(device).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
+            for i in params:
+                inputs[i].grad_dtype, inputs[i].grad = wide, torch.zeros(shapes[i], dtype=wide, device=device)
+            y = op(*inputs, twin)
+            y.backward(normal(*y.shape, seed=99, dtype=torch.bfloat16).to(device).to(y.dtype))
+            found.append([y.detach(), *(x.grad for x in inputs)])
+        return f"{max(within(f'{name} {i}', a, b.cpu(), 2.0**-5) for i, (a, b) in enumerate(zip(*found))):.1e}"
+
+    return check
+
+
+def twin_cases() -> dict[str, Callable[[torch.device], str]]:
+    tokens = 1030
+    drawn = torch.randint(0, 32003, (tokens,), generator=torch.Generator().manual_seed(0))
+    seed = torch.tensor(1e-3, dtype=torch.float64)
+
+    def loss(x: torch.Tensor, w: torch.Tensor, kernels: str) -> torch.Tensor:
+        return linear_cross_entropy(x * 0.1, w, drawn.to(x.device), 0, 32003, ONE, None if kernels == "auto" else seed.to(x.device), kernels)
+
+    def turn(x: torch.Tensor, kernels: str) -> torch.Tensor:
+        table = rotary_table(torch.arange(tokens, device=x.device), inverse_frequencies(128, 500000.0), x.dtype)
+        return rotated(x, 32, 8, 1, table, kernels)
+
+    def add_norm(x: torch.Tensor, delta: torch.Tensor, w: torch.Tensor, kernels: str) -> torch.Tensor:
+        return torch.cat(add_rms_norm(x, delta, w, 1e-5, kernels))
+
+    wide = 4096
+    return {
+        "twins: rms_norm": twins("rms_norm", lambda x, w, k: rms_norm(x, w, 1e-5, k), ((tokens, wide), (wide,)), (1,)),
+        "twins: add_rms_norm": twins("add_rms_norm", add_norm, ((tokens, wide), (tokens, wide), (wide,)), (2,)),
+        "twins: add_layer_norm": twins(
+            "add_layer_norm", lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)), ((tokens, 1600),) * 2 + ((1600,),) * 2, (2, 3)
+        ),
+        "twins: swiglu": twins("swiglu", swiglu, ((tokens, 2 * 14336),)),
+        "twins: rope": twins("rope", turn, ((tokens, 48, 128),)),
+        "twins: cross entropy": twins("cross entropy", loss, ((tokens, 64), (32064, 64)), (1,)),
+    }
+
+
 def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[torch.device], str]:
     def check(device: torch.device) -> str:
         heads, kv_heads, width = 4, 2, 64
@@ -117,13 +166,13 @@ def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None)
         batch = Batch(*(torch.zeros(n, dtype=torch.int64) for _ in range(4)), 1, n)
         qkv = normal(n, heads + 2 * kv_heads, width, dtype=dtype)
         exact = qkv.double().requires_grad_()
-        truth = attention(exact, heads, kv_heads, batch)
+        truth = attend(exact, heads, kv_heads, batch)
         dy = normal(*truth.shape, seed=1, dtype=dtype)
         truth.backward(dy.double())
         x = qkv.to(device).requires_grad_()
         try:
             with sdpa_kernel(backend or list(SDPBackend.__members__.values())):
-                y = attention(x, heads, kv_heads, batch.to(device))
+                y = attend(x, heads, kv_heads, batch.to(device))
         except RuntimeError as error:
             if backend is None or "kernel" not in str(error):
                 raise
@@ -156,16 +205,29 @@ def fused_adamw(device: torch.device) -> str:
     for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         start = [[normal(n, seed=10 * i + n, dtype=dtype) for n in (1, 7, 100_003)] for i in range(4)]
         start[3] = [v.abs() for v in start[3]]
-        ours = [[t.to(device) for t in ts] for ts in start]
-        truth = [[t.double().clone() for t in ts] for ts in start]
+        ours = [Part(*(t.to(device) for t in ts), torch.zeros(len(ts[0]), dtype=torch.bfloat16, device=device)) for ts in zip(*start)]
+        truth = [Part(*(t.double().clone() for t in ts)) for ts in zip(*start)]
+
+        pairs = ((ours, adamw_, device), (truth, adamw_reference_, torch.device("cpu")))
+
+        def both(step: float, skip: float, pairs: tuple = pairs) -> None:
+            for parts, update, where in pairs:
+                scalars = [torch.tensor(x, device=where) for x in (step, 0.3, skip)]
+                update(parts, scalars[0], AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1), *scalars[1:])
+
         for step in (1.0, 2.0, 3.0):
-            adamw_(*ours, torch.tensor(step, device=device), 0.01, 0.9, 0.95, 1e-8, 0.1, torch.tensor(0.0, device=device))
-            adamw_reference_(*truth, torch.tensor(step), 0.01, 0.9, 0.95, 1e-8, 0.1, torch.tensor(0.0))
-        worst = max(within(f"{dtype}", a, b, bound) for xs, ys in zip(ours, truth) for a, b in zip(xs, ys))
-        before = [[t.clone() for t in ts] for ts in ours]
-        ours[1][2].fill_(math.nan)
-        adamw_(*ours, torch.tensor(3.0, device=device), 0.01, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.0, device=device))
-        if not all(torch.equal(a, b) for i in (0, 2, 3) for a, b in zip(ours[i], before[i])):
+            for part, other, grad in zip(ours, truth, start[1]):
+                part.grad.copy_(grad * step)
+                other.grad.copy_(grad.double() * step)
+            both(step, 0.0)
+        found = [(getattr(a, k), getattr(b, k)) for a, b in zip(ours, truth) for k in ("master", "m", "v")]
+        worst = max([worst, *(within(f"{dtype}", a, b, bound) for a, b in found)])
+        if not all(torch.equal(p.out, p.master.bfloat16()) and bool((p.grad == 0).all()) for p in ours):
+            raise AssertionError("the copy is not the rounded master, or a gradient is not zero")
+        before = [[t.clone() for t in (p.master, p.m, p.v, p.out)] for p in ours]
+        ours[2].grad.fill_(math.nan)
+        both(3.0, 1.0)
+        if not all(torch.equal(a, b) for p, ts in zip(ours, before) for a, b in zip((p.master, p.m, p.v, p.out), ts)):
             raise AssertionError("a skipped step changed something")
     return f"{worst:.1e}"
 
@@ -228,6 +290,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found.update({f"{name}, {str(dtype)[6:]}": op_check(name, dtype) for name in OPS})
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
+    found |= twin_cases()
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)

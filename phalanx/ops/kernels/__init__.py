@@ -1,0 +1,35 @@
+"""Triton twins of the ops. Which twin runs is decided here: `auto` takes Triton on a GPU and plain PyTorch elsewhere.
+
+The modules beside this one import triton, so they are imported only when a kernel is to run. On the CPU they run in Triton's
+interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests compare them with the plain twins.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+from torch import Tensor
+
+Kernels = Literal["auto", "plain", "triton"]
+OPS = ("norm", "swiglu", "rope", "loss", "adamw")  # the ops that have a Triton twin
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def use_triton(kernels: Kernels, x: Tensor) -> bool:
+    """Whether the op on `x` is to run its Triton twin. `auto`: on a GPU of compute capability 8.0 or newer, where triton is installed."""
+    if kernels == "auto":
+        return x.is_cuda and has_triton() and _capable(x.device.index or 0)
+    return kernels == "triton"
+
+
+@cache
+def _capable(index: int) -> bool:
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)

@@ -1,0 +1,33 @@
+"""What the Triton twins share: dtypes of their arithmetic, sizes of grids."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a kernel computes in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def triton_wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def warps_for(block: int) -> int:
+    """Warps for rows of `block` elements: about 16 elements a thread."""
+    return max(1, min(16, block // 512))
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_programs(x: Tensor, per_processor: int) -> int:
+    """Programs of a persistent grid on x's device; 2 per "processor" in the interpreter."""
+    return per_processor * (_processors(x.device.index or 0) if x.is_cuda else 2)
