@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from phalanx.base.errors import DataError
 from phalanx.data import prepare as module
 from phalanx.data import shards
 from phalanx.data.index import Corpus
-from phalanx.data.prepare import merge_shards, prepare
+from phalanx.data.prepare import merge_shards
 from phalanx.data.tokenizers import byte_tokenizer
 from phalanx.data.workers import ordered
 
+prepare = partial(module.prepare, overwrite=True)  # these tests write to the same name again and again
 ROOT = Path(__file__).parents[1]
 TEXTS = [f"document {n} " + "ü<|endoftext|> word " * (n * 7919 % 23) for n in range(400)]
 LINES = "".join(json.dumps({"meta": {"id": n}, "text": text}) + "\n" for n, text in enumerate(TEXTS))
@@ -197,9 +199,10 @@ def test_stopped_anywhere_it_goes_on(tmp_path, lines, monkeypatch):
         write(path, *rest)
 
     def fragile_assemble(*given):
-        assemble(*given)
+        counts = assemble(*given)
         if stops < 8:
             raise Stop
+        return counts
 
     monkeypatch.setattr(shards, "write_piece", fragile)
     monkeypatch.setattr(shards, "assemble", fragile_assemble)
@@ -298,7 +301,7 @@ def test_shards_merged_are_the_whole(tmp_path, lines, count):
     for n in range(count):
         prepare(inputs, done[n], byte_tokenizer(), piece_bytes=1000, shard=(n, count))
     assert count < 200 or not all(Corpus(shard).num_tokens for shard in done)  # more shards than pieces
-    summary = merge_shards(tmp_path / "out", done)
+    summary = merge_shards(tmp_path / "out", done, copy=True)
     whole = json.loads((tmp_path / "undisturbed.json").read_text())
     assert pair(tmp_path / "out") == expected
     for name in ("files", "documents", "tokens", "text_bytes", "lengths", "inputs", "tokenizer"):

@@ -73,7 +73,19 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     from phalanx.cli.setup import arguments, prepare
 
     ready = prepare(config, overrides, ranks)
+    prepare_text(ready)
     run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), logs)
+
+
+def prepare_text(ready: Any) -> None:
+    """Make token files of data.text before any rank starts; the ranks then find them. Of ranks that others started one speaks per machine."""
+    from phalanx.cli.progress import progress
+    from phalanx.data.text import use_text
+
+    run = ready.run
+    speaks = ready.placement is None or ready.placement.local_rank == 0
+    with progress("prepare") as show:
+        use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text) if speaks else None, progress=show)
 
 
 @cli.command(short_help="Compare a layout with one process.")
@@ -151,20 +163,27 @@ def data() -> None:
     """Prepare token files and look into them."""
 
 
+TOKENIZER_HELP = "A tokenizer.json, GPT-2's two files, SentencePiece .model, .tiktoken file, a folder that holds one; `bytes`; `null:N`."
+OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token files of this name.")
+
+
 @data.command("prepare")
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Prefix of the .bin and .idx files to write.")
-@click.option("--tokenizer", required=True, help="A tokenizer.json or a folder that holds one.")
+@click.option("--tokenizer", required=True, help=TOKENIZER_HELP)
 @click.option("--json-keys", "--key", "keys", default="text", show_default=True, help="Fields of a line (a.b: inside a), or columns; a,b: both.")
 @click.option("--errors", type=click.Choice(["strict", "replace", "skip"]), default="strict", show_default=True, help="Documents that are not text.")
 @click.option("--append-eod/--no-append-eod", default=True, show_default=True, help="End each document with its token.")
-@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes; any number gives the same files.")
+@click.option("--workers", type=click.IntRange(min=1), default=None, help="Processes (default: all cores); any number gives the same files.")
 @click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle documents by this seed.")
+@click.option("--split", default="", metavar="NAME=SHARE,...", help="Write OUT-NAME for each: train=0.98,valid=0.02.")
 @click.option("--shard", default="0/1", show_default=True, metavar="I/N", help="Do the I-th of N parts (from 0); data merge joins them.")
+@OVERWRITE
 def data_prepare(
-    inputs: tuple[str, ...], out: str, tokenizer: str, keys: str, errors: Any, append_eod: bool, workers: int, shuffle: int | None, shard: str
-) -> None:
-    """Turn text files, .jsonl or .parquet files (.gz, .zst), folders or globs of them into token files."""
+    inputs: tuple[str, ...], out: str, tokenizer: str, keys: str, errors: Any, append_eod: bool, workers: int | None, shuffle: int | None,
+    split: str, shard: str, overwrite: bool,
+) -> None:  # fmt: skip
+    """Turn text files, .jsonl or .parquet files (.gz, .zst), Hugging Face datasets, folders or globs of them into token files."""
     from phalanx.cli.progress import progress
     from phalanx.data.prepare import prepare
     from phalanx.data.tokenizers import load_tokenizer
@@ -180,22 +199,46 @@ def data_prepare(
             key=keys.split(","),
             errors=errors,
             append_eod=append_eod,
-            workers=workers,
+            workers=workers or _cores(),
             shuffle=shuffle,
+            split=_shares(split),
             shard=(int(i), int(n)),
+            overwrite=overwrite,
             progress=show,
         )
     _print_summary(summary)
 
 
+def _cores() -> int:
+    """Cores that this process may use; not every system can tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _shares(split: str) -> dict[str, float]:
+    """{"train": 0.98, "valid": 0.02} of train=0.98,valid=0.02"""
+    shares: dict[str, float] = {}
+    for item in filter(None, split.split(",")):
+        name, _, share = item.partition("=")
+        try:
+            if name in shares:
+                raise ValueError
+            shares[name.strip()] = float(share)
+        except ValueError:
+            expected = "different names with their shares, such as train=0.98,valid=0.02"
+            raise click.BadParameter(f"{item!r}: expected {expected}", param_hint="--split") from None
+    return shares
+
+
 @data.command("merge")
 @click.argument("out")
 @click.argument("shards", nargs=-1, required=True)
-def data_merge(out: str, shards: tuple[str, ...]) -> None:
+@click.option("--copy", is_flag=True, help="Copy the tokens into one .bin, which Megatron needs, rather than refer to those of SHARDS.")
+@OVERWRITE
+def data_merge(out: str, shards: tuple[str, ...], copy: bool, overwrite: bool) -> None:
     """Join the token files SHARDS, in the order given, into OUT."""
     from phalanx.data.prepare import merge_shards
 
-    _print_summary(merge_shards(out, shards))
+    _print_summary(merge_shards(out, shards, copy=copy, overwrite=overwrite))
 
 
 def _print_summary(summary: Any) -> None:
@@ -203,6 +246,8 @@ def _print_summary(summary: Any) -> None:
 
     shown = {k: v for k, v in vars(summary).items() if isinstance(v, int | str) and v != ""}
     click.echo(pairs(**shown, **{f"skipped[{reason}]": n for reason, n in summary.skipped_by.items()}))
+    for name, (documents, tokens) in summary.parts.items():
+        click.echo(pairs(part=name, documents=documents, tokens=tokens))
 
 
 @data.command("train-tokenizer")
@@ -225,14 +270,26 @@ def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kin
 
 
 @data.command("show")
-@click.argument("prefix")
-@click.option("--tokenizer", default=None, help="Show text rather than token numbers.")
-@click.option("--documents", type=click.IntRange(min=0), default=2, show_default=True, help="Documents to show.")
-def data_show(prefix: str, tokenizer: str | None, documents: int) -> None:
-    """Show what is in PREFIX.bin and PREFIX.idx."""
-    from phalanx.cli.show import data_text
+@click.argument("what", metavar="PREFIX|CONFIG")
+@OVERRIDES
+@click.option("--tokenizer", default=None, help="Show text rather than token numbers (default: the config's).")
+@click.option("--documents", type=click.IntRange(min=0), default=2, show_default=True, help="Documents of PREFIX to show.")
+@click.option("--start", type=click.IntRange(min=0), default=0, show_default=True, help="The first of them.")
+@click.option("--step", type=int, default=None, metavar="K", help="Which tokens make step K of CONFIG (default: a table of its sources).")
+@click.option("--rank", type=int, default=None, metavar="R", help="Only what this rank reads in step K.")
+@RANKS
+def data_show(
+    what: str, overrides: tuple[str, ...], tokenizer: str | None, documents: int, start: int, step: int | None, rank: int | None, ranks: int | None
+) -> None:
+    """Show what is in the token files PREFIX.bin and PREFIX.idx, or what a run of CONFIG (or a run's folder) trains on."""
+    from phalanx.cli.show import data_text, is_config, run_data_text
 
-    click.echo(data_text(prefix, tokenizer, documents))
+    if is_config(what):
+        click.echo(run_data_text(what, overrides, step=step, ranks=ranks, rank=rank, tokenizer=tokenizer))
+    elif overrides or step is not None or rank is not None or ranks is not None:
+        raise click.UsageError(f"--step, --rank, --ranks and a.b=c belong to a CONFIG; {what} is a PREFIX of token files")
+    else:
+        click.echo(data_text(what, tokenizer, documents, start))
 
 
 @cli.group(cls=Verbs)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and helpful words about those that are missing; what is in them is left to others."""
+"""Files that appear whole or not at all, which file is a tokenizer, and helpful words about what is missing; contents are left to others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from phalanx.base.errors import DataError
+
+BYTES = "bytes"
+NULL = "null:"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")  # of a folder, the first that is there
 
 
 @contextmanager
@@ -58,3 +63,22 @@ def must_exist(path: str | os.PathLike[str]) -> Path:
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     hint = f"near it in {path.parent}: {', '.join(near)}" if near else f"nothing in {path.parent} has a name near it"
     raise DataError(f"{path}: no such file; {hint}")
+
+
+def tokenizer_file(path: str | os.PathLike[str]) -> Path:
+    """The file that a tokenizer is read from: `path` itself, or what the folder `path` holds. DataError if there is none."""
+    path = must_exist(path)
+    if not path.is_dir():
+        return path
+    found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()] or sorted(path.glob("*.tiktoken"))
+    if not found:
+        raise DataError(f"{path}: holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}, and no .tiktoken file")
+    return found[0]
+
+
+def extra(module: str, needed: str, name: str) -> Any:
+    """An optional library. DataError names the extra `name` that brings it; `needed` begins the sentence, such as `.zst files need`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise DataError(f"{needed} {module.split('.')[0]}: pip install 'phalanx[{name}]'") from None

@@ -3,11 +3,13 @@
 The .bin holds token ids and nothing else. The .idx holds, little-endian: magic (9 bytes), version (u64), dtype code (u8),
 number of sequences S (u64), number of document indices D + 1 (u64), then lengths in tokens (i32, S), byte offsets into the
 .bin (i64, S), the first sequence of each document closed by S (i64, D + 1), and perhaps one mode per sequence (i8, S).
+Merged sets have a .bins instead of the .bin: a list of .bin files that are read as if they were one.
 What the tokens mean and in which order they are seen is left to `tokenizers` and `mixture`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from phalanx.base.errors import DataError
-from phalanx.data.files import must_exist, sync, sync_folder, temporary_name
+from phalanx.data.files import must_exist, replacing, sync, sync_folder, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -51,7 +53,7 @@ class Corpus:
 
     def __init__(self, prefix: str | os.PathLike[str]):
         self.prefix = strip_suffix(prefix)
-        self.bin_path = must_exist(self.prefix + ".bin")
+        self.bin_path, self.bins = _find_bins(self.prefix)
         self.idx_path = must_exist(self.prefix + ".idx")
         self.dtype, self.num_sequences, num_indices = _read_header(self.idx_path)
         self.num_documents = num_indices - 1
@@ -59,11 +61,17 @@ class Corpus:
         self._lengths = _map(self.idx_path, np.int32, HEADER.size, self.num_sequences)
         self._pointers = _map(self.idx_path, np.int64, lengths_end, self.num_sequences)
         self._documents = _map(self.idx_path, np.int64, lengths_end + 8 * self.num_sequences, num_indices)
-        self._bytes = _map(self.bin_path, np.uint8, 0, self.bin_path.stat().st_size)
+        self._maps = [_map(path, np.uint8, 0, size) for path, size in self.bins]
+        self._ends = np.cumsum([size for _, size in self.bins]).tolist()
         self._check_documents()
         self.num_tokens, contiguous = self._check_pointers()
         self._first = int(self._pointers[0]) if self.num_sequences else 0
         self._offsets = None if contiguous else _running_sum(self._lengths)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sequences fill the .bin one after another, as our own files do."""
+        return self._offsets is None and self._first == 0
 
     def __repr__(self) -> str:
         return f"Corpus({self.prefix!r}, {self.num_tokens} tokens, {self.num_documents} documents, {self.dtype})"
@@ -106,7 +114,18 @@ class Corpus:
         return np.unique((self._pointers[sequences] - self._first) // self.dtype.itemsize)
 
     def _read(self, pointer: int, count: int) -> NDArray[Any]:
-        return np.frombuffer(self._bytes, dtype=self.dtype, count=count, offset=pointer) if count else np.empty(0, self.dtype)
+        """A view, or a copy of what lies in several files."""
+        stop = pointer + count * self.dtype.itemsize
+        first = bisect_right(self._ends, pointer)
+        if count and stop <= self._ends[first]:
+            begin = self._ends[first] - len(self._maps[first])
+            return np.frombuffer(self._maps[first], dtype=self.dtype, count=count, offset=pointer - begin)
+        raw = [np.empty(0, np.uint8)]
+        while pointer < stop:
+            begin, end = self._ends[first] - len(self._maps[first]), min(stop, self._ends[first])
+            raw.append(self._maps[first][pointer - begin : end - begin])
+            pointer, first = end, first + 1
+        return np.concatenate(raw).view(self.dtype)
 
     def _check_documents(self) -> None:
         indices = self._documents
@@ -121,7 +140,7 @@ class Corpus:
 
     def _check_pointers(self) -> tuple[int, bool]:
         """(tokens in all sequences, whether they lie in the .bin one after the other in file order)."""
-        size, item = self.bin_path.stat().st_size, self.dtype.itemsize
+        size, item = self._ends[-1], self.dtype.itemsize
         tokens, end, furthest, contiguous = 0, None, 0, True
         for at in range(0, self.num_sequences, CHUNK):
             lengths = self._lengths[at : at + CHUNK].astype(np.int64)
@@ -231,6 +250,34 @@ class CorpusWriter:
             pointer = int(ends[-1])
         self._documents.seek(0)
         shutil.copyfileobj(self._documents, idx)
+
+
+def _find_bins(prefix: str) -> tuple[Path, list[tuple[Path, int]]]:
+    """(PREFIX.bin or PREFIX.bins, the .bin files with their sizes). DataError if one is missing or has changed its size."""
+    listing = Path(prefix + ".bins")
+    if os.path.exists(prefix + ".bin") or not listing.exists():
+        path = must_exist(prefix + ".bin")
+        return path, [(path, path.stat().st_size)]
+    try:
+        entries = [(str(entry["path"]), int(entry["bytes"])) for entry in json.loads(listing.read_text(encoding="utf-8"))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{listing}: not a list of .bin files: {error!r}") from None
+    bins = []
+    for name, size in entries:
+        path = listing.parent / name
+        if not path.exists():
+            raise DataError(f"{path}: no such file; {listing} needs it: move merged sets together, or merge them with --copy")
+        if path.stat().st_size != size:
+            raise DataError(f"{path}: {path.stat().st_size} bytes, expected {size} by {listing.name}")
+        bins.append((path, size))
+    return listing, bins or [(listing, 0)]
+
+
+def write_bins(file: Path, place: Path, bins: Sequence[tuple[Path, int]]) -> None:
+    """A list of .bin files, by their paths from the folder `place` in which the list will lie."""
+    entries = [{"path": os.path.relpath(path, place), "bytes": size} for path, size in bins]
+    with replacing(file) as output:
+        output.write(json.dumps(entries, indent=2).encode())
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:

@@ -8,33 +8,37 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import sysconfig
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from phalanx.base.errors import DataError
 from phalanx.data import shards
 from phalanx.data.files import replacing, sync_folder
-from phalanx.data.index import optimal_dtype, strip_suffix
+from phalanx.data.index import strip_suffix
 from phalanx.data.readers import SUFFIXES, Errors, Part, Reading, cut, find_files, texts
-from phalanx.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from phalanx.data.tokenizer_base import Tokenizer
+from phalanx.data.tokenizers import load_tokenizer, train_bpe
 from phalanx.data.workers import ordered
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 BATCH_BYTES = 1 << 20  # text per encode_batch: enough to keep its threads busy, little enough to stay small
 PIECE_BYTES = 8 << 20  # input per piece: what a kill can cost each worker
 MAX_PIECES = 1 << 14  # so that a shuffle can map all of them
 MAX_NAMED = 100  # inputs that a manifest names one by one
 TRAIN_BYTES = 12 << 20  # text a demo tokenizer is trained on
-TYPECODES = {"uint16": "H", "int32": "i"}
 
 
 @dataclass
@@ -43,9 +47,11 @@ class Summary:
 
     sources: list[str]
     tokenizer: str
-    """SHA-256 of the tokenizer's JSON."""
+    """SHA-256 of what the tokenizer is made of."""
     vocab_size: int
     dtype: str
+    tokenizer_facts: dict[str, Any] = field(default_factory=dict)
+    """Kind, sizes, end-of-document id and special tokens of the tokenizer."""
     files: int = 0
     text_bytes: int = 0
     documents: int = 0
@@ -68,6 +74,12 @@ class Summary:
     shuffle: int | None = None
     """Seed of the order of documents; None: as they were read."""
     shard: str = "0/1"
+    part: str = ""
+    """Name of this part of a split, and its share; documents, tokens and lengths are of it, all else of the whole."""
+    parts: dict[str, list[int]] = field(default_factory=dict)
+    """Documents and tokens of each part of the split."""
+    settings: str = ""
+    """SHA-256 of all that decides what is written."""
     version: int = field(default=MANIFEST_VERSION)
 
 
@@ -82,19 +94,25 @@ def prepare(
     append_eod: bool = True,
     workers: int = 1,
     shuffle: int | None = None,
+    split: Mapping[str, float] | None = None,
     shard: tuple[int, int] = (0, 1),
+    overwrite: bool = False,
     piece_bytes: int = PIECE_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
     """Turn texts into PREFIX.bin, PREFIX.idx and PREFIX.json; nothing appears before all of it is written.
 
-    inputs: files, globs, and folders that are searched for `suffixes`, each perhaps .gz or .zst. A .jsonl file holds a document a
-    line and a .parquet file one a row, under `key` (`a.b`: b inside a; several keys: their texts, a line break between); any
-    other file is one document. Each document ends with the end-of-document token. Order: inputs as given, folders by name.
-    DataError for an input that is missing or damaged, with file, line and byte; `errors` may ask to go on instead.
+    inputs: files, globs, folders that are searched for `suffixes`, each perhaps .gz or .zst, and Hugging Face datasets on disk. A
+    .jsonl file holds a document a line, a .parquet or .arrow file one a row, under `key` (`a.b`: b inside a; several keys: their
+    texts, a line break between); any other file is one document. Each document ends with the end-of-document token. Order: inputs
+    as given, folders by name. DataError for an input that is missing or damaged, with file, line and byte; `errors` may ask to go on.
 
-    workers: processes; 1 works here, with the threads of the tokenizer. The output is the same for any number.
-    shuffle: a seed for the order of the documents. shard: (i, n), the i-th of n runs that share the work; `merge_shards` joins.
+    workers: processes; 1 works here. The output is the same for any number.
+    shuffle: a seed for the order of the documents.
+    split: {"train": 0.98, "valid": 0.02} writes PREFIX-train and PREFIX-valid. A hash of its text decides where a document goes, so
+    equal documents stay together and a document stays where it is when others are added.
+    shard: (i, n), the i-th of n runs that share the work; `merge_shards` joins.
+    Done already with the same inputs and settings: nothing happens. Other token files under this name: DataError, or `overwrite`.
     Finished pieces are kept in a hidden folder beside PREFIX until the end, so that the same call after a kill goes on.
     Memory: a few times `piece_bytes` per worker, or what the longest document needs. progress: called with (done, all) bytes.
     """
@@ -102,47 +120,97 @@ def prepare(
         raise DataError(f"the tokenizer {tokenizer.fingerprint[:12]} has no end-of-document token")
     if not 0 <= shard[0] < shard[1]:
         raise DataError(f"shard {shard[0]}/{shard[1]}: the first is 0/{shard[1]}, the last {shard[1] - 1}/{shard[1]}")
+    shares = check_split(split or {})
     files = list(find_files(inputs, suffixes))
     stats = _stats(files)
     total = sum(size for _, size, _ in stats)
     piece_bytes = max(piece_bytes, total // MAX_PIECES)
     reading = Reading((key,) if isinstance(key, str) else tuple(key), errors)
-    dtype = optimal_dtype(tokenizer.vocab_size)
-    settings = [MANIFEST_VERSION, stats, tokenizer.fingerprint, reading.keys, append_eod, shard, piece_bytes]
-    summary = Summary(_named(inputs), tokenizer.fingerprint, tokenizer.vocab_size, dtype.name)
+    of_pieces = _hash([MANIFEST_VERSION, stats, tokenizer.fingerprint, reading.keys, append_eod, shard, piece_bytes])
+    summary = Summary(_named(inputs), tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.dtype.name, tokenizer.facts())
     summary.append_eod, summary.shuffle, summary.shard = append_eod, shuffle, f"{shard[0]}/{shard[1]}"
-    with _folder(Path(strip_suffix(prefix)), hashlib.sha256(json.dumps(settings).encode()).hexdigest()) as folder:
+    summary.settings = _hash([of_pieces, errors, shuffle, shares])
+    places = {name: f"{strip_suffix(prefix)}-{name}" for name in shares} or {"": strip_suffix(prefix)}
+    if done := _done(places, summary.settings, overwrite):
+        return done
+    with _folder(Path(strip_suffix(prefix)), of_pieces) as folder:
         wanted = cut(files, piece_bytes, lambda before: min(before * shard[1] // max(total, 1), shard[1] - 1) == shard[0])
-        shared = (tokenizer, reading, tokenizer.eod if append_eod else None, dtype.name)
-        pieces = _make_pieces(wanted, folder, shared, workers, lambda done: progress and progress(done, total // shard[1]))
-        if _stats(files) != stats:
-            changed = next(new[0] for new, old in zip(_stats(files), stats) if new != old)
-            raise DataError(f"{changed}: changed while it was read; run again")
+        shared = (tokenizer, reading, tokenizer.eod if append_eod else None)
+        processes = workers if total > piece_bytes else 1  # starting one takes longer than a little work
+        pieces = _make_pieces(wanted, folder, shared, processes, lambda done: progress and progress(done, total // shard[1]))
+        _check_unchanged(stats)
         _sum_up(pieces, summary)
         if not summary.tokens and shard[1] == 1:  # little input leaves some shards without work
             raise DataError(f"no text in {', '.join(summary.sources)}: {summary.files} files with a suffix of {', '.join(suffixes)}")
-        shards.assemble(pieces, folder / "all", dtype, shuffle)
-        _publish(folder / "all", strip_suffix(prefix), asdict(summary))
+        made = {name: folder / f"all-{name}" for name in places}
+        counts = shards.assemble(pieces, list(made.values()), tokenizer.dtype, shuffle, list(shares.values()))
+        summary.lengths = dict(sum((Counter(count.lengths) for count in counts), Counter()))
+        summary.parts = {name: [count.documents, count.tokens] for name, count in zip(shares, counts)}
+        if shard[1] == 1 and (empty := [name for name, (documents, _) in summary.parts.items() if not documents]):
+            raise DataError(f"split: {empty[0]}={shares[empty[0]]:g} of {summary.documents} documents is none; give it a larger share")
+        for name, count in zip(places, counts):
+            _publish(made[name], places[name], summary if not name else _part_of(summary, name, shares[name], count))
     return summary
 
 
-def merge_shards(prefix: str | os.PathLike[str], parts: Sequence[str | os.PathLike[str]]) -> Summary:
-    """One pair of token files of those that `prepare(shard=...)` made, in the order given. DataError if their tokenizers differ."""
-    notes = [json.loads(file.read_text(encoding="utf-8")) for part in parts if (file := Path(strip_suffix(part) + ".json")).exists()]
+def check_split(split: Mapping[str, float]) -> dict[str, float]:
+    """The shares of a split, made to sum to one. DataError for a name that cannot be part of a file name, or a share that is none."""
+    for name, share in split.items():
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+            raise DataError(f"split: {name!r} becomes part of a file name: use letters, digits and _")
+        if not (math.isfinite(share) and share > 0):
+            raise DataError(f"split: {name}={share}: a share is a number > 0")
+    return {name: share / sum(split.values()) for name, share in split.items()}
+
+
+def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
+    """DataError if the manifest beside PREFIX says that another tokenizer made it. Files without one (Megatron's) are not judged."""
+    note = read_manifest(prefix)
+    if note.get("tokenizer") and note["tokenizer"] != tokenizer.fingerprint:
+        facts = {"kind": "unknown", "eod": "unknown", **note.get("tokenizer_facts", {})}
+        raise DataError(
+            f"{strip_suffix(prefix)}: made with another tokenizer: kind {facts['kind']}, {note.get('vocab_size')} ids, end of document "
+            f"{facts['eod']}, SHA-256 {note['tokenizer'][:12]}; this one: {tokenizer.kind}, {tokenizer.vocab_size} ids, "
+            f"{tokenizer.eod}, {tokenizer.fingerprint[:12]}"
+        )
+
+
+def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any]:
+    """PREFIX.json, or nothing where there is none."""
+    path = Path(strip_suffix(prefix) + ".json")
+    try:
+        note = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise DataError(f"{path}: not a manifest: {error}") from None
+    return note if isinstance(note, dict) else {}
+
+
+def merge_shards(prefix: str | os.PathLike[str], parts: Sequence[str | os.PathLike[str]], *, copy: bool = False, overwrite: bool = False) -> Summary:
+    """One set of token files of several, such as `prepare(shard=...)` made, in the order given. DataError if their tokenizers differ.
+
+    No token is copied: PREFIX.idx is as if all were in one file, and PREFIX.bins names the .bin files. copy: write PREFIX.bin
+    instead, which Megatron needs.
+    """
+    notes = [note for part in parts if (note := read_manifest(part))]
     for name in ("tokenizer", "append_eod"):
         if len({note.get(name) for note in notes}) > 1:
             raise DataError(f"{', '.join(map(str, parts))}: made with different settings: {name} is {[note.get(name) for note in notes]}")
     first: dict[str, Any] = notes[0] if notes else {}
-    summary = Summary(_named(parts), first.get("tokenizer", ""), first.get("vocab_size", 0), first.get("dtype", ""))
+    facts = first.get("tokenizer_facts", {})
+    summary = Summary(_named(parts), first.get("tokenizer", ""), first.get("vocab_size", 0), first.get("dtype", ""), facts)
     summary.append_eod = first.get("append_eod", True)
     for name in ("files", "text_bytes", "empty", "skipped", "replaced"):
         setattr(summary, name, sum(note.get(name, 0) for note in notes))
     for name in ("skipped_by", "lengths"):
         setattr(summary, name, dict(sum((Counter(note.get(name, {})) for note in notes), Counter())))
     summary.inputs = [entry for note in notes for entry in note.get("inputs", [])][:MAX_NAMED]
-    with _folder(Path(strip_suffix(prefix)), "merge") as folder:
-        summary.documents, summary.tokens = shards.merge(folder / "all", parts)
-        _publish(folder / "all", strip_suffix(prefix), asdict(summary))
+    places = {"": strip_suffix(prefix)}
+    summary.settings = _hash(["merge", copy, _stats([Path(strip_suffix(part) + ".idx") for part in parts]), [note.get("settings") for note in notes]])
+    if done := _done(places, summary.settings, overwrite):
+        return done
+    with _folder(Path(places[""]), summary.settings) as folder:
+        summary.documents, summary.tokens = shards.merge(folder / "all", places[""], parts, copy)
+        _publish(folder / "all", places[""], summary)
     return summary
 
 
@@ -172,27 +240,32 @@ def _make_pieces(
     return pieces
 
 
-def _encode(shared: tuple[Tokenizer, Reading, int | None, str], item: tuple[Path, list[Part]]) -> tuple[Path, int]:
+def _encode(shared: tuple[Tokenizer, Reading, int | None], item: tuple[Path, list[Part]]) -> tuple[Path, int]:
     """Write a piece: (its path, bytes of input). Its name says whether anything was skipped or replaced, which a strict run must see."""
-    tokenizer, reading, eod, dtype = shared
-    if getattr(tokenizer, "_core", None) is not None:
-        tokenizer._core.encode_special_tokens = True  # the library forgets it on the way to another process
+    tokenizer, reading, eod = shared
     path, parts = item
-    tokens, lengths, counts = array(TYPECODES[dtype]), array("i"), Counter[str]()
-    for batch in _batches(chain.from_iterable(texts(part, reading, counts) for part in parts), counts):
-        for ids in tokenizer.encode_batch(batch):
-            if eod is not None:
-                ids.append(eod)
-            tokens.fromlist(ids)
-            lengths.append(len(ids))
-            counts[f"length:{len(ids).bit_length() - 1}"] += 1
+    width, end = tokenizer.dtype.itemsize, b"" if eod is None else np.array([eod], tokenizer.dtype).tobytes()
+    tokens, lengths, hashes, counts = bytearray(), array("q"), bytearray(), Counter[str]()
+    for batch in _batches(chain.from_iterable(texts(part, reading, counts) for part in parts), counts, hashes):
+        for ids in _ids(tokenizer, batch, parts):
+            tokens += ids
+            tokens += end
+            lengths.append((len(ids) + len(end)) // width)
     begun = [part.path for part in parts if part.start == 0 and (part.groups is None or part.groups[0] == 0)]
     inputs = [{"path": name, "bytes": os.path.getsize(name), "sha256": _sha256(name)} for name in begun]
-    counts["documents"], counts["tokens"] = len(lengths), len(tokens)
+    counts["documents"], counts["tokens"] = len(lengths), len(tokens) // width
     mended = counts["replaced"] or any(name.startswith("skipped:") for name in counts)
     path = _mended(path, reading.errors) if mended else path
-    shards.write_piece(path, {"counts": counts, "inputs": inputs}, lengths, memoryview(tokens).cast("B"))
+    shards.write_piece(path, {"counts": counts, "inputs": inputs}, np.array(lengths, np.int64), hashes, tokens)
     return path, sum(part.size for part in parts)
+
+
+def _ids(tokenizer: Tokenizer, batch: list[str], parts: list[Part]) -> list[bytes]:
+    try:
+        return tokenizer.encode_raw(batch)
+    except DataError as error:
+        others = f" or one of the {len(parts) - 1} files after it" if len(parts) > 1 else ""
+        raise DataError(f"{parts[0].path}{others}: {error}") from None
 
 
 def _mended(path: Path, errors: Errors) -> Path:
@@ -213,8 +286,6 @@ def _sum_up(pieces: Sequence[Path], summary: Summary) -> None:
         setattr(summary, name, counts[name])
     summary.skipped_by = {name.removeprefix("skipped:"): n for name, n in sorted(counts.items()) if name.startswith("skipped:")}
     summary.skipped = sum(summary.skipped_by.values())
-    bits = sorted(int(name.removeprefix("length:")) for name in counts if name.startswith("length:"))
-    summary.lengths = {f"2**{k}": counts[f"length:{k}"] for k in bits}
     summary.inputs_hash = files.hexdigest()
 
 
@@ -241,19 +312,59 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
                 shutil.rmtree(folder)
             raise
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise DataError(f"{prefix}: disk full; finished pieces are kept in {folder}: make room and run the same again") from None
+            why = "disk full" if error.errno != errno.EFBIG else "larger than files may be here"
+            raise DataError(f"{prefix}: {why}; finished pieces are kept in {folder}: make room and run the same again") from None
         shutil.rmtree(folder)
 
 
-def _publish(made: Path, prefix: str, manifest: dict[str, Any]) -> None:
-    """Move finished token files to their place, the index last, and write the manifest."""
-    Path(prefix + ".idx").unlink(missing_ok=True)  # a crash in between must not leave an old .idx beside the new .bin
-    for suffix in (".bin", ".idx"):
-        os.replace(str(made) + suffix, prefix + suffix)
-    sync_folder(Path(prefix).parent)
-    _write_json(Path(prefix + ".json"), manifest)
+def _done(places: Mapping[str, str], settings: str, overwrite: bool) -> Summary | None:
+    """What an earlier run with the same settings noted, if it ended. DataError if something else is there and may not be replaced."""
+    if overwrite:
+        return None
+    notes = [read_manifest(place) for place in places.values()]
+    for place, note in zip(places.values(), notes):
+        there = [place + suffix for suffix in (".bin", ".bins", ".idx") if os.path.exists(place + suffix)]
+        if there and note.get("settings") != settings:
+            raise DataError(f"{there[0]} exists, made of other inputs or with other settings; choose another name, or overwrite it")
+    if not all(note and os.path.exists(place + ".idx") for place, note in zip(places.values(), notes)):
+        return None
+    whole = {**notes[0], "part": ""}
+    if whole["parts"]:
+        whole["documents"], whole["tokens"] = (sum(counts) for counts in zip(*whole["parts"].values()))
+        whole["lengths"] = dict(sum((Counter(note["lengths"]) for note in notes), Counter()))
+    return Summary(**whole)
+
+
+def _publish(made: Path, place: str, summary: Summary) -> None:
+    """Move finished token files to their place: the manifest first, the index, without which nothing is seen, last."""
+    for suffix in (".idx", ".bin", ".bins"):
+        Path(place + suffix).unlink(missing_ok=True)
+    with replacing(place + ".json") as file:
+        file.write(json.dumps(asdict(summary), indent=2).encode())
+    for suffix in (".bin", ".bins", ".idx"):
+        if os.path.exists(f"{made}{suffix}"):
+            os.replace(f"{made}{suffix}", place + suffix)
+    sync_folder(Path(place).parent)
+
+
+def _part_of(summary: Summary, name: str, share: float, count: shards.Count) -> Summary:
+    return replace(summary, part=f"{name}={share:g}", documents=count.documents, tokens=count.tokens, lengths=count.lengths)
+
+
+def _check_unchanged(before: list[tuple[str, int, int]]) -> None:
+    for name, *old in before:
+        try:
+            now = _stats([Path(name)])[0]
+        except FileNotFoundError:
+            raise DataError(f"{name}: was removed while it was read; run again") from None
+        if [*now[1:]] != old:
+            raise DataError(f"{name}: changed while it was read: {old[0]} bytes before, {now[1]} now; run again")
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -310,20 +421,23 @@ def demo_data(
     parts = (Part(str(file), file.stat().st_size) for file in files)
     sample = chain.from_iterable(texts(part, Reading(errors="skip"), Counter()) for part in parts)
     train_bpe(_first_bytes(sample, TRAIN_BYTES), vocab_size, tokenizer_path.parent)
-    summary = prepare(files, prefix, load_tokenizer(tokenizer_path), errors="skip")
+    summary = prepare(files, prefix, load_tokenizer(tokenizer_path), errors="skip", overwrite=True)
     _write_json(manifest, {"inputs": inputs, "files": summary.files, "tokens": summary.tokens, "skipped": summary.skipped})
     return prefix, str(tokenizer_path)
 
 
-def _batches(documents: Iterable[str], counts: Counter[str]) -> Iterator[list[str]]:
+def _batches(documents: Iterable[str], counts: Counter[str], hashes: bytearray) -> Iterator[list[str]]:
+    """Texts in lists of about BATCH_BYTES; a hash of each goes to `hashes`."""
     batch, size = [], 0
     for text in documents:
         if not text:
             counts["empty"] += 1
             continue
+        raw = text.encode()
+        hashes += hashlib.blake2b(raw, digest_size=8, person=b"split").digest()
+        counts["text_bytes"] += len(raw)
         batch.append(text)
-        size += len(text)
-        counts["text_bytes"] += len(text.encode())
+        size += len(raw)
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0

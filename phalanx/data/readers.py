@@ -1,6 +1,7 @@
 """Inputs of a preparation: which files, how they are cut into parts of bounded size, and the texts in a part or what is wrong with them.
 
-Lines of JSON, plain text and Parquet columns; each of the first two as it is or compressed. What the texts become is left to `prepare`.
+Lines of JSON, plain text (both perhaps compressed), columns of Parquet files and of Hugging Face datasets. What texts become is left to
+`prepare`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.base.errors import DataError
-from phalanx.data.files import must_exist
+from phalanx.data.files import extra, must_exist
 
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson", ".json")
+TABLES = (".parquet", ".arrow")
+ROWS = 256  # of a table, made into Python objects at a time
 BLOCK = 1 << 16  # of compressed input: at most a thousand times as much comes out of it
 Errors = Literal["strict", "replace", "skip"]
 
@@ -43,7 +46,7 @@ class Part:
     problem: str | None = None
     """What ended a compressed file too early, met after `data`."""
     groups: tuple[int, int] | None = None
-    """Row groups of a Parquet file."""
+    """Row groups of a Parquet file, or record batches of an Arrow file."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,26 @@ def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]
                 raise DataError(f"{given}: no file matches")
             yield from map(Path, found)
         elif (path := must_exist(given)).is_dir():
-            yield from sorted(file for file in path.rglob("*") if _suffixes(file)[0] in suffixes and file.is_file())
+            yield from _dataset(path) or sorted(file for file in path.rglob("*") if _suffixes(file)[0] in suffixes and file.is_file())
         else:
             yield path
+
+
+def _dataset(folder: Path) -> list[Path]:
+    """The files of a Hugging Face dataset that `save_to_disk` wrote (its folder may hold caches too); nothing for any other folder."""
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.exists():
+            names = ", ".join(f"{folder / name}" for name in json.loads(splits.read_text(encoding="utf-8"))["splits"])
+            raise DataError(f"{folder}: a dataset with several splits; name those that are meant: {names}")
+        if not (state.exists() and (folder / "dataset_info.json").exists()):
+            return []
+        note = json.loads(state.read_text(encoding="utf-8"))
+        if note.get("_indices_data_files"):
+            raise DataError(f"{folder}: a dataset whose rows are chosen by an index file; save it anew after flatten_indices()")
+        return [must_exist(folder / entry["filename"]) for entry in note["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: not a dataset that save_to_disk wrote: {error!r}") from None
 
 
 def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iterator[list[Part]]:
@@ -82,7 +102,7 @@ def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iter
     before = held = 0
     for file in files:
         total = file.stat().st_size
-        if total <= size or _suffixes(file)[0] not in (*LINES, ".parquet"):
+        if total <= size or _suffixes(file)[0] not in (*LINES, *TABLES):
             piece.append(Part(str(file), total))
             held += total
             if held >= size:
@@ -126,7 +146,7 @@ def _refuse(bad: Bad, part: Part, row: int, offset: int, reading: Reading, count
     name = f"{part.path}: "
     if _suffixes(Path(part.path))[0] in LINES:
         name += f"line {_first_line(part) + row}: "
-    elif part.groups is not None or part.path.endswith(".parquet"):
+    elif part.path.endswith(TABLES):
         name += f"row {row}: "
     if "at offset" in str(bad):
         raise DataError(f"{name}{bad}; errors='replace' or 'skip' go on")
@@ -136,7 +156,7 @@ def _refuse(bad: Bad, part: Part, row: int, offset: int, reading: Reading, count
 def _records(part: Part, reading: Reading) -> Iterator[tuple[int, int, Any]]:
     """(number from 0, byte offset, bytes of a line or a file or a row)"""
     suffix, _ = _suffixes(Path(part.path))
-    if suffix == ".parquet":
+    if suffix in TABLES:
         for row, values in enumerate(_rows(part, reading), part.line or 0 if part.groups else 0):
             yield row, 0, values
     elif suffix in LINES:
@@ -261,7 +281,7 @@ def _inflate(file: io.BufferedReader, make: Callable[[], Any]) -> Iterator[bytes
 def _engine(packed: str) -> Callable[[], Any]:
     if packed == ".gz":
         return lambda: zlib.decompressobj(wbits=31)
-    zstandard = extra("zstandard", ".zst")
+    zstandard = extra("zstandard", ".zst files need", "data")
     return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
 
@@ -295,8 +315,8 @@ def whole_lines(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
 
 def _cut_file(file: Path, total: int, size: int) -> Iterator[Part]:
     name = str(file)
-    if _suffixes(file)[0] == ".parquet":
-        yield from _cut_parquet(name, total, size)
+    if _suffixes(file)[0] in TABLES:
+        yield from _cut_table(name, total, size)
     elif _seekable(file):
         start = 0
         with open(file, "rb") as stream:
@@ -328,28 +348,25 @@ def _cut_compressed(name: str, total: int, size: int) -> Iterator[Part]:
     yield replace(last or Part(name, 0, data=b""), size=total, problem=problem)
 
 
-def _cut_parquet(name: str, total: int, size: int) -> Iterator[Part]:
-    file = _parquet(name)
-    row, first, held = 0, 0, 0
-    groups = file.metadata.num_row_groups
-    start = 0
-    for group in range(groups):
-        held += file.metadata.row_group(group).total_byte_size
-        start += file.metadata.row_group(group).num_rows
-        if held >= size or group == groups - 1:
-            yield Part(name, total * (group + 1) // groups - total * first // groups, 0, None, row, groups=(first, group + 1))
+def _cut_table(name: str, total: int, size: int) -> Iterator[Part]:
+    groups = list(_open_table(name).sizes())
+    row, first, held, start = 0, 0, 0, 0
+    for group, (count, rows) in enumerate(groups):
+        held += count
+        start += rows
+        if held >= size or group == len(groups) - 1:
+            share = total * (group + 1) // len(groups) - total * first // len(groups)
+            yield Part(name, share, 0, None, row, groups=(first, group + 1))
             row, first, held = start, group + 1, 0
 
 
 def _rows(part: Part, reading: Reading) -> Iterator[dict[str, Any]]:
-    file = _parquet(part.path)
-    names = file.schema_arrow.names
-    columns = [key if key in names else key.split(".")[0] for key in reading.keys]
-    if missing := [column for column in columns if column not in names]:
-        raise DataError(f"{part.path}: no column {missing[0]!r}; columns: {', '.join(names)}")
-    groups = list(range(*part.groups)) if part.groups else list(range(file.metadata.num_row_groups))
+    table = _open_table(part.path)
+    columns = [key if key in table.names else key.split(".")[0] for key in reading.keys]
+    if missing := [column for column in columns if column not in table.names]:
+        raise DataError(f"{part.path}: no column {missing[0]!r}; columns: {', '.join(table.names)}")
     try:
-        for batch in file.iter_batches(256, row_groups=groups, columns=columns):
+        for batch in table.batches(part.groups, list(dict.fromkeys(columns))):
             yield from batch.to_pylist()
     except UnicodeDecodeError as error:
         raise Bad("not UTF-8", f"a column is not UTF-8: {error}") from None
@@ -357,20 +374,50 @@ def _rows(part: Part, reading: Reading) -> Iterator[dict[str, Any]]:
         raise Bad("damaged", f"damaged: {error}") from None
 
 
-def _parquet(name: str) -> Any:
-    parquet = extra("pyarrow.parquet", ".parquet")
+def _open_table(name: str) -> _Parquet | _Arrow:
     try:
-        return parquet.ParquetFile(name)
+        return _Parquet(name) if name.endswith(".parquet") else _Arrow(name)
+    except DataError:
+        raise
     except Exception as error:  # pyarrow's own
-        raise DataError(f"{name}: not a Parquet file, or cut short: {error}") from None
+        kind = "a Parquet file" if name.endswith(".parquet") else "an Arrow file"
+        raise DataError(f"{name}: not {kind}, or cut short: {error}") from None
 
 
-def extra(module: str, what: str) -> Any:
-    """An optional library. DataError names the extra that brings it."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise DataError(f"{what} files need {module.split('.')[0]}: pip install 'phalanx[data]'") from None
+class _Parquet:
+    def __init__(self, name: str):
+        self._file = extra("pyarrow.parquet", ".parquet files need", "data").ParquetFile(name)
+        self.names: list[str] = self._file.schema_arrow.names
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """(bytes, rows) of each row group."""
+        for group in range(self._file.metadata.num_row_groups):
+            found = self._file.metadata.row_group(group)
+            yield found.total_byte_size, found.num_rows
+
+    def batches(self, groups: tuple[int, int] | None, columns: list[str]) -> Iterator[Any]:
+        first, last = groups or (0, self._file.metadata.num_row_groups)
+        yield from self._file.iter_batches(ROWS, row_groups=list(range(first, last)), columns=columns)
+
+
+class _Arrow:
+    """The streams of record batches that `datasets` writes, memory-mapped."""
+
+    def __init__(self, name: str):
+        arrow = extra("pyarrow", ".arrow files need", "data")
+        self._open = lambda: arrow.ipc.open_stream(arrow.memory_map(name))
+        self.names: list[str] = self._open().schema.names
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """(bytes, rows) of each record batch."""
+        for batch in self._open():
+            yield batch.nbytes, batch.num_rows
+
+    def batches(self, groups: tuple[int, int] | None, columns: list[str]) -> Iterator[Any]:
+        first, last = groups or (0, None)
+        for batch in islice(self._open(), first, last):
+            for row in range(0, batch.num_rows, ROWS):
+                yield batch.slice(row, ROWS).select(columns)
 
 
 def _first_line(part: Part) -> int:

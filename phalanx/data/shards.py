@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,22 @@ from numpy.typing import DTypeLike, NDArray
 
 from phalanx.base.errors import DataError
 from phalanx.data.files import replacing
-from phalanx.data.index import CHUNK, MAX_LENGTH, Corpus, CorpusWriter
+from phalanx.data.index import CHUNK, MAX_LENGTH, Corpus, CorpusWriter, write_bins
 from phalanx.data.mixture import make_key, permute
 
 SIZES = struct.Struct("<QQ")  # bytes of the note, number of documents
 SHUFFLE = 0x5F  # names this use of the seed
 
 
-def write_piece(path: Path, note: dict[str, Any], lengths: Sequence[int], tokens: memoryview | bytes) -> None:
-    """A file with a note, where documents begin and end in tokens, and the tokens. It appears whole or not at all."""
+def write_piece(path: Path, note: dict[str, Any], lengths: NDArray[np.int64], hashes: bytes | bytearray, tokens: bytes | bytearray) -> None:
+    """A file with a note, where documents begin and end in tokens, 8 bytes of hash for each, and the tokens. It appears whole or not at all."""
     text = json.dumps(note).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as file:
         file.write(SIZES.pack(len(text), len(lengths)))
         file.write(text)
-        file.write(np.cumsum([0, *lengths], dtype=np.int64).tobytes())
+        file.write(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64).tobytes())
+        file.write(hashes)
         file.write(tokens)
 
 
@@ -42,15 +45,27 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 class Piece:
-    """An open piece: `offsets` (documents + 1) and `tokens`, memory-mapped."""
+    """An open piece: `offsets` (documents + 1), `hashes` (documents) and `tokens`, memory-mapped."""
 
     def __init__(self, path: Path, dtype: DTypeLike):
         raw = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         size, documents = SIZES.unpack(raw[: SIZES.size].tobytes())
         begin = SIZES.size + size
+        self.path = path
         self.offsets = raw[begin : begin + 8 * (documents + 1)].view(np.int64)
-        self.start = begin + 8 * (documents + 1)
+        begin += 8 * (documents + 1)
+        self.hashes = raw[begin : begin + 8 * documents].view(np.uint64)
+        self.start = begin + 8 * documents
         self.tokens = raw[self.start :].view(dtype)
+
+
+@dataclass
+class Count:
+    """What a set of token files holds. `lengths`: documents by length, under "2**k" those of 2**k to 2**(k+1) - 1 tokens."""
+
+    documents: int
+    tokens: int
+    lengths: dict[str, int]
 
 
 class Assembler(CorpusWriter):
@@ -58,6 +73,7 @@ class Assembler(CorpusWriter):
 
     def __enter__(self) -> Assembler:
         super().__enter__()
+        self._by_bits = np.zeros(32, np.int64)
         return self
 
     def add_documents(self, lengths: NDArray[Any], sequences: NDArray[Any] | None = None) -> None:
@@ -65,6 +81,7 @@ class Assembler(CorpusWriter):
         if len(lengths) and int(lengths.max()) > MAX_LENGTH:
             raise DataError(f"{self.prefix}: a document of {lengths.max()} tokens; the format holds {MAX_LENGTH}")
         ends = np.arange(1, len(lengths) + 1, dtype=np.int64) if sequences is None else sequences
+        self._by_bits += np.bincount(np.frexp(lengths)[1], minlength=32)  # frexp: of 2**k..2**(k+1)-1 it is k + 1
         self._lengths.write(lengths.astype(np.int32).tobytes())
         self._documents.write((ends + self.num_sequences).astype(np.int64).tobytes())
         self.num_sequences += len(lengths)
@@ -80,55 +97,92 @@ class Assembler(CorpusWriter):
     def write_tokens(self, tokens: NDArray[Any]) -> None:
         self._bin.write(tokens.data)
 
+    def count(self) -> Count:
+        return Count(self.num_documents, self.num_tokens, {f"2**{bits - 1}": int(n) for bits, n in enumerate(self._by_bits) if n and bits})
 
-def assemble(pieces: Sequence[Path], prefix: str | os.PathLike[str], dtype: DTypeLike, seed: int | None) -> tuple[int, int]:
-    """PREFIX.bin and PREFIX.idx of the pieces' documents, in order or, with a seed, shuffled: (documents, tokens).
+
+def assemble(
+    pieces: Sequence[Path], prefixes: Sequence[str | os.PathLike[str]], dtype: DTypeLike, seed: int | None, shares: Sequence[float]
+) -> list[Count]:
+    """PREFIX.bin and PREFIX.idx of the pieces' documents, in order or, with a seed, shuffled. Several prefixes: each takes its share.
 
     Shuffled, document i is number permute(i) of the pieces: nothing is sorted or held, and only memory maps are read.
     """
-    with Assembler(prefix, dtype) as writer:
+    limits = np.cumsum(shares)[:-1]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(Assembler(prefix, dtype)) for prefix in prefixes]
         if seed is None:
-            for path in pieces:
-                piece = Piece(path, dtype)
-                writer.add_documents(np.diff(piece.offsets))
-                writer.copy_tokens(path, piece.start, piece.tokens.nbytes)
+            _in_order((Piece(path, dtype) for path in pieces), writers, limits)
         else:
-            _shuffled([Piece(path, dtype) for path in pieces], writer, seed)
-    return writer.num_documents, writer.num_tokens
+            _shuffled([Piece(path, dtype) for path in pieces], writers, limits, seed)
+    return [writer.count() for writer in writers]
 
 
-def _shuffled(pieces: Sequence[Piece], writer: Assembler, seed: int) -> None:
+def _in_order(pieces: Iterable[Piece], writers: Sequence[Assembler], limits: NDArray[Any]) -> None:
+    for piece in pieces:
+        lengths = np.diff(piece.offsets)
+        if len(writers) == 1:
+            writers[0].add_documents(lengths)
+            writers[0].copy_tokens(piece.path, piece.start, piece.tokens.nbytes)
+            continue
+        where = _part_of(piece.hashes, limits)
+        for n, writer in enumerate(writers):
+            writer.add_documents(lengths[where == n])
+            writer.write_tokens(piece.tokens[np.repeat(where == n, lengths)])
+
+
+def _shuffled(pieces: Sequence[Piece], writers: Sequence[Assembler], limits: NDArray[Any], seed: int) -> None:
     firsts = np.cumsum([0, *(len(piece.offsets) - 1 for piece in pieces)])
     total = int(firsts[-1])
     for at in range(0, total, CHUNK >> 4):
         documents = permute(np.arange(at, min(at + (CHUNK >> 4), total)), total, make_key(seed, SHUFFLE))
         owners = np.searchsorted(firsts, documents, side="right") - 1
-        lengths = np.empty(len(documents), np.int64)
-        for n, (owner, document) in enumerate(zip(owners.tolist(), (documents - firsts[owners]).tolist())):
-            start, stop = pieces[owner].offsets[document : document + 2].tolist()
-            writer.write_tokens(pieces[owner].tokens[start:stop])
-            lengths[n] = stop - start
-        writer.add_documents(lengths)
+        lengths: list[list[int]] = [[] for _ in writers]
+        for owner, document in zip(owners.tolist(), (documents - firsts[owners]).tolist()):
+            piece = pieces[owner]
+            start, stop = piece.offsets[document : document + 2].tolist()
+            part = int(_part_of(piece.hashes[document], limits)) if len(writers) > 1 else 0
+            writers[part].write_tokens(piece.tokens[start:stop])
+            lengths[part].append(stop - start)
+        for writer, found in zip(writers, lengths):
+            writer.add_documents(np.array(found, np.int64))
 
 
-def merge(prefix: str | os.PathLike[str], shards: Sequence[str | os.PathLike[str]]) -> tuple[int, int]:
-    """One .bin/.idx of several, in the order given: (documents, tokens). DataError unless all store ids alike.
+def _part_of(hashes: Any, limits: NDArray[Any]) -> Any:
+    """Number of the part of each hash, seen as a number from 0 to 1."""
+    return np.searchsorted(limits, hashes / 2.0**64, side="right")
 
-    Megatron's index knows one .bin, so tokens are copied, by the kernel; where the file system can share blocks, it does.
+
+def merge(made: Path, place: str, shards: Sequence[str | os.PathLike[str]], copy: bool) -> tuple[int, int]:
+    """Token files of several, in the order given: (documents, tokens). DataError unless all store ids alike.
+
+    Writes MADE.idx and MADE.bins, which names the .bin files relative to the folder of `place`. copy: MADE.bin, by the kernel; where
+    the file system can share blocks, it does.
     """
     corpora = [Corpus(shard) for shard in shards]
     for corpus in corpora[1:]:
         if corpus.dtype != corpora[0].dtype:
             raise DataError(f"{corpus.bin_path} holds {corpus.dtype}, {corpora[0].bin_path} {corpora[0].dtype}: made with different tokenizers")
-    with Assembler(prefix, corpora[0].dtype) as writer:
+    with Assembler(made, corpora[0].dtype) as writer:
         for corpus in corpora:
+            if not copy and not corpus.is_plain:
+                raise DataError(f"{corpus.prefix}: its sequences do not fill its .bin one after another; merge it with --copy")
             writer.add_documents(corpus._lengths, corpus._documents[1:])
-            if corpus._offsets is None:
-                writer.copy_tokens(corpus.bin_path, corpus._first, corpus.num_tokens * corpus.dtype.itemsize)
-            else:
-                for s in range(corpus.num_sequences):
-                    writer.write_tokens(corpus.sequence(s))
+            if copy:
+                _copy_corpus(corpus, writer)
+    if not copy:
+        made.with_name(made.name + ".bin").unlink()
+        write_bins(Path(f"{made}.bins"), Path(place).parent, [file for corpus in corpora for file in corpus.bins])
     return writer.num_documents, writer.num_tokens
+
+
+def _copy_corpus(corpus: Corpus, writer: Assembler) -> None:
+    if corpus.is_plain:
+        for path, size in corpus.bins:
+            writer.copy_tokens(path, 0, size)
+        return
+    for s in range(corpus.num_sequences):
+        writer.write_tokens(corpus.sequence(s))
 
 
 def copy_bytes(source: int, target: int, start: int, count: int) -> None:

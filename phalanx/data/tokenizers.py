@@ -1,4 +1,4 @@
-"""Tokenizers: loading, training and saving `tokenizer.json` files of the Hugging Face `tokenizers` library. No code is ever loaded."""
+"""Tokenizers: loading every kind, training and saving those of the Hugging Face `tokenizers` library. No code is ever loaded."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.base.errors import DataError
-from phalanx.data.files import must_exist, replacing
+from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES, must_exist, replacing, tokenizer_file
+from phalanx.data.ranks import from_ranks, is_ranks
+from phalanx.data.sentencepieces import SentencePieceTokenizer
+from phalanx.data.tokenizer_base import Tokenizer
+from phalanx.data.words import Words, splitter
 
 END_OF_DOCUMENT = "<|endoftext|>"
 OTHER_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-BYTES = "bytes"
 MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
 
 
-class Tokenizer:
-    """Text to ids and back. Text is only ever text: the name of a special token inside it is not turned into that token.
+class JsonTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library; `fingerprint` is of its JSON."""
 
-    vocab_size  the largest id plus one
-    eod         id of the end-of-document token, or None if the tokenizer has none
-    fingerprint SHA-256 of its JSON
-    """
+    kind = "json"
 
     def __init__(self, core: tokenizers.Tokenizer, eod_token: str | None):
         self._core = core
@@ -34,16 +36,34 @@ class Tokenizer:
         self._core.no_padding()
         self._core.no_truncation()
         self.eod_token = eod_token
-        self.eod: int | None = core.token_to_id(eod_token) if eod_token is not None else None
-        self.vocab_size = max(core.get_vocab(with_added_tokens=True).values()) + 1
-        self.fingerprint = hashlib.sha256(core.to_str().encode()).hexdigest()
+        self._text = core.to_str()
+        eod = core.token_to_id(eod_token) if eod_token is not None else None
+        added = core.get_added_tokens_decoder()
+        special = {token.content: i for i, token in sorted(added.items()) if token.special}
+        if eod_token is not None and eod is not None:
+            special.setdefault(eod_token, eod)
+        vocab_size = max(core.get_vocab(with_added_tokens=True).values()) + 1
+        super().__init__(vocab_size, eod, special, hashlib.sha256(self._text.encode()).hexdigest())
+        self._words = self._make_words(all(token.special for token in added.values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_text, (type(self), self._text, self.eod_token)
 
     def encode(self, text: str) -> list[int]:
-        return self._core.encode(text, add_special_tokens=False).ids
+        return self._encode_one(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, on all cores."""
-        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception:  # the library raises plain Exception, and does not say for which text
+            return super().encode_batch(texts)
+
+    def encode_raw(self, texts: Sequence[str]) -> list[bytes]:
+        """Ids of each text as bytes of `dtype`: word by word where that is exact, else as `encode_batch`."""
+        if self._words is None:
+            return super().encode_raw(texts)
+        return [self._words.ids(text) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -64,20 +84,74 @@ class Tokenizer:
             file.write(json.dumps({k: v for k, v in config.items() if v is not None}, indent=2).encode())
         return folder
 
+    def _encode_one(self, text: str) -> list[int]:
+        try:
+            return self._core.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from None
+
+    def _make_words(self, plain: bool) -> Words | None:
+        """plain: no added token is looked for in texts."""
+        parts = json.loads(self._text)
+        split = splitter(parts["normalizer"], parts["pre_tokenizer"])
+        return Words(self._encode_one, split, self.dtype) if split and plain and not parts["model"].get("dropout") else None
+
+
+class ByteTokenizer(JsonTokenizer):
+    """Ids 0..255 are the bytes of UTF-8, 256 ends a document."""
+
+    kind = BYTES
+
+    def encode_raw(self, texts: Sequence[str]) -> list[bytes]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype).tobytes() for text in texts]
+
+
+class NullTokenizer(JsonTokenizer):
+    """Text that is ids already, in decimal with white space between them; the id after the last ends a document (Megatron's of this name)."""
+
+    kind = "null"
+
+
+def _from_text(kind: type[JsonTokenizer], text: str, eod_token: str | None) -> JsonTokenizer:
+    return kind(tokenizers.Tokenizer.from_str(text), eod_token)
+
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """A tokenizer.json, a folder that holds one (or GPT-2's vocab.json and merges.txt), or `bytes`. DataError if it is missing or not one."""
-    if os.fspath(path) == BYTES:
+    """The tokenizer of a file, of a folder that holds one, or of the words `bytes` and `null:N`.
+
+    Files: tokenizer.json, GPT-2's vocab.json beside merges.txt, a SentencePiece .model, a .tiktoken rank file. Nothing is downloaded
+    and no code of a folder is run. DataError if it is missing or none of these.
+    """
+    name = os.fspath(path)
+    if name == BYTES:
         return byte_tokenizer()
-    path = must_exist(path)
-    if path.is_dir() and not (path / "tokenizer.json").exists() and (path / "vocab.json").exists():
-        return _gpt2_files(path)
-    file = must_exist(path / "tokenizer.json") if path.is_dir() else path
+    if name.startswith(NULL):
+        return null_tokenizer(name.removeprefix(NULL))
+    file = tokenizer_file(path)
+    if file.name == "vocab.json":
+        return _gpt2_files(file.parent)
+    with open(file, "rb") as stream:
+        head = stream.read(4096)
+    if is_ranks(head):
+        core, eod = from_ranks(file, _byte_characters())
+        return JsonTokenizer(core, eod or _end_of_document(core, file.with_name("tokenizer_config.json")))
+    if file.suffix == ".model":
+        return SentencePieceTokenizer(file.read_bytes(), str(file))
+    if file.suffix == ".tiktoken":
+        raise DataError(f"{file}: not tiktoken ranks: the first line should be a token in base64 and its rank, it begins with {head[:40]!r}")
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{file}: not a tokenizer.json: {error}") from None
-    return Tokenizer(core, _end_of_document(core, file.with_name("tokenizer_config.json")))
+    return JsonTokenizer(core, _end_of_document(core, file.with_name("tokenizer_config.json")))
+
+
+def is_portable(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint can carry the files at `path` as they are; anything else is to be written by `save` first."""
+    name = os.fspath(path)
+    if name == BYTES or name.startswith(NULL):
+        return False
+    return tokenizer_file(path).name in TOKENIZER_FILES if os.path.isdir(name) else name.endswith(".json")
 
 
 def _gpt2_files(folder: Path) -> Tokenizer:
@@ -90,7 +164,7 @@ def _gpt2_files(folder: Path) -> Tokenizer:
     _make_byte_level(core)
     if core.token_to_id(END_OF_DOCUMENT) is not None:
         core.add_special_tokens([END_OF_DOCUMENT])
-    return Tokenizer(core, _end_of_document(core, folder / "tokenizer_config.json"))
+    return JsonTokenizer(core, _end_of_document(core, folder / "tokenizer_config.json"))
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -99,7 +173,17 @@ def byte_tokenizer() -> Tokenizer:
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     _make_byte_level(core)
     core.add_special_tokens([END_OF_DOCUMENT])
-    return Tokenizer(core, END_OF_DOCUMENT)
+    return ByteTokenizer(core, END_OF_DOCUMENT)
+
+
+def null_tokenizer(size: str) -> Tokenizer:
+    """Ids 0..size-1 written as numbers; `size` itself ends a document. DataError unless size is a number > 0."""
+    if not size.isdecimal() or int(size) < 1:
+        raise DataError(f"tokenizer null:{size}: say how many ids there are, such as null:50257")
+    core = tokenizers.Tokenizer(models.WordLevel({str(i): i for i in range(int(size))}))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    core.add_special_tokens([END_OF_DOCUMENT])
+    return NullTokenizer(core, END_OF_DOCUMENT)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> Tokenizer:
@@ -142,7 +226,7 @@ TRAINERS = {"bpe": train_bpe, "wordpiece": train_wordpiece, "unigram": train_uni
 
 def _train(core: tokenizers.Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], folder: str | os.PathLike[str]) -> Tokenizer:
     core.train_from_iterator(texts, trainer)
-    return load_tokenizer(Tokenizer(core, END_OF_DOCUMENT).save(folder))  # as it will be read: scores are rounded in the file
+    return load_tokenizer(JsonTokenizer(core, END_OF_DOCUMENT).save(folder))  # as it will be read: scores are rounded in the file
 
 
 def _make_byte_level(core: tokenizers.Tokenizer) -> None:

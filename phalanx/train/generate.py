@@ -13,6 +13,7 @@ from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.load import load_weights
 from phalanx.comm.mesh import Mesh, local_device
+from phalanx.data.files import TOKENIZER_FILES
 from phalanx.data.tokenizers import load_tokenizer
 from phalanx.nn.module import Block
 from phalanx.pipeline.execute import Stages, execute
@@ -31,8 +32,8 @@ def weights_folder(path: str) -> Path:
 def generate(path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0) -> str:
     """`prompt` continued by up to `tokens` tokens, ended early by the end-of-document token. temperature 0: the likeliest token."""
     folder = weights_folder(path)
-    if not (folder / "tokenizer.json").exists():
-        raise CheckpointError(f"{folder} holds no tokenizer.json, so text cannot be made with it (data.tokenizer was not set in its run)")
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise CheckpointError(f"{folder} holds no tokenizer, so text cannot be made with it (data.tokenizer was not set in its run)")
     tokenizer = load_tokenizer(str(folder))
     plan, mesh, stages = load_for_inference(folder)
     ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
