@@ -565,7 +565,7 @@ def test_prepare_and_bad_bytes(tmp_path):
     assert not list(tmp_path.glob("out*"))
     assert prepare(inputs, tmp_path / "out", byte_tokenizer(), errors="skip").skipped == 1
     assert documents_of(tmp_path / "out") == ["fine"]
-    assert prepare(inputs, tmp_path / "out", byte_tokenizer(), errors="replace").replaced == 1
+    assert prepare(inputs, tmp_path / "out", byte_tokenizer(), errors="replace", overwrite=True).replaced == 1
     assert documents_of(tmp_path / "out") == ["good \ufffd bad", "fine"]
 
 
