@@ -252,7 +252,7 @@ def test_missing_data_is_exit_3_and_names_the_file(tmp_path):
 def test_missing_tokenizer(tmp_path):
     (tmp_path / "tok").mkdir()
     [empty] = problems([f"data.tokenizer={tmp_path}/tok"], Facts())
-    assert "must hold a tokenizer.json" in empty.rule
+    assert "must hold one of tokenizer.json" in empty.rule
     [typo] = problems([f"data.tokenizer={tmp_path}/tko"], Facts())
     assert typo.valid == (f"{tmp_path}/tok",)
     (tmp_path / "tok" / "tokenizer.json").touch()

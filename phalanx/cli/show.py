@@ -2,25 +2,98 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import click
 
 from phalanx.base.errors import CheckpointError
 from phalanx.base.rules import near_paths
 
+if TYPE_CHECKING:
+    from phalanx.data.index import Corpus
 
-def data_text(prefix: str, tokenizer: str | None, documents: int) -> str:
+
+MANY = 100_000  # documents that are looked at for lengths and duplicates ...
+LONG = 200_000_000  # ... as long as they hold no more tokens than this
+
+
+def is_config(what: str) -> bool:
+    """A config file, or the folder of a run; anything else is the prefix of token files."""
+    return what.endswith((".yaml", ".yml", ".py")) or (Path(what) / "config.yaml").exists()
+
+
+def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0) -> str:
+    """What is in a pair of token files: counts, lengths, duplicates, and some documents."""
     from phalanx.data.index import Corpus
     from phalanx.data.tokenizers import load_tokenizer
 
     corpus = Corpus(prefix)
     names = load_tokenizer(tokenizer) if tokenizer else None
-    lines = [repr(corpus)]
-    for d in range(min(documents, corpus.num_documents)):
-        start = corpus.document_start(d)
-        stop = corpus.document_start(d + 1) if d + 1 < corpus.num_documents else corpus.num_tokens
-        ids = corpus.tokens(start, min(stop, start + 200)).tolist()
-        lines.append(f"document {d}, {stop - start} tokens: {names.decode(ids) if names else ids}")
+    lines = [repr(corpus), *_glance(corpus)]
+    for d in range(start, min(start + documents, corpus.num_documents)):
+        first, stop = corpus.document_start(d), corpus.document_start(d + 1)
+        ids = corpus.tokens(first, min(stop, first + 200)).tolist()
+        more = " ..." if stop - first > 200 else ""
+        lines.append(f"tokens {first}..{stop - 1}: document {d}, {stop - first} tokens: {names.decode(ids) if names else ids}{more}")
     return "\n".join(lines)
+
+
+def _glance(corpus: Corpus) -> list[str]:
+    """Lengths and exact duplicates of the first documents."""
+    lengths: list[int] = []
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for d in range(min(corpus.num_documents, MANY)):
+        start, stop = corpus.document_start(d), corpus.document_start(d + 1)
+        if stop > LONG and lengths:
+            break
+        places[hashlib.blake2b(corpus.tokens(start, stop).tobytes(), digest_size=16).digest()].append(d)
+        lengths.append(stop - start)
+    if not lengths:
+        return []
+    seen = "all documents" if len(lengths) == corpus.num_documents else f"the first {len(lengths):,} of {corpus.num_documents:,} documents"
+    again = [found for found in places.values() if len(found) > 1]
+    lines = [f"tokens per document, {seen}: min {min(lengths):,}, median {int(median(lengths)):,}, max {max(lengths):,}, empty {lengths.count(0):,}"]
+    copies = sum(len(found) - 1 for found in again)
+    lines.append(f"duplicates, {seen}: {copies:,} repeat an earlier one token for token ({copies / len(lengths):.1%})")
+    for found in sorted(again, key=len, reverse=True)[:3]:
+        shown = ", ".join([*map(str, found[:5]), *(["..."] if len(found) > 5 else [])])
+        lines.append(f"  {len(found):,} times, {lengths[found[0]]:,} tokens: documents {shown}")
+    return lines
+
+
+def run_data_text(
+    config: str, overrides: tuple[str, ...], *, step: int | None, ranks: int | None, rank: int | None, tokenizer: str | None
+) -> str:
+    """Of a config: the table of its sources, or with a step the tokens that make it (of all ranks, or of one)."""
+    from phalanx.base.errors import Problem
+    from phalanx.cli.progress import progress
+    from phalanx.cli.setup import prepare_elsewhere
+    from phalanx.data.check import check_files
+    from phalanx.data.text import use_text
+    from phalanx.data.tokenizers import load_tokenizer
+    from phalanx.train.checks import raise_problems
+    from phalanx.train.data_text import data_table, open_loaders, step_data, step_text
+    from phalanx.train.plan import grid_of
+
+    ready = prepare_elsewhere(str(Path(config, "config.yaml")) if Path(config).is_dir() else config, overrides, ranks)
+    run, grid, wrong = ready.run, grid_of(ready.run, ready.ranks), []
+    if step is not None and not 1 <= step <= run.train.steps:
+        wrong.append(Problem("--step", step, "must be a step of the run", {"train.steps": run.train.steps}, (1, run.train.steps)))
+    if rank is not None and not 0 <= rank < grid.world:
+        wrong.append(Problem("--rank", rank, "must be one of the ranks", {"--ranks": grid.world}, (0, grid.world - 1)))
+    raise_problems([*wrong, *check_files(run.data)])
+    with progress("prepare") as show:
+        data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show)
+    loader, valid = open_loaders(run, data)
+    if step is None:
+        return data_table(run, loader, valid)
+    names = tokenizer or run.data.tokenizer
+    which = None if rank is None else [grid.coords(rank).dp]
+    return step_text(run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None)
 
 
 def checkpoints_text(run: Path) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import math
 import os
+from pathlib import Path
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
 from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
+from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
 from phalanx.data.index import strip_suffix
 from phalanx.data.mixture import parse_split
 
@@ -147,7 +149,8 @@ def check_files(config: DataConfig) -> list[Problem]:
         prefixes, weights = prefixes_and_weights(given)
         for i, path in enumerate(prefixes):
             prefix = strip_suffix(path)
-            absent = [prefix + suffix for suffix in (".bin", ".idx") if not exists(prefix + suffix)]
+            suffixes = (".bins" if exists(prefix + ".bins") else ".bin", ".idx")  # .bins: a merged set
+            absent = [prefix + suffix for suffix in suffixes if not exists(prefix + suffix)]
             if absent and not is_number(path):  # a stray weight has its own problem
                 at = f"{field}.{2 * i + 1 if weights else i}"
                 found.append(missing_data(at, path, f"{' and '.join(absent)} must exist", ".idx"))
@@ -159,8 +162,9 @@ def check_files(config: DataConfig) -> list[Problem]:
 
 def check_tokenizer(config: DataConfig) -> list[Problem]:
     path = config.tokenizer
-    if path in (None, "bytes") or os.path.isfile(path) or exists(os.path.join(path, "tokenizer.json")):
+    if path in (None, BYTES) or os.path.isfile(path) or (path.startswith(NULL) and path.removeprefix(NULL).isdecimal()):
         return []
     if os.path.isdir(path):
-        return [missing_data("data.tokenizer", path, "must hold a tokenizer.json")]
-    return [missing_data("data.tokenizer", path, "must be a tokenizer.json or a folder that holds one")]
+        held = any(exists(os.path.join(path, name)) for name in TOKENIZER_FILES) or list(Path(path).glob("*.tiktoken"))
+        return [] if held else [missing_data("data.tokenizer", path, f"must hold one of {', '.join(TOKENIZER_FILES)}, or a .tiktoken file")]
+    return [missing_data("data.tokenizer", path, "must be a tokenizer file, a folder that holds one, bytes, or null:N")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -64,6 +65,12 @@ class Loader:
         """Samples before any source starts over; None if none ever does."""
         windows = [source.windows for source in self.sources if source.windows is not None]
         return sum(windows) if windows else None
+
+    @property
+    def order(self) -> str:
+        """A fingerprint of the order of samples: while it is the same, so is the meaning of a place in the data."""
+        shares = [(source.windows, share) for source, share in zip(self.sources, self.blend.shares)]
+        return hashlib.sha256(repr([self.seq_length, shares]).encode()).hexdigest()[:16]
 
     def locate(self, samples: Sequence[int]) -> list[Place]:
         """Where these global sample numbers come from; fastest for many at once, ascending."""

@@ -9,27 +9,28 @@ import torch
 from phalanx.base.batch import IGNORE, Batch
 from phalanx.data.loader import Loader
 from phalanx.train.build import State
+from phalanx.train.order import eval_samples
 from phalanx.train.step import evaluate_step
 
 MICRO_BATCHES = 16  # of one forward-only schedule
 
 
 def evaluate(state: State, loaders: dict[str, Loader]) -> dict[str, float]:
-    """Set name -> mean loss per token over the first train.eval_samples samples."""
+    """Set name -> mean loss per token over the first train.eval_samples samples, or all samples of a smaller set."""
     state.buffers.ready()
     return {name: _mean_loss(state, loader) for name, loader in loaders.items()}
 
 
 def _mean_loss(state: State, loader: Loader) -> float:
     train, mesh = state.plan.run.train, state.mesh
-    size = train.micro_batch
+    size, limit = train.micro_batch, eval_samples(state.plan.run, loader)
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     per_round = size * mesh.dp.size * MICRO_BATCHES
-    for first in range(0, train.eval_samples, per_round):
-        count = min(per_round, train.eval_samples - first)
+    for first in range(0, limit, per_round):
+        count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))
         mine = first + mesh.dp.index * micro * size
-        batches = [_batch(loader, mine + i * size, size, train.eval_samples).to(mesh.device) for i in range(micro)]
+        batches = [_batch(loader, mine + i * size, size, limit).to(mesh.device) for i in range(micro)]
         total += torch.stack(evaluate_step(state, batches))
     return (total[0] / total[1]).item()
 

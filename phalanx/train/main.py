@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,12 +19,15 @@ from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.keep import find, latest, list_checkpoints, problem_of
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
+from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.save import Snapshot, save
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
-from phalanx.data.loader import train_loader, valid_loaders
-from phalanx.data.tokenizers import byte_tokenizer, load_tokenizer
+from phalanx.data.loader import Loader
+from phalanx.data.text import use_text
+from phalanx.data.tokenizers import is_portable, load_tokenizer
 from phalanx.train.build import State, build, init_weights
 from phalanx.train.config import Run
+from phalanx.train.data_text import data_table, open_loaders
 from phalanx.train.flops import flops_of, mfu_text
 from phalanx.train.load import save_run, to_dict
 from phalanx.train.loop import Loop
@@ -59,6 +62,7 @@ def train(run: Run, placement: Placement) -> None:
         if placement.rank == 0:
             after.enter_context(FolderLock(folder))
             save_run(run, folder / "config.yaml")
+        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         stop = StopRequest()
         after.callback(stop.restore)
         mesh = join(run, placement)
@@ -137,44 +141,50 @@ def check_position(run: Run, scalars: dict[str, Any], source: Path) -> None:
         raise CheckpointError(f"{source}: the run cannot continue with another {', '.join(changed)}; the order of its data would change")
 
 
+def warn_if_order_changed(loader: Loader, start: Path | None, log: Log) -> None:
+    """Other sources, weights, splits or (with numbers of tokens) steps give the same sample number another window."""
+    before = read_manifest(start).scalars.get("data.order") if start else None
+    if before not in (None, loader.order):
+        log.warn(f"the data is mixed or cut otherwise than in {start}: from here on samples may come again that were seen before")
+
+
 def loop_of(state: State, counters: Counters, start: Path | None, log: Log, stop: StopRequest, after: ExitStack) -> Loop:
     run, mesh, folder = state.plan.run, state.mesh, Path(state.plan.run.dir)
-    options: dict[str, Any] = {"seq_length": run.train.seq_length, "seed": run.train.seed, "vocab_size": run.model.vocab_size}
-    samples = total_samples(run)
-    loader = train_loader(run.data, samples=samples, **options)
-    valid = valid_loaders(run.data, **options) if run.train.eval_interval else {}
+    loader, valid = open_loaders(run, run.data)
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     device = find_device(name)
     peak = device.peak(run.train.precision) if device else None
     speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length)
     trackers = None
     if mesh.rank == 0:
-        log.info(describe(state, samples))
-        for row in loader.use(samples):
-            epochs = "" if row.epochs is None else f" epochs={row.epochs:.2f}"
-            log.info(f"data {row.name} share={row.share:.3f} tokens={row.tokens} used={row.used_tokens}{epochs}")
+        log.info(describe(state, total_samples(run)))
+        log.info(data_table(run, loader, valid))
+        warn_if_order_changed(loader, start, log)
         log.info(mfu_text(run, mesh.grid.world, device, name))
         trackers = Trackers(folder, counters.step, run.log.tensorboard, run.log.wandb, to_dict(run))
         after.callback(trackers.close)
     bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
     after.callback(bar.close)
     reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
-    return Loop(state, loader, valid, reporter, counters, saver(state, counters, start, log), lambda: stop.asked)
+    return Loop(state, loader, valid, reporter, counters, saver(state, counters, start, log, loader.order), lambda: stop.asked)
 
 
-def saver(state: State, counters: Counters, start: Path | None, log: Log) -> Any:
+def saver(state: State, counters: Counters, start: Path | None, log: Log, order: str) -> Any:
     """A function that saves the current step; all ranks call it together."""
     run = state.plan.run
-    eod = load_tokenizer(run.data.tokenizer).eod if run.data.tokenizer else None
-    tokenizer = run.data.tokenizer
-    if tokenizer == "bytes":  # checkpoints carry files
-        tokenizer = str(Path(run.dir) / "tokenizer")
-        if state.mesh.rank == 0:
-            byte_tokenizer().save(Path(tokenizer))
+    tokenizer, eod = run.data.tokenizer, None
+    if tokenizer is not None:
+        loaded = load_tokenizer(tokenizer)
+        eod = loaded.eod
+        if not is_portable(tokenizer):  # checkpoints carry files
+            tokenizer = str(Path(run.dir) / "tokenizer")
+            if state.mesh.rank == 0:
+                loaded.save(tokenizer)
     ids = {} if eod is None else {"eos_token_id": eod}
 
     def save_now() -> None:
-        scalars = {**asdict(counters), "train.seq_length": run.train.seq_length, "train.seed": run.train.seed, "train.precision": run.train.precision}
+        settings = {"train.seq_length": run.train.seq_length, "train.seed": run.train.seed, "train.precision": run.train.precision}
+        scalars = {**asdict(counters), **settings, "data.order": order}
         snapshot = Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, tokenizer, ids)
         root = Path(run.dir) / "checkpoints"
         saved = save(root, snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, keep_last=run.checkpoint.keep_last,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.data.loader import micro_batch_samples
+from phalanx.data.loader import Loader, micro_batch_samples
 from phalanx.train.config import Run
 
 
@@ -17,13 +17,18 @@ def global_batch_at(run: Run, consumed: int) -> int:
     return min(train.global_batch, ramp.start + ramp.increment * (consumed * (increments + 1) // ramp.samples))
 
 
-def total_samples(run: Run, consumed: int = 0, step: int = 0) -> int:
-    """Consumed samples at the end of a run that stands at `step` with `consumed`."""
-    ramp = run.train.rampup
-    while ramp is not None and step < run.train.steps and consumed < ramp.samples:
+def total_samples(run: Run, consumed: int = 0, step: int = 0, stop: int | None = None) -> int:
+    """Consumed samples after step `stop` (by default the last) of a run that stands at `step` with `consumed`."""
+    ramp, stop = run.train.rampup, run.train.steps if stop is None else stop
+    while ramp is not None and step < stop and consumed < ramp.samples:
         consumed += global_batch_at(run, consumed)
         step += 1
-    return consumed + (run.train.steps - step) * run.train.global_batch
+    return consumed + (stop - step) * run.train.global_batch
+
+
+def eval_samples(run: Run, loader: Loader) -> int:
+    """Samples of one evaluation of a validation set: a set with fewer than train.eval_samples is read once."""
+    return min(run.train.eval_samples, loader.num_samples or run.train.eval_samples)
 
 
 def micro_batches(run: Run, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:

@@ -9,6 +9,7 @@ from phalanx.layout.grid import Grid
 from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import Trace
 from phalanx.train.config import Run
+from phalanx.train.data_text import plan_data
 from phalanx.train.flops import flops_of
 from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.train.order import total_samples
@@ -27,6 +28,7 @@ def plan_text(run: Run, world: int, device: Device | None = None) -> str:
         "": summary(plan, m, trace),
         "Stages (a block is the embedding, a layer or the head; parameters are those of the whole stage)": stage_table(plan),
         f"Schedule {plan.schedule_name} (lengths by FLOPs; simulated with unbuffered sends: no deadlock)": draw(trace, WIDTH),
+        "Data (tokens of each source, and how many this run uses)": plan_data(run),
         "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
         "Sent by each rank per step (GiB)": sent_table(plan.grid, uses),
     }

@@ -1,0 +1,141 @@
+"""Training that starts from text: `data.text` becomes token files in a cache, once; how texts are encoded is left to `prepare`."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.base.errors import DataError
+from phalanx.data.config import DataConfig, SourceConfig
+from phalanx.data.files import replacing
+from phalanx.data.prepare import prepare
+from phalanx.data.readers import find_files
+from phalanx.data.tokenizers import Tokenizer, load_tokenizer
+
+SHUFFLE = 0  # seed of the order of documents: the validation part at the end is then a random part of them
+NAME = "text"
+LITTLE = 64 << 20  # bytes
+MAX_WORKERS = 8
+SUFFIXES = (".json", ".idx", ".bin")
+
+
+def use_text(
+    config: DataConfig,
+    run_folder: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    say: Callable[[str], object] = print,
+    progress: Callable[[int, int], None] | None = None,
+) -> DataConfig:
+    """The config with a source in the place of `text`: token files in the cache, made now unless they are there.
+
+    The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and json_keys. One
+    process of those that share its file system prepares, under a lock; the others wait, and `say` tells so. Call it before any
+    process group exists. vocab_size: of the model. DataError if the tokenizer has more ids, or as `prepare` raises.
+    """
+    if not config.text:
+        return config
+    tokenizer = load_tokenizer(str(config.tokenizer))
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(f"data.tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, the model has model.vocab_size={vocab_size}")
+    cache = cache_folder(config, run_folder)
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache, say):
+        files = list(find_files(config.text))
+        prefix = cache / _key(config, files, tokenizer, _hashes(cache, files)) / NAME
+        if not _complete(prefix):
+            say(f"prepare {', '.join(config.text)} into {prefix}")
+            prefix.parent.mkdir(exist_ok=True)
+            for suffix in SUFFIXES:
+                prefix.with_suffix(suffix).unlink(missing_ok=True)  # of a start that was killed between the files
+            keys = config.json_keys
+            made = prepare(files, prefix, tokenizer, key=keys, shuffle=SHUFFLE, workers=_workers(files), progress=progress)
+            say(f"prepared {made.files} files: {made.documents} documents, {made.tokens} tokens")
+    return _with_source(config, prefix)
+
+
+def find_text(config: DataConfig, run_folder: str | os.PathLike[str]) -> DataConfig | None:
+    """As `use_text`, but makes and writes nothing: None if the token files are not there yet."""
+    if not config.text:
+        return config
+    cache, files = cache_folder(config, run_folder), list(find_files(config.text))
+    known = _known(cache)
+    if any(_stat(file) != known.get(str(file.absolute()), [None])[:-1] for file in files):
+        return None
+    prefix = cache / _key(config, files, load_tokenizer(str(config.tokenizer)), [str(known[str(f.absolute())][-1]) for f in files]) / NAME
+    return _with_source(config, prefix) if _complete(prefix) else None
+
+
+def cache_folder(config: DataConfig, run_folder: str | os.PathLike[str]) -> Path:
+    return Path(config.cache) if config.cache else Path(run_folder) / "data"
+
+
+def _with_source(config: DataConfig, prefix: Path) -> DataConfig:
+    return replace(config, text=(), json_keys=DataConfig.json_keys, cache=None, sources={NAME: SourceConfig(paths=(str(prefix),))})
+
+
+def _complete(prefix: Path) -> bool:
+    return all(prefix.with_suffix(suffix).exists() for suffix in SUFFIXES)
+
+
+def _key(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, hashes: Sequence[str]) -> str:
+    """Names are part of it as far as they decide how a file is read and in which order."""
+    contents = [(file.name, sha256) for file, sha256 in zip(files, hashes)]
+    return hashlib.sha256(json.dumps([contents, tokenizer.fingerprint, config.json_keys, SHUFFLE]).encode()).hexdigest()[:16]
+
+
+def _hashes(cache: Path, files: Sequence[Path]) -> list[str]:
+    """SHA-256 of each file; of those that have not changed since, from the note of the last time."""
+    known = _known(cache)
+    now = {}
+    for file in files:
+        name, stat = str(file.absolute()), _stat(file)
+        before = known.get(name)
+        now[name] = before if before and before[:-1] == stat else [*stat, _sha256(file)]
+    if any(known.get(name) != entry for name, entry in now.items()):
+        with replacing(cache / "files.json") as note:
+            note.write(json.dumps({**known, **now}, indent=1).encode())
+    return [str(now[str(file.absolute())][-1]) for file in files]
+
+
+def _known(cache: Path) -> dict[str, list[int | str]]:
+    note = cache / "files.json"
+    return json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+
+
+def _stat(file: Path) -> list[int | str]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _workers(files: Sequence[Path]) -> int:
+    """Processes cost a second each to start: little text is done here."""
+    return 1 if sum(file.stat().st_size for file in files) < LITTLE else min(os.cpu_count() or 1, MAX_WORKERS)
+
+
+@contextmanager
+def _lock(cache: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Held by one process at a time; the kernel drops it when its holder dies."""
+    with open(cache / "lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            say(f"wait for {file.read() or 'another process'}, which prepares data in {cache}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

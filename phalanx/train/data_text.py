@@ -1,0 +1,190 @@
+"""What a run's data is, as text: the table of sources, and which tokens make a step, from the same calls as training itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.base.batch import Batch
+from phalanx.base.rules import exists
+from phalanx.checkpoint.keep import list_checkpoints, problem_of
+from phalanx.checkpoint.manifest import read_manifest
+from phalanx.data.check import check_files
+from phalanx.data.config import DataConfig
+from phalanx.data.index import Corpus
+from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader, valid_loaders
+from phalanx.data.text import find_text
+from phalanx.data.tokenizers import Tokenizer
+from phalanx.train.config import Run
+from phalanx.train.order import eval_samples, global_batch_at, total_samples
+
+SNIPPET = 24  # tokens shown of each end of a sequence
+
+
+def open_loaders(run: Run, data: DataConfig) -> tuple[Loader, dict[str, Loader]]:
+    """The loaders of training and of each validation set. `data`: the run's, with its text made into token files."""
+    length, seed, vocab = run.train.seq_length, run.train.seed, run.model.vocab_size
+    loader = train_loader(data, seq_length=length, seed=seed, vocab_size=vocab, samples=total_samples(run))
+    valid = valid_loaders(data, seq_length=length, seed=seed, vocab_size=vocab) if run.train.eval_interval else {}
+    return loader, valid
+
+
+# ---- the table of sources
+
+
+def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
+    """Tokens available and used, epochs and weight of each source of the run; the same of each validation set per evaluation."""
+    rows = [("source", "tokens", "used", "epochs", "weight")]
+    for use in loader.use(total_samples(run)):
+        rows.append((use.name, _number(use.tokens), f"{use.used_tokens:,}", _epochs(use.epochs), f"{use.share:.4g}"))
+    for name, other in valid.items():
+        samples = eval_samples(run, other)
+        tokens = [source.tokens for source in other.sources]
+        there = None if None in tokens else sum(t for t in tokens if t is not None)
+        epochs = samples / other.num_samples if other.num_samples else None
+        rows.append((f"validation {name}", _number(there), f"{samples * run.train.seq_length:,}", _epochs(epochs), ""))
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = ("  ".join(cell.rjust(w) if c else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths))) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plan_data(run: Run) -> str:
+    """The table for `plan`, or why there is none: files may be on another machine. DataError if they are here and do not do."""
+    missing = check_files(run.data)
+    if missing:
+        return f"not here: {', '.join(str(p.value) for p in missing)}"
+    data = find_text(run.data, run.dir)
+    return "data.text is not prepared yet; `phalanx train` does it first" if data is None else data_table(run, *open_loaders(run, data))
+
+
+def _number(value: int | None) -> str:
+    return "endless" if value is None else f"{value:,}"
+
+
+def _epochs(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+# ---- which tokens make a step
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A run of tokens of one document inside a sequence: sequence tokens at..at+count-1 are document tokens offset..offset+count-1."""
+
+    document: int
+    offset: int
+    length: int
+    """Of the document."""
+    at: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a micro-batch: where it comes from. `file` is None for made-up tokens; `first` is a token of the file."""
+
+    place: Place
+    source: str
+    epoch: int
+    file: str | None
+    first: int | None
+    passages: tuple[Passage, ...]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    rank: int
+    """Data-parallel rank."""
+    number: int
+    batch: Batch
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The tokens of one step. `after`: where its place in the data is known from, the config or a checkpoint."""
+
+    step: int
+    consumed: int
+    global_batch: int
+    after: str
+    micro_batches: tuple[MicroBatch, ...]
+
+
+def step_data(run: Run, loader: Loader, step: int, dp: int, ranks: Sequence[int] | None = None) -> StepData:
+    """What step `step` (from 1) trains on, on each of `ranks` of `dp` data-parallel ranks (default: all)."""
+    consumed, after = consumed_before(run, step)
+    size = global_batch_at(run, consumed)
+    made = []
+    for rank in range(dp) if ranks is None else ranks:
+        for number, samples in enumerate(micro_batch_samples(consumed, size, run.train.micro_batch, dp, rank)):
+            places = loader.locate(samples)
+            made.append(MicroBatch(rank, number, loader.read(places), tuple(row_of(loader, place) for place in places)))
+    return StepData(step, consumed, size, after, tuple(made))
+
+
+def consumed_before(run: Run, step: int) -> tuple[int, str]:
+    """Samples consumed before a step: from the run's newest checkpoint before it, else as the config has it from the start."""
+    found = [p for p in list_checkpoints(Path(run.dir) / "checkpoints") if problem_of(p) is None] if exists(run.dir) else []
+    before = [m for m in map(read_manifest, found) if m.step < step]
+    if not before:
+        return total_samples(run, stop=step - 1), "the config"
+    return total_samples(run, before[-1].consumed_samples, before[-1].step, stop=step - 1), f"the checkpoint of step {before[-1].step}"
+
+
+def row_of(loader: Loader, place: Place) -> Row:
+    source = loader.sources[place.source]
+    epoch = place.number // source.windows if source.windows else 0
+    origin = source.origin(place.window)
+    if origin is None:
+        return Row(place, source.name, epoch, None, None, ())
+    corpus, first = origin
+    return Row(place, source.name, epoch, corpus.prefix, first, passages_of(corpus, first, loader.seq_length))
+
+
+def passages_of(corpus: Corpus, first: int, count: int) -> tuple[Passage, ...]:
+    """The documents that tokens first..first+count-1 of a corpus belong to. Those without tokens are not among them."""
+    passages, at = [], first
+    while at < first + count:
+        document = corpus.document_at(at)
+        start = corpus.document_start(document)
+        stop = corpus.document_start(document + 1)
+        here = min(stop, first + count) - at
+        passages.append(Passage(document, at - start, stop - start, at - first, here))
+        at += here
+    return tuple(passages)
+
+
+def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) -> str:
+    """A page for people. Snippets are decoded with `tokenizer`; without one they are token ids."""
+    length = run.train.seq_length
+    lines = [
+        f"step {data.step}: samples {data.consumed:,}..{data.consumed + data.global_batch - 1:,} (counted from {data.after}), "
+        f"{data.global_batch} sequences of {length} tokens, data-parallel size {dp}"
+    ]
+    for micro in data.micro_batches:
+        lines.append(f"\ndata-parallel rank {micro.rank}, micro-batch {micro.number}")
+        ids = micro.batch.tokens.view(-1, length).tolist()
+        for row, tokens in zip(micro.rows, ids):
+            where = "made up" if row.first is None else f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
+            lines.append(f"  sample {row.place.sample:,}: source {row.source}, its sample {row.place.number:,}, epoch {row.epoch}, {where}")
+            lines += [f"    {_passage_text(p)}: {_snippet(tokens[p.at : p.at + p.count], tokenizer)}" for p in row.passages]
+            if not row.passages:
+                lines.append(f"    {_snippet(tokens, tokenizer)}")
+    return "\n".join(lines)
+
+
+def _passage_text(p: Passage) -> str:
+    whole = ", the whole document" if p.count == p.length else ""
+    return f"[{p.at}..{p.at + p.count - 1}] document {p.document:,} from its token {p.offset:,}, {p.count:,} of {p.length:,} tokens{whole}"
+
+
+def _snippet(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """The first and the last tokens of a passage."""
+
+    def show(part: Sequence[int]) -> str:
+        return repr(tokenizer.decode(part)) if tokenizer else " ".join(map(str, part))
+
+    return show(ids) if len(ids) <= 2 * SNIPPET else f"{show(ids[:SNIPPET])} ... {show(ids[-SNIPPET:])}"
