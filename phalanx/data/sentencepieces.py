@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from itertools import groupby
@@ -54,13 +53,9 @@ class SentencePieceTokenizer(Tokenizer):
         return text
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write tokenizer.model. No tokenizer_config.json: what transformers makes of such a file gives other ids (docs/data.md)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        ids = {name: getattr(self._core, f"{name}_id")() for name in ("unk", "bos", "eos", "pad")}
-        tokens = {f"{name}_token": self._core.IdToPiece(i) for name, i in ids.items() if i >= 0}
         with replacing(folder / FILE) as file:
             file.write(self._model)
-        with replacing(folder / "tokenizer_config.json") as file:
-            config = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": False, "clean_up_tokenization_spaces": False, **tokens}
-            file.write(json.dumps(config, indent=2).encode())
         return folder
