@@ -10,6 +10,7 @@ What the tokens mean and in which order they are seen is left to `tokenizers` an
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -58,9 +59,11 @@ class Corpus:
         self.dtype, self.num_sequences, num_indices = _read_header(self.idx_path)
         self.num_documents = num_indices - 1
         lengths_end = HEADER.size + 4 * self.num_sequences
-        self._lengths = _map(self.idx_path, np.int32, HEADER.size, self.num_sequences)
-        self._pointers = _map(self.idx_path, np.int64, lengths_end, self.num_sequences)
-        self._documents = _map(self.idx_path, np.int64, lengths_end + 8 * self.num_sequences, num_indices)
+        with open(self.idx_path, "rb") as idx:
+            self._index = mmap.mmap(idx.fileno(), 0, access=mmap.ACCESS_READ)
+        self._lengths = np.frombuffer(self._index, np.int32, self.num_sequences, HEADER.size)
+        self._pointers = np.frombuffer(self._index, np.int64, self.num_sequences, lengths_end)
+        self._documents = np.frombuffer(self._index, np.int64, num_indices, lengths_end + 8 * self.num_sequences)
         self._maps = [_map(path, np.uint8, 0, size) for path, size in self.bins]
         self._ends = np.cumsum([size for _, size in self.bins]).tolist()
         self._check_documents()
@@ -127,6 +130,11 @@ class Corpus:
             pointer, first = end, first + 1
         return np.concatenate(raw).view(self.dtype)
 
+    def _release(self) -> None:
+        """Pages of the index that were looked at leave this process's memory; the file cache keeps them while there is room."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._index.madvise(mmap.MADV_DONTNEED)
+
     def _check_documents(self) -> None:
         indices = self._documents
         ends = (int(indices[0]), int(indices[-1]))
@@ -137,6 +145,7 @@ class Corpus:
         for at in range(0, self.num_documents, CHUNK):
             if np.any(np.diff(indices[at : at + CHUNK + 1]) < 0):
                 raise DataError(f"{self.idx_path}: damaged: document indices decrease")
+            self._release()
 
     def _check_pointers(self) -> tuple[int, bool]:
         """(tokens in all sequences, whether they lie in the .bin one after the other in file order)."""
@@ -150,6 +159,7 @@ class Corpus:
                 raise DataError(f"{self.idx_path}: damaged: a negative length or byte offset in sequences {at}..{at + len(lengths) - 1}")
             contiguous &= (end is None or int(starts[0]) == end) and bool(np.array_equal(starts[1:], stops[:-1]))
             tokens, end, furthest = tokens + int(lengths.sum()), int(stops[-1]), max(furthest, int(stops.max()))
+            self._release()
         if size < furthest or (contiguous and size != furthest):
             kind = "truncated" if size < furthest else "too long"
             raise DataError(f"{self.bin_path}: {kind}: {size} bytes, expected {furthest} by {self.idx_path.name}")
