@@ -16,6 +16,7 @@ import torch
 
 from phalanx.base.errors import ConfigError, DataError
 from phalanx.base.placement import Placement
+from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.comm.mesh import Mesh
 from phalanx.data.check import check
 from phalanx.data.config import DataConfig, SourceConfig
@@ -268,7 +269,10 @@ def test_the_audit_is_what_a_run_was_fed(tmp_path, monkeypatch):
         start("tests.test_mixtures:record", {"config": to_dict(this), "folder": str(tmp_path)}, ranks)
     loader, _ = open_loaders(run, run.data)
     corpora = {name: Corpus(tmp_path / name) for name in "ab"}
-    assert [consumed_before(run, step) for step in (1, 2, 3)] == [(0, "the config"), (12, "the config"), (24, "the checkpoint of step 2")]
+    saved = f"{run.dir}/checkpoints/step-00000002"
+    assert [consumed_before(run, step) for step in (1, 2, 3)] == [(0, "the config"), (12, "the config"), (24, f"checkpoint {saved}")]
+    elsewhere = replace(run, dir=str(tmp_path / "other"), checkpoint=CheckpointConfig(load=saved))
+    assert consumed_before(elsewhere, 4) == (24 + 24, f"checkpoint {saved}")
     for step in range(1, 6):
         ranks, first = (2, 1) if step <= 2 else (3, 3)
         said = step_data(run, loader, step, ranks)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.base.batch import Batch
-from phalanx.base.rules import exists
-from phalanx.checkpoint.keep import list_checkpoints, problem_of
+from phalanx.checkpoint.keep import find, list_checkpoints, problem_of
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.data.check import check_files
 from phalanx.data.config import DataConfig
@@ -126,12 +125,14 @@ def step_data(run: Run, loader: Loader, step: int, dp: int, ranks: Sequence[int]
 
 
 def consumed_before(run: Run, step: int) -> tuple[int, str]:
-    """Samples consumed before a step: from the run's newest checkpoint before it, else as the config has it from the start."""
-    found = [p for p in list_checkpoints(Path(run.dir) / "checkpoints") if problem_of(p) is None] if exists(run.dir) else []
-    before = [m for m in map(read_manifest, found) if m.step < step]
-    if not before:
-        return total_samples(run, stop=step - 1), "the config"
-    return total_samples(run, before[-1].consumed_samples, before[-1].step, stop=step - 1), f"the checkpoint of step {before[-1].step}"
+    """Samples consumed before a step: from the run's newest checkpoint before it, else the one it loads, else the config's first step."""
+    found = [p for p in list_checkpoints(Path(run.dir) / "checkpoints") if problem_of(p) is None]
+    loaded = [find(run.checkpoint.load)] if run.checkpoint.load else []
+    for path in (*reversed(found), *loaded):
+        manifest = read_manifest(path)
+        if manifest.step < step:
+            return total_samples(run, manifest.consumed_samples, manifest.step, stop=step - 1), f"checkpoint {path}"
+    return total_samples(run, stop=step - 1), "the config"
 
 
 def row_of(loader: Loader, place: Place) -> Row:
