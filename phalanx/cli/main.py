@@ -25,7 +25,7 @@ class Verbs(click.Group):
     """A group that lists its verbs in the order of use, and says what a mistyped one may have meant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        order = ("doctor", "data", "plan", "train", "verify", "generate", "checkpoint", "explain")
+        order = ("doctor", "data", "plan", "train", "verify", "bench", "generate", "checkpoint", "explain")
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -321,6 +321,102 @@ def checkpoint_verify(path: str) -> None:
     click.echo(f"{found} good")
 
 
+@cli.group(cls=Verbs)
+def bench() -> None:
+    """Measure speed: ops, links between ranks, whole steps."""
+
+
+JSON = click.option("--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures here too.")
+REPEATS = click.option("--repeats", type=click.IntRange(min=1), default=10, show_default=True, help="Measurements; the median is shown.")
+
+
+@bench.command("step", short_help="Time a config's training step, and say where it goes.")
+@CONFIG
+@OVERRIDES
+@RANKS
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed steps.")
+@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them.")
+@JSON
+@click.option("--trace", type=click.Path(dir_okay=False), default=None, help="Keep the trace of rank 0 here (.json or .json.gz, for Perfetto).")
+def bench_step(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int, warmup: int, out: str | None, trace: str | None) -> None:
+    """Time the real training step of CONFIG: ms, tokens/s, MFU, memory by kind, and the step budget. Without data: made-up tokens."""
+    from phalanx.cli.setup import arguments, prepare
+
+    ready = prepare(config, _with_tokens(config, overrides), ranks)
+    run_ranks("phalanx.bench.step:bench_step", ready, {**arguments(ready.run), "steps": steps, "warmup": warmup, "out": out, "trace": trace}, None)
+
+
+@bench.command("ops", short_help="Time each op at a config's shapes.")
+@CONFIG
+@OVERRIDES
+@RANKS
+@REPEATS
+@JSON
+def bench_ops(config: str, overrides: tuple[str, ...], ranks: int | None, repeats: int, out: str | None) -> None:
+    """Time each op at the shapes of one rank of CONFIG, forward and forward+backward, against ceilings measured in the same run."""
+    from phalanx.bench.ops import bench_ops as measure
+    from phalanx.cli.setup import prepare_elsewhere
+    from phalanx.comm.mesh import local_device
+    from phalanx.launch.env import describe_machine
+
+    ready = prepare_elsewhere(config, _with_tokens(config, overrides), ranks)
+    measure(ready.run, ready.ranks, local_device(describe_machine(ready.run.train.device).device, 0), repeats, out, click.echo)
+
+
+@bench.command("comm", short_help="Measure the links between ranks.")
+@click.option("--ranks", type=click.IntRange(min=2), default=None, metavar="N", help="Number of ranks (default: all GPUs; on a CPU 2).")
+@click.option("--sizes", default=None, metavar="MIB,...", help="Sizes in MiB (default: 1,8,64,512; on a CPU 1,8).")
+@REPEATS
+@JSON
+def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | None) -> None:
+    """Measure all_reduce, all_gather, reduce_scatter and send/recv: time and bus bandwidth by size."""
+    from phalanx.cli.setup import Ready
+    from phalanx.launch.env import describe_machine, read_placement
+
+    machine, (placement, problems) = describe_machine("auto"), read_placement(os.environ)
+    gpu = machine.device == "cuda"
+    world = placement.world_size if placement else ranks or (machine.device_count or 1 if gpu else 2)
+    if problems or world < 2 or (placement and ranks not in (None, world)) or (gpu and placement is None and world > (machine.device_count or 0)):
+        there = f"{machine.device_count} GPUs here" if gpu else "no GPU here"
+        raise click.BadParameter(f"{world} ranks, but it takes at least 2, one per GPU where there are GPUs ({there})", param_hint="--ranks")
+    try:
+        mib = [float(s) for s in (sizes or ("1,8,64,512" if gpu else "1,8")).split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{sizes!r} is not MIB,MIB,... such as 1,64", param_hint="--sizes") from None
+    values = {"device": machine.device, "sizes": mib, "repeats": repeats, "out": out}
+    run_ranks("phalanx.bench.comm:bench_comm", Ready(None, world, placement), values, None)  # type: ignore[arg-type]
+
+
+@bench.command("sweep", short_help="Time steps of many configurations.")
+@CONFIG
+@OVERRIDES
+@RANKS
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed steps of each.")
+@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for each.")
+@JSON
+def bench_sweep(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int, warmup: int, timeout: float, out: str | None) -> None:
+    """`bench step` for every combination of values: layout.tp=1,2,4 train.micro_batch=1,2. Sorted by tokens/s; out of memory is a row."""
+    import json
+
+    from phalanx.bench.sweep import sweep, sweep_table
+
+    options = ["--steps", str(steps), "--warmup", str(warmup), *(["--ranks", str(ranks)] if ranks else [])]
+    rows = sweep(config, overrides, options, timeout, click.echo)
+    click.echo(sweep_table(rows))
+    if out:
+        Path(out).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Overrides by which a config that names no data gets made-up tokens: speed does not depend on them."""
+    from phalanx.data.config import DataConfig
+    from phalanx.train.load import read
+
+    run = read(config, overrides).run
+    return (*overrides, "data.mock=true") if run is not None and run.data == DataConfig() else overrides
+
+
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
     """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
@@ -336,6 +432,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own stages otherwise
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # why: comm.mesh.many_queues; here, before CUDA is looked at
     sys.exit(guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False)))
 

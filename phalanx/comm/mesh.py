@@ -81,6 +81,11 @@ class Mesh:
                     edges[mine] = axis
         return edges
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Every communicator of this rank: whole axes, parts of them, edges."""
+        return tuple(self._axes)
+
     def edge(self, source: int, to: int) -> Axis:
         """The communicator from pipeline rank `source` to pipeline rank `to`; source is its number 0."""
         return self._edges[source, to]

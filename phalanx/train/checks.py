@@ -22,6 +22,7 @@ from phalanx.models.check import check as check_model
 from phalanx.ops.kernels import OPS
 from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
+from phalanx.train.record import BUDGET_AT, profiled_steps
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,24 @@ def check_train(run: Run) -> list[Problem]:
     found += within("train", c, "timeout_s", "(0, inf)")
     if not 0 <= c.seed < 2**63:
         found.append(problem("train", c, "seed", "must be an integer in [0, 2**63)", {}, (1234,)))
+    found += check_profile(run)
     if c.eval_interval is None:
         found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
     return found + check_loss_scale(run)
+
+
+def check_profile(run: Run) -> list[Problem]:
+    """Steps to record exist; a budget has its steps."""
+    c, found = run.train, []
+    steps = profiled_steps(c.profile)
+    if c.profile is None:
+        found += no_effect("train", c, ("profile_ranks",), "train.profile", {"train.profile": None})
+    elif steps is None or not 1 <= steps.start < steps.stop <= c.steps + 1:
+        rule = "must be FIRST:END with 1 <= FIRST < END <= steps + 1"
+        found.append(problem("train", c, "profile", rule, {"train.steps": c.steps}, (f"{max(1, c.steps - 2)}:{c.steps + 1}",)))
+    if run.log.budget and c.steps < BUDGET_AT:
+        found.append(problem("log", run.log, "budget", f"needs at least {BUDGET_AT} steps", {"train.steps": c.steps}, (False,)))
+    return found
 
 
 def check_loss_scale(run: Run) -> list[Problem]:

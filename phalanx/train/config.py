@@ -62,6 +62,10 @@ class TrainConfig:
     """Stop (exit 5) after this many skipped steps in a row."""
     timeout_s: float = 600.0
     """A collective that takes longer means a lost peer."""
+    profile: str | None = None
+    """Steps to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/ folder."""
+    profile_ranks: Literal["first", "all"] = "first"
+    """Whose steps train.profile records: first (rank 0), or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,8 @@ class LogConfig:
     """Weights & Biases project to log to (needs the extra phalanx[wandb])."""
     report: bool = True
     """Write report.html with the loss curve at the end."""
+    budget: bool | None = None
+    """Say after the first steps where the time of a step goes; unset: on GPUs, in runs of 100 steps and more."""
 
 
 @dataclass(frozen=True, kw_only=True)

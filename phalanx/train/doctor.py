@@ -13,11 +13,12 @@ from torch.nn.attention import SDPBackend
 
 from phalanx import __version__
 from phalanx.base.devices import find_device
+from phalanx.ops.kernels import has_triton, use_triton
 
 Rows = list[tuple[str, str]]
 
 OPTIONAL = {
-    "triton": "torch.compile (no op of ours needs it today)",
+    "triton": "fast twins of norm, SwiGLU, RoPE, loss and AdamW on a GPU",
     "tensorboard": "log.tensorboard=true (pip install 'phalanx[tensorboard]')",
     "wandb": "log.wandb=PROJECT (pip install 'phalanx[wandb]')",
 }
@@ -30,6 +31,7 @@ def report() -> str:
         "Devices": devices(),
         "This machine": machine(),
         "Which implementation of each op runs here": implementations(),
+        "Fast paths": fast_paths(),
         "Optional packages": optional_packages(),
         "Look at these": warnings(),
     }
@@ -101,10 +103,35 @@ def implementations() -> Rows:
         ("attention", attention()),
         ("  with dropout", "explicit softmax: no fused kernel has our layout-independent mask"),
         ("weight gradients", f"addmm into the fp32 buffer, {'inside the GEMM' if cuda else 'operands widened first (CPU)'}"),
-        ("norm, RoPE, SwiGLU", "PyTorch ops with hand-written backward"),
+        ("norm, RoPE, SwiGLU", "Triton kernels" if triton_runs() else "PyTorch ops with hand-written backward"),
         ("cross entropy", "chunked over tokens, cut over the vocabulary; the full logits never exist"),
-        ("AdamW", "torch's fused kernel over flat buffers, step count and skips on the device"),
+        ("AdamW", ("a Triton kernel" if triton_runs() else "torch's fused kernel") + " over flat buffers, step count and skips on the device"),
     ]
+
+
+def triton_runs() -> bool:
+    """Whether train.kernels=auto takes the Triton twins here."""
+    return torch.cuda.is_available() and use_triton("auto", torch.empty(0, device="cuda"))
+
+
+def fast_paths() -> Rows:
+    """Each fast path: here, or why it is missing and what that costs (in words: figures are in benchmarks/results)."""
+    cuda = torch.cuda.is_available()
+    no_gpu = None if cuda else "no GPU"
+    old = None if not cuda or torch.cuda.get_device_capability() >= (8, 0) else "compute capability below 8.0"
+    why_triton = no_gpu or old or (None if has_triton() else "the triton package is not installed") or (None if triton_runs() else "not an NVIDIA GPU")
+    why_cudnn = no_gpu or old or (None if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available() else "torch lacks cuDNN")
+    rows = [
+        ("Triton kernels", why_triton, "norm, SwiGLU, RoPE, loss, AdamW are many operators, with memory in between"),
+        ("cuDNN attention", why_cudnn, "attention takes another kernel of torch (the row above says which)"),
+        ("bf16 matmuls", no_gpu or old, "train.precision=bf16 saves memory but no time"),
+        ("NCCL", no_gpu, "ranks talk through gloo and main memory"),
+    ]
+    if cuda and torch.cuda.device_count() > 1:
+        near = all(torch.cuda.can_device_access_peer(0, i) for i in range(1, torch.cuda.device_count()))
+        rows.append(("GPU to GPU", None if near else "no peer access", "messages go through main memory; tensor parallelism suffers most"))
+    told = [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
+    return [*told, ("flash-attn", "not used by any op yet, installed or not; attention is torch's")]
 
 
 def attention() -> str:

@@ -14,6 +14,7 @@ from phalanx.train.build import State
 from phalanx.train.evaluate import evaluate
 from phalanx.train.metrics import Counters, Pending, Reporter
 from phalanx.train.order import global_batch_at, micro_batches
+from phalanx.train.record import Recorder
 from phalanx.train.step import train_step
 
 
@@ -40,12 +41,14 @@ class Loop:
         pending: tuple[Pending, int] | None = None
         self.reporter.restart_clock()
         consumed, saved = self.counters.consumed_samples, self.counters.step
-        with Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda") as batches:
+        recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
+        with recorder, Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda") as batches:
             for step in range(self.counters.step + 1, run.train.steps + 1):
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)
                 lr = learning_rate(run.optim, step, run.train.steps)
-                result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked())
+                with recorder.around(step, self.reporter.last_s):
+                    result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked())
                 consumed += size
                 stop = self._finish(pending)
                 pending = (Pending(step, lr, result), size)

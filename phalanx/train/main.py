@@ -32,6 +32,7 @@ from phalanx.train.flops import flops_of, mfu_text
 from phalanx.train.load import save_run, to_dict
 from phalanx.train.loop import Loop
 from phalanx.train.metrics import Counters, Reporter, Speed, Trackers
+from phalanx.train.oom import reported
 from phalanx.train.order import total_samples
 from phalanx.train.plan import make_plan
 from phalanx.train.progress import ProgressBar
@@ -68,7 +69,9 @@ def train(run: Run, placement: Placement) -> None:
         mesh = join(run, placement)
         after.callback(leave_world)
         after.callback(mesh.close)
-        state = build(make_plan(run, placement.world_size), mesh)
+        plan = make_plan(run, placement.world_size)
+        watched = after.enter_context(reported(plan, mesh))
+        state = watched.state = build(plan, mesh)
         counters, start = start_state(state, log)
         loop_of(state, counters, start, log, stop, after).run()
         log.info(f"done step={counters.step} folder={folder}")

@@ -161,6 +161,7 @@ class Reporter:
         self.log, self.trackers, self.speed, self.counters, self.bar = log, trackers, speed, counters, bar
         self.total_steps, self.interval, self.device = total_steps, interval, device
         self.mark = Moment(device)
+        self.last_s: float | None = None  # seconds of the last finished step
 
     def restart_clock(self) -> None:
         """Do not count the time since the last step (evaluation, saving) as time of the next."""
@@ -171,6 +172,7 @@ class Reporter:
         """Account for a step of `samples` sequences; whether any rank was asked to stop."""
         loss, norm, skipped, _, stop = pending.read()
         seconds, self.mark = pending.moment.seconds_since(self.mark), pending.moment
+        self.last_s = seconds
         c = self.counters
         c.step, c.consumed_samples = pending.step, c.consumed_samples + samples
         c.tokens += samples * self.speed.seq_length

@@ -1,0 +1,284 @@
+"""`bench ops`: every op of phalanx.ops as a config's own modules call it, forward and forward+backward, against measured ceilings.
+
+One embedding, one layer and the head are built as one rank of the layout would hold them, and run once while the calls of ops are
+noted with their arguments. Each call is then timed by itself. So the shapes are the config's, the twin is the one that the op
+chooses on this device, and an op that is added to a model is measured without a word here. Communication is left out: over an axis
+of several ranks an op gets its own part, copied where it would be gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.base.batch import Batch
+from phalanx.base.dtypes import precision
+from phalanx.bench.ceilings import Ceilings, attention_flop, measure_ceilings
+from phalanx.bench.timing import Times, measure
+from phalanx.comm.axis import Axis, Work
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.grid import Coords
+from phalanx.train.build import build, init_weights, to_device
+from phalanx.train.config import Run
+from phalanx.train.plan import Plan, make_blocks, make_plan, num_blocks, without_layout
+from phalanx.train.plan_text import table
+from phalanx.train.step import update
+
+GEMM_SHARE = 50.0  # FLOP per byte from which an op is held against the GEMM ceiling and not against memory
+
+
+class Alone(Axis):
+    """An axis of any size on one process: what would come from the others is a copy of this rank's own."""
+
+    def __init__(self, name: str, size: int):
+        super().__init__(name, tuple(range(size)), 0)
+
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        return Work(x)
+
+    def all_gather(self, x: Tensor, async_op: bool = False) -> Work:
+        return Work(x if self.size == 1 else x.repeat(self.size, *(1,) * (x.dim() - 1)))
+
+    def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
+        return Work(x[: x.shape[0] // self.size])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op: name and block that it came from, the function, its arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def shape(self) -> str:
+        """Shapes of the first two tensors."""
+        tensors = [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, Tensor)]
+        return " ".join("x".join(map(str, t.shape)) or "()" for t in tensors[:2])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once."""
+
+    name: str
+    shape: str
+    forward: Times
+    both: Times | None
+    flop: float
+    nbytes: int
+    ceiling: float
+    """What its rate is held against: FLOP/s if it is a matmul or attention, else bytes/s."""
+    backward_flop: float
+
+    @property
+    def computes(self) -> bool:
+        return self.flop / max(1, self.nbytes) >= GEMM_SHARE
+
+    def rate(self, times: Times, backward: bool) -> float:
+        """FLOP/s or bytes/s; backward reads inputs and the output's gradient again and writes the inputs' gradients."""
+        if self.computes:
+            return (self.flop + backward * self.backward_flop) / times.median
+        return (1 + 2 * backward) * self.nbytes / times.median
+
+    def as_dict(self) -> dict[str, Any]:
+        unit = "FLOP/s" if self.computes else "bytes/s"
+        made = {"op": self.name, "shape": self.shape, "unit": unit, "ceiling": self.ceiling, "flop": self.flop, "bytes": self.nbytes}
+        for key, times, backward in (("forward", self.forward, False), ("forward_backward", self.both, True)):
+            if times is not None:
+                made[key] = {**times.as_dict(), "rate": self.rate(times, backward), "share": self.rate(times, backward) / self.ceiling}
+        return made
+
+
+def bench_ops(run: Run, ranks: int, device: torch.device, repeats: int, out: str | None, say: Callable[[str], None]) -> list[Row]:
+    """Measure, print a table, and write `out` (JSON)."""
+    ceilings = measure_ceilings(run, device)
+    plan = make_plan(run, ranks)
+    rows = [time_call(call, run, device, ceilings, repeats) for call in calls_of(plan, device)]
+    rows.append(time_update(run, device, ceilings, repeats))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    t = run.train
+    say(f"{name}, torch {torch.__version__}, {t.precision}, micro-batch {t.micro_batch} x {t.seq_length} tokens, one rank of tp {plan.grid.tp}")
+    say("\n".join(ceilings.lines()))
+    say(ops_table(rows))
+    if out:
+        found = {"device": name, "torch": torch.__version__, "ceilings": ceilings.as_dict(), "ops": [r.as_dict() for r in rows]}
+        Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return rows
+
+
+# ---- the calls -------------------------------------------------------------------------------------------------------------------
+
+
+def calls_of(plan: Plan, device: torch.device) -> list[Call]:
+    """The different calls of ops that an embedding, a layer and a head make in forward, in order."""
+    run = plan.run
+    blocks = block_samples(plan, device)
+    batch = random_batch(run, device)
+    dtype = precision(run.train.precision).compute
+    found: list[Call] = []
+    with noted(found):
+        x = torch.empty(0, dtype=dtype, device=device)
+        for block in blocks:
+            x = block(x.detach().requires_grad_(x.numel() > 0), batch)
+    seen: set[tuple[str, str]] = set()
+    return [c for c in found if not ((c.name, c.shape) in seen or seen.add((c.name, c.shape)))]  # type: ignore[func-returns-value]
+
+
+def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
+    """Embedding, first layer and head of tp rank 0, with random weights and gradient buffers as in training."""
+    n = num_blocks(plan.run.model)
+    env = plan.env(Coords(), Alone("tp", plan.grid.tp))
+    blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
+    kind = precision(plan.run.train.precision)
+    for block in blocks:
+        shapes = [p.shape for p in block.parameters()]
+        params = list(block.parameters())
+        to_device(params, device)
+        for p, shape in zip(params, shapes):
+            p.data = torch.randn(shape, device=device).mul_(0.02).to(kind.compute)
+            p.grad_dtype = kind.master  # type: ignore[attr-defined]
+            p.grad = torch.zeros(shape, dtype=kind.master, device=device)
+    return list(blocks)
+
+
+def random_batch(run: Run, device: torch.device) -> Batch:
+    t = run.train
+    tokens = t.micro_batch * t.seq_length
+    ids = torch.randint(run.model.vocab_size, (2, tokens), device=device)
+    positions = torch.arange(t.seq_length, device=device).repeat(t.micro_batch)
+    samples = torch.arange(t.micro_batch, device=device).repeat_interleave(t.seq_length)
+    return Batch(ids[0], ids[1], positions, samples, t.micro_batch, t.seq_length)
+
+
+@contextmanager
+def noted(found: list[Call]) -> Iterator[None]:
+    """While inside, every op that a module of phalanx.nn or phalanx.models calls by name is noted in `found`."""
+    undo: list[tuple[Any, str, Any]] = []
+    for module in [m for name, m in list(sys.modules.items()) if name.startswith(("phalanx.nn.", "phalanx.models."))]:
+        for name, thing in list(vars(module).items()):
+            if is_op(thing):
+                undo.append((module, name, thing))
+                setattr(module, name, _noting(thing, found))
+            elif getattr(thing, "__name__", "").startswith("phalanx.ops."):  # `from phalanx.ops import attention as ops`
+                for inner, function in list(vars(thing).items()):
+                    if is_op(function) and not inner.startswith("_") and function.__module__ == thing.__name__:
+                        undo.append((thing, inner, function))
+                        setattr(thing, inner, _noting(function, found))
+    try:
+        yield
+    finally:
+        for owner, name, thing in reversed(undo):
+            setattr(owner, name, thing)
+
+
+def is_op(thing: Any) -> bool:
+    return callable(thing) and not isinstance(thing, type) and getattr(thing, "__module__", "").startswith("phalanx.ops.")
+
+
+def _noting(function: Callable[..., Any], found: list[Call]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, Tensor) and a.is_floating_point() for a in (*args, *kwargs.values())):
+            kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
+            found.append(Call(function.__name__, function, *kept))
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _own(x: Any) -> Any:
+    """The value cut off from the graph; parameters stay themselves, for their gradients go into their buffers."""
+    if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
+        return x
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+# ---- their times -----------------------------------------------------------------------------------------------------------------
+
+
+def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
+    def forward() -> Any:
+        with torch.no_grad():
+            return call.function(*call.args, **call.kwargs)
+
+    outputs = _tensors(call.function(*call.args, **call.kwargs))
+    grads = [torch.randn(y.shape, device=device).to(y.dtype) for y in outputs]
+    inputs = [t for t in _tensors([*call.args, *call.kwargs.values()])]
+
+    def both() -> None:
+        for x in inputs:
+            if not isinstance(x, nn.Parameter):
+                x.grad = None
+        made = _tensors(call.function(*call.args, **call.kwargs))
+        torch.autograd.backward(made, grads)
+
+    backward = any(y.requires_grad for y in outputs)
+    flop = forward_flop(call, run, forward)
+    attends = "attention" in call.name
+    nbytes = sum({t.data_ptr(): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
+    computes = flop / max(1, nbytes) >= GEMM_SHARE
+    ceiling = (ceilings.attention if attends else ceilings.gemm) if computes else ceilings.copy
+    times = measure(forward, device, repeats=repeats)
+    return Row(call.name, call.shape, times, measure(both, device, repeats=repeats) if backward else None, flop, nbytes, ceiling,
+               (2.5 if attends else 2.0) * flop)  # fmt: skip
+
+
+def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
+    """What a step does once, after its gradients: norm, clip, AdamW, weights written back, gradients zeroed; for one layer and embeddings.
+
+    nbytes is the least that can be moved: gradient, master and two moments read; master, moments, weight and zeroed gradient written.
+    """
+    alone = replace(without_layout(run), model=replace(run.model, num_hidden_layers=1))
+    plan = make_plan(alone, 1)
+    state = build(plan, Mesh(plan.grid, 0, device))
+    init_weights(state)
+    tokens = torch.ones((), dtype=torch.float64, device=device)
+    numel = sum(f.weight.numel() for f in state.buffers.flat)
+    kind = precision(run.train.precision)
+    wide, narrow = kind.master.itemsize, kind.compute.itemsize
+    copies = 8 if wide == narrow else 8 + narrow / wide  # fp32: the weights are their own masters
+    times = measure(lambda: update(state, tokens, 1e-5), device, repeats=repeats)
+    return Row("update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), ceilings.copy, 0.0)
+
+
+def forward_flop(call: Call, run: Run, forward: Callable[[], Any]) -> float:
+    """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square."""
+    m, tp = run.model, run.layout.tp
+    if "attention" in call.name:
+        size = getattr(m, "head_dim", None) or m.hidden_size // m.num_attention_heads
+        return attention_flop(run.train.micro_batch, max(1, m.num_attention_heads // tp), run.train.seq_length, size)
+    with FlopCounterMode(display=False) as counter:
+        forward()
+    return float(counter.get_total_flops())
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    values = values if isinstance(values, (tuple, list)) else [values]
+    flat = [t for v in values for t in (v if isinstance(v, (tuple, list)) else [v])]
+    return [t for t in flat if isinstance(t, Tensor)]
+
+
+def ops_table(rows: list[Row]) -> str:
+    lines = [("op", "shape", "forward ms", "rate", "of ceiling", "forward+backward ms", "rate", "of ceiling")]
+    for r in rows:
+        lines.append((r.name, r.shape, *_cells(r, r.forward, False), *_cells(r, r.both, True)))
+    return table(lines, left=(0, 1))
+
+
+def _cells(row: Row, times: Times | None, backward: bool) -> tuple[str, str, str]:
+    if times is None:
+        return "-", "-", "-"
+    rate = row.rate(times, backward)
+    text = f"{rate / 1e12:.4g} TFLOP/s" if row.computes else f"{rate / 1e9:.4g} GB/s"
+    return times.ms, text, f"{100 * rate / row.ceiling:.0f} %"

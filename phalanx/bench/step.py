@@ -1,0 +1,200 @@
+"""`bench step`: a config's real training step, timed as the peers in benchmarks/peers are, with memory by kind and the step budget."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.base.batch import Batch
+from phalanx.base.devices import find_device
+from phalanx.base.placement import Placement
+from phalanx.bench.ceilings import Ceilings, measure_ceilings
+from phalanx.bench.timing import Times
+from phalanx.comm.mesh import leave_world
+from phalanx.data.loader import Prefetcher, train_loader
+from phalanx.train.budget import Budget, advice, read_budget
+from phalanx.train.build import State, build, init_weights
+from phalanx.train.config import Run
+from phalanx.train.flops import flops_of, step_flops
+from phalanx.train.load import load_run, to_dict
+from phalanx.train.main import join
+from phalanx.train.oom import held, reported
+from phalanx.train.order import micro_batches
+from phalanx.train.plan import make_plan
+from phalanx.train.profile import Recording
+from phalanx.train.step import train_step
+
+LR = 1e-5  # small: made-up tokens teach nothing, and every step shall do the same work
+TRACED = 2  # steps of the budget, after one that warms the profiler up
+
+
+def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup: int, out: str | None, trace: str | None) -> None:
+    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if asked."""
+    run = long_enough(load_run(base=config), warmup + steps + TRACED + 1)
+    with joined(run, placement) as state, batches_of(run, state) as next_batches:
+        ceilings = measure_ceilings(run, state.mesh.device)
+
+        def step() -> None:
+            train_step(state, next_batches(), LR)
+
+        for _ in range(warmup):
+            step()
+        times = timed_steps(state, step, steps)
+        peak = peak_bytes(state)
+        budget = traced(state, step, times.median, trace)
+        result = Result(run, state, times, peak, ceilings, budget)
+        if placement.rank == 0:
+            print("\n".join(result.lines()), flush=True)
+            if out:
+                Path(out).write_text(json.dumps(result.as_dict(), indent=1), encoding="utf-8")
+
+
+@contextmanager
+def joined(run: Run, placement: Placement) -> Iterator[State]:
+    """Everything a rank trains with, from initial weights, without a folder."""
+    with ExitStack() as after:
+        mesh = join(run, placement)
+        after.callback(leave_world)
+        after.callback(mesh.close)
+        plan = make_plan(run, placement.world_size)
+        watched = after.enter_context(reported(plan, mesh))
+        watched.state = build(plan, mesh)
+        init_weights(watched.state)
+        watched.state.train()
+        yield watched.state
+
+
+def long_enough(run: Run, steps: int) -> Run:
+    """The run with at least as many steps as are to be done; batches of full size from the start."""
+    return replace(run, train=replace(run.train, steps=max(run.train.steps, steps), rampup=None, eval_interval=None, eval_samples=64))
+
+
+@contextmanager
+def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
+    """A function that gives a step's micro-batches, of fresh tokens each time, as the training loop gets them."""
+    mesh, t = state.mesh, run.train
+    count = t.global_batch // (t.micro_batch * mesh.dp.size)
+    loader = train_loader(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size, samples=t.steps * t.global_batch)
+    order = micro_batches(run, 0, 0, mesh.dp.size, mesh.dp.index)
+    with Prefetcher(loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda") as ready:
+        yield lambda: [next(ready).to(mesh.device) for _ in range(count)]
+
+
+def timed_steps(state: State, step: Callable[[], None], count: int) -> Times:
+    """Host clock around each whole step, the device idle at both ends; of each step the slowest rank's time."""
+    wait(state)
+    if state.mesh.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(state.mesh.device)
+    seconds = []
+    for _ in range(count):
+        wait(state)
+        began = time.perf_counter()
+        step()
+        wait(state)
+        seconds.append(time.perf_counter() - began)
+    slowest = state.mesh.world.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=state.mesh.device), "max").wait()
+    return Times.of(slowest.tolist())
+
+
+def wait(state: State) -> None:
+    if state.mesh.device.type == "cuda":
+        torch.cuda.synchronize(state.mesh.device)
+
+
+def peak_bytes(state: State) -> int | None:
+    """Most bytes of tensors at once on the fullest rank since the warm-up; None on a CPU, which does not count them."""
+    if state.mesh.device.type != "cuda":
+        return None
+    own = torch.tensor([torch.cuda.max_memory_allocated(state.mesh.device)], dtype=torch.int64, device=state.mesh.device)
+    return int(state.mesh.world.all_reduce(own, "max").wait().item())
+
+
+def traced(state: State, step: Callable[[], None], plain_s: float, keep: str | None) -> Budget | None:
+    """The step budget, on rank 0; all ranks take part, rank 0 records."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        recording = Recording(state, keep or Path(folder) / "trace.json")
+        if state.mesh.rank == 0:
+            recording.start()
+        try:
+            step()
+            for number in range(TRACED):
+                with recording.step(number):
+                    step()
+            recording.stop()
+        finally:
+            recording.abandon()
+        return read_budget(recording.path, plain_s) if state.mesh.rank == 0 else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark of steps found, on rank 0."""
+
+    run: Run
+    state: State
+    times: Times
+    peak: int | None
+    ceilings: Ceilings
+    budget: Budget | None
+
+    @property
+    def tokens(self) -> int:
+        return self.run.train.global_batch * self.run.train.seq_length
+
+    @property
+    def ranks(self) -> int:
+        return self.state.mesh.grid.world
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of one rank."""
+        return step_flops(self.run) / self.times.median / self.ranks
+
+    @property
+    def device(self) -> str:
+        device = self.state.mesh.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+    @property
+    def mfu(self) -> float | None:
+        known = find_device(self.device)
+        peak = known.peak(self.run.train.precision) if known else None
+        return self.flops / peak if peak else None
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of rank 0 by kind; what the peak holds beyond the kinds we own is activations and working space."""
+        kinds = held(self.state)
+        return kinds if self.peak is None else {**kinds, "activations and working": self.peak - sum(kinds.values())}
+
+    def lines(self) -> list[str]:
+        g, t = self.state.mesh.grid, self.run.train
+        mfu = "n/a (no data-sheet peak known)" if self.mfu is None else f"{100 * self.mfu:.1f} % of the data-sheet peak"
+        peak = "n/a on a CPU" if self.peak is None else f"{self.peak / 2**30:.2f} GiB"
+        rate = self.tokens / self.times.median / self.ranks
+        kinds = ", ".join(f"{name} {b / 2**30:.2f}" for name, b in self.memory().items())
+        return [
+            f"{self.ranks} x {self.device}, torch {torch.__version__}, pp {g.pp} x dp {g.dp} x tp {g.tp}, {t.precision}, "
+            f"{t.global_batch} x {t.seq_length} tokens a step, micro-batch {t.micro_batch}",
+            f"step {self.times.ms} ms, median (least-most) of {self.times.repeats}",
+            f"tokens/s/GPU {rate:,.0f}, {self.flops / 1e12:.4g} TFLOP/s, MFU {mfu}, {100 * self.flops / self.ceilings.gemm:.1f} % of measured GEMM",
+            f"peak memory {peak}; GiB by kind: {kinds}",
+            f"FLOP per step: {flops_of(self.run).text(self.tokens)}",
+            *self.ceilings.lines(),
+            *([] if self.budget is None else [*self.budget.lines(), advice(self.budget, self.run)]),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device, "torch": torch.__version__, "ranks": self.ranks, "config": to_dict(self.run), "step": self.times.as_dict(),
+            "tokens_per_s_per_gpu": self.tokens / self.times.median / self.ranks, "flops": self.flops, "mfu": self.mfu,
+            "share_of_gemm": self.flops / self.ceilings.gemm, "peak_bytes": self.peak, "memory": self.memory(),
+            "ceilings": self.ceilings.as_dict(), "budget": None if self.budget is None else self.budget.as_dict(),
+        }  # fmt: skip

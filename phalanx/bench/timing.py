@@ -1,0 +1,63 @@
+"""Timing calls on a device: warm-up, repeats, and the median with its spread. CUDA events on a GPU, the clock on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+BATCH_S = 1e-3  # GPU: short calls are timed several at a time, so that the gaps around an event do not count
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call: median, least and most of `repeats` measurements."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Times:
+        return Times(median(seconds), min(seconds), max(seconds), len(seconds))
+
+    @property
+    def ms(self) -> str:
+        return f"{1e3 * self.median:.3f} ({1e3 * self.low:.3f}-{1e3 * self.high:.3f})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(call: Callable[[], Any], device: torch.device, warmup: int = 3, repeats: int = 10) -> Times:
+    """Times of `call()`, which must do the same work each time."""
+    for _ in range(warmup):
+        call()
+    if device.type != "cuda":
+        return Times.of([_clock(call) for _ in range(repeats)])
+    once = _events(call, 1)
+    batch = max(1, min(100, round(BATCH_S / once)))
+    return Times.of([_events(call, batch) for _ in range(repeats)])
+
+
+def _clock(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _events(call: Callable[[], Any], times: int) -> float:
+    """Seconds per call of `times` calls after one another."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times

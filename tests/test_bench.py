@@ -1,0 +1,481 @@
+"""Benchmarks, traces, the step budget and the report of a run out of memory, against formulas, hand-made traces and real runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.base.placement import Placement
+from phalanx.bench.ops import bench_ops, calls_of
+from phalanx.bench.sweep import combinations, problem_of, split_values, sweep_table
+from phalanx.bench.timing import Times, measure
+from phalanx.comm.mesh import Mesh
+from phalanx.data.loader import train_loader
+from phalanx.models.config import GPT2Config
+from phalanx.train import doctor
+from phalanx.train.budget import ATTENTION, BUBBLE, GEMM, HOST, OPTIMIZER, POINTWISE, advice, budget_of, comm_row, read_budget
+from phalanx.train.build import build, init_weights
+from phalanx.train.checks import Facts, check
+from phalanx.train.config import Run
+from phalanx.train.flops import step_flops
+from phalanx.train.load import load_run
+from phalanx.train.main import train
+from phalanx.train.oom import OutOfMemory, held, request, way_out
+from phalanx.train.plan import make_plan
+from phalanx.train.plan_text import num_parameters
+from phalanx.train.profile import Recording, named
+from phalanx.train.record import profiled_steps
+from phalanx.train.step import train_step
+from phalanx.train.verify import step_batches
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = """\
+model: {family: llama, vocab_size: 96, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2}
+train: {steps: 3, global_batch: 8, micro_batch: 2, seq_length: 32, device: cpu}
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def small(config: Path, *overrides: str) -> Run:
+    return load_run(str(config), ["data.mock=true", *overrides])
+
+
+def phalanx(*args: str, code: int = 0) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-m", "phalanx", *args], capture_output=True, text=True, timeout=150, env=env)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# ---- the budget of hand-made GPU traces ------------------------------------------------------------------------------------------
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: object) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+class GPU:
+    """Writes what CUPTI and the profiler do: annotations on threads, a launch and a kernel tied by a correlation id."""
+
+    def __init__(self, step: tuple[float, float] = (0, 1000)):
+        self.events = [event("user_annotation", "step 7", step[0], step[1] - step[0])]
+        self.events.append({"ph": "M", "name": "process_name", "ts": 0})
+
+    def says(self, name: str, start: float, end: float, tid: int = 1) -> GPU:
+        self.events.append(event("user_annotation", name, start, end - start, tid))
+        return self
+
+    def runs(self, name: str, launch: float, start: float, end: float, tid: int = 1, cat: str = "kernel") -> GPU:
+        number = len(self.events)
+        self.events.append(event("cuda_runtime", "cudaLaunchKernel", launch, 1, tid, correlation=number))
+        self.events.append(event(cat, name, start, end - start, 99, correlation=number, stream=7))
+        return self
+
+
+def milli(budget, row: str) -> float:
+    return round(1e6 * budget.rows.get(row, 0.0), 6)  # the traces count in microseconds; so do these numbers
+
+
+def test_each_moment_of_a_gpu_belongs_to_one_row():
+    """Kernels by name; communication only where nothing computes; the update by when it was launched; gaps to the host."""
+    gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 300).says("comm tp all_gather", 20, 30).says("comm dp reduce_scatter", 60, 70, tid=5)
+    gpu.runs("sm90_xmma_gemm_bf16", 10, 100, 300).runs("cudnn_generated_fort_native_sdpa", 15, 300, 400)
+    gpu.runs("ncclDevKernel_AllGather_RING_LL", 25, 250, 450)  # 200 us, of which 50 lie under no compute kernel
+    gpu.runs("void at::native::vectorized_elementwise_kernel<4>", 40, 450, 500)
+    gpu.runs("ncclDevKernel_ReduceScatter_Sum_f32", 65, 480, 600, tid=5)  # launched by the autograd thread
+    gpu.runs("void at::native::vectorized_elementwise_kernel<4>", 400, 700, 800)  # launched after the last instruction: the update
+    gpu.runs("Memset (Device)", 410, 800, 850, cat="gpu_memset")
+    budget = budget_of(gpu.events)
+    assert (milli(budget, GEMM), milli(budget, ATTENTION), milli(budget, POINTWISE)) == (200, 100, 50)
+    assert (milli(budget, comm_row("tp")), milli(budget, comm_row("dp"))) == (50, 100)
+    assert (milli(budget, OPTIMIZER), milli(budget, HOST)) == (150, 350)
+    assert sum(budget.rows.values()) == pytest.approx(1e-3) and budget.unattributed == pytest.approx(0, abs=1e-12)
+
+
+def test_the_profiler_lengthens_nothing_but_gaps():
+    """A step of 1000 us under the profiler takes 700 without it: 100 us of the 400 us gap are real. Of 1100 us, 100 stay unexplained."""
+    events = GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("nvjet_hsh_128x256", 10, 300, 900).events
+    quick, slow = budget_of(events, 0.7e-3), budget_of(events, 1.1e-3)
+    assert (milli(quick, GEMM), milli(quick, HOST)) == (600, 100) and quick.unattributed == pytest.approx(0, abs=1e-12)
+    assert milli(slow, HOST) == 400 and slow.unattributed == pytest.approx(1e-4)
+
+
+def test_kernels_of_unknown_names_are_unattributed():
+    """They are named, not hidden in a row. A Triton kernel of our ops is known by its module."""
+    budget = budget_of(GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("mystery_v2", 10, 300, 450).events)
+    assert budget.unattributed == pytest.approx(1.5e-4) and budget.unknown == {"mystery_v2": pytest.approx(1.5e-4)}
+    assert any("mystery_v2" in line for line in budget.lines())
+
+
+def test_our_triton_kernels_are_known():
+    pytest.importorskip("triton")
+    import phalanx.ops.kernels.swiglu  # noqa: F401
+    from phalanx.train.budget import triton_names
+
+    name = sorted(triton_names())[0]
+    budget = budget_of(GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs(name, 10, 300, 450).events)
+    assert milli(budget, POINTWISE) == 150 and not budget.unknown
+
+
+def test_waiting_for_other_stages_is_the_bubble():
+    """Three receives of which the fastest takes 20 us: what the others take beyond that, where nothing computes, is waiting."""
+    gpu = GPU().says("recv kind act stage 1 mb 0 peer 0", 0, 500)
+    for start, end in ((100, 120), (200, 290), (300, 450)):
+        gpu.says("comm pp recv", start - 5, start, tid=1).runs("ncclDevKernel_SendRecv", start - 4, start, end)
+    gpu.runs("ampere_bf16_gemm", 150, 400, 450)  # covers 50 of the last
+    budget = budget_of(gpu.events)
+    assert milli(budget, BUBBLE) == (90 - 20) + (100 - 20) and milli(budget, comm_row("pp")) == 20 + 20 + 20
+    assert sum(budget.rows.values()) == pytest.approx(1e-3)
+
+
+def test_advice_names_the_largest_row_and_its_key(config):
+    run = small(config, "layout.pp=1")
+    gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("gemm", 10, 0, 500)
+    assert "host gap is 50 %" in advice(budget_of(gpu.events), run) and "train.micro_batch than 2" in advice(budget_of(gpu.events), run)
+    waiting = GPU((0, 100)).says("comm tp all_reduce", 1, 9).runs("ncclDevKernel_AllReduce", 5, 0, 90).events
+    assert "layout.tp" in advice(budget_of(waiting), run)
+    full = GPU((0, 100)).says("forward stage 0 run 0 mb 0", 0, 99).runs("gemm", 1, 0, 99).events
+    assert "nothing large to avoid; GEMM and attention are 99 %" in advice(budget_of(full), run)
+
+
+def test_a_foreign_trace_is_refused():
+    with pytest.raises(ValueError, match="holds no step"):
+        budget_of([event("kernel", "gemm", 0, 5)])
+
+
+# ---- traces of real steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state(config):
+    run = small(config)
+    plan = make_plan(run, 1)
+    made = build(plan, Mesh(plan.grid))
+    init_weights(made)
+    made.train()
+    return made
+
+
+def test_the_rows_of_a_real_step_add_up_to_it(state, tmp_path):
+    run, recording = state.plan.run, Recording(state, tmp_path / "trace.json.gz")
+    loader = train_loader(run.data, seq_length=32, seed=1, vocab_size=96, samples=16)
+    recording.start()
+    train_step(state, step_batches(run, loader, state.mesh, 0), 1e-3)  # warms the profiler up
+    with recording.step(1):
+        train_step(state, step_batches(run, loader, state.mesh, 1), 1e-3)
+    recording.stop()
+    budget = read_budget(tmp_path / "trace.json.gz")
+    assert {GEMM, ATTENTION, POINTWISE, OPTIMIZER, HOST} <= {row for row, s in budget.rows.items() if s > 0}
+    assert sum(budget.rows.values()) + budget.unattributed == pytest.approx(budget.step_s, rel=1e-9)
+    assert abs(budget.unattributed) <= 0.03 * budget.step_s
+
+    names = {e["name"] for e in json.loads(gzip.open(tmp_path / "trace.json.gz").read())["traceEvents"]}
+    assert {"step 1", "forward stage 0 run 0 mb 0", "backward stage 0 run 0 mb 3"} <= names
+    assert {"block 0 LlamaEmbedding", "block 3 LlamaLayer", "block 4 LlamaHead"} <= names
+
+
+def test_an_error_ends_the_recording(state, tmp_path):
+    """Without a file, with the names off, and another recording can begin."""
+    recording = Recording(state, tmp_path / "trace.json")
+    recording.start()
+    with pytest.raises(KeyError), recording.step(1):
+        raise KeyError("x")
+    assert not recording.path.exists() and not any(b._forward_hooks for b in state.model)
+    recording.start()
+    recording.stop()
+    assert recording.path.exists()
+
+
+def test_names_come_off_again(state):
+    """A step after a recording runs what it ran before: no hooks, the plain handlers, the plain collectives."""
+    plain = state.handlers
+    with named(state):
+        assert state.handlers is not plain and any(b._forward_hooks for b in state.model)
+    assert state.handlers is plain and not any(b._forward_hooks or b._forward_pre_hooks for b in state.model)
+    assert not any("all_reduce" in vars(axis) for axis in state.mesh.axes)
+
+
+def test_recorded_steps_are_those_of_a_run_that_records_nothing(config, tmp_path):
+    """Budget and traces change no bit, and the files are where the config says."""
+    for name, extra in (("plain", []), ("recorded", ["log.budget=true", "train.profile=8:10"])):
+        train(small(config, "train.steps=10", f"dir={tmp_path / name}", "log.report=false", *extra), Placement())
+    loss = [[json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("plain", "recorded")]
+    assert loss[0] == loss[1]
+    said = (tmp_path / "recorded" / "log.txt").read_text()
+    assert said.count("step budget of rank 0") == 2 and said.count("advice: ") == 2  # of an early step, and of the trace
+    assert (tmp_path / "recorded" / "traces" / "steps-8-9-rank-0.json.gz").exists()
+    assert "step budget" not in (tmp_path / "plain" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "overrides, field, valid",
+    [
+        (["train.profile=2"], "train.profile", ()),
+        (["train.profile=2:9"], "train.profile", ("1:4",)),
+        (["train.profile=3:3"], "train.profile", ("1:4",)),
+        (["train.profile=0:2"], "train.profile", ("1:4",)),
+        (["train.profile_ranks=all"], "train.profile_ranks", ("first",)),
+        (["log.budget=true"], "log.budget", (False,)),
+    ],
+)
+def test_recordings_that_cannot_be(config, overrides, field, valid):
+    if overrides == ["train.profile=2"]:
+        assert profiled_steps("2") is None
+        return
+    found = check(small(config, *overrides), Facts())
+    assert [p.field for p in found] == [field] and found[0].valid == valid
+
+
+# ---- the benchmarks --------------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_medians_of_repeats():
+    calls = []
+    times = measure(lambda: calls.append(1), torch.device("cpu"), warmup=2, repeats=5)
+    assert len(calls) == 7 and times.low <= times.median <= times.high
+    assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.0, 3.0, 3)
+
+
+def test_bench_step_agrees_with_the_formulas(config, tmp_path):
+    """Two ranks: rates from the median and the FLOP formula, memory from the number of parameters, the budget from a real trace."""
+    out, trace = tmp_path / "step.json", tmp_path / "trace.json"
+    said = phalanx("bench", "step", str(config), "layout.tp=2", "--steps", "3", "--warmup", "1", "--json", str(out), "--trace", str(trace))
+    found, run = json.loads(out.read_text()), small(config, "layout.tp=2")
+    seconds = found["step"]["median"]
+    assert found["ranks"] == 2 and found["step"]["repeats"] == 3 and found["step"]["low"] <= seconds <= found["step"]["high"]
+    assert found["flops"] == pytest.approx(step_flops(run) / seconds / 2)
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(8 * 32 / seconds / 2)
+    assert found["share_of_gemm"] == pytest.approx(found["flops"] / found["ceilings"]["gemm"]) and found["mfu"] is None
+    own = found["memory"]
+    assert own["moments"] == 2 * own["gradients"] == 2 * own["weights"] and own["masters"] == 0  # fp32
+    assert num_parameters(make_plan(run, 2)) * 4 / 2 <= own["weights"] <= num_parameters(make_plan(run, 2)) * 4
+    budget = found["budget"]
+    rows = [s for name, s in budget.items() if name.endswith("_s") and name not in ("step_s", "profiled_s", "plain_s")]
+    assert sum(rows) == pytest.approx(budget["step_s"]) and budget[f"{comm_row('tp')}_s"] > 0
+    assert "advice: " in said and "data-sheet peak" in said and trace.exists()
+
+
+def test_bench_step_needs_no_data_and_checks_the_rest(config):
+    assert "config error: layout.tp=3" in phalanx("bench", "step", str(config), "layout.tp=3", "--ranks", "3", code=2)
+    assert "needs a path" in phalanx("train", str(config), code=2)  # what bench step fills in
+
+
+def test_bench_ops_counts_what_the_modules_call(config, tmp_path):
+    """FLOP of the matmuls by their shapes, of attention by its formula; bytes of a norm by its tensors; each op of a layer is there."""
+    run = small(config, "layout.tp=2")
+    said: list[str] = []
+    rows = {r.name: r for r in bench_ops(run, 2, torch.device("cpu"), 2, str(tmp_path / "ops.json"), said.append)}
+    assert {"embedding", "add_rms_norm", "gather_matmul", "rope", "attention", "swiglu", "matmul_scatter"} <= set(rows)
+    assert {"linear_cross_entropy", "update"} <= set(rows)
+    tokens, heads, size = 64, 2, 8
+    gathered = [r for r in json.loads((tmp_path / "ops.json").read_text())["ops"] if r["op"] == "gather_matmul"]
+    assert sorted(r["flop"] for r in gathered) == sorted([2 * tokens * 32 * (2 + 2) * size, 2 * tokens * 32 * 48])  # qkv; gate and up
+    assert rows["attention"].flop == 2 * 2 * heads * 32 * 32 * size  # sequences, heads, half of the square twice
+    assert rows["rms_norm"].nbytes == 4 * (2 * 32 * 32 + 32)  # input, output, weight
+    assert rows["swiglu"].both is not None and rows["update"].both is None
+    assert "of ceiling" in "\n".join(said) and "ceilings measured" in "\n".join(said)
+
+
+def test_bench_ops_leaves_the_modules_as_they_were(config):
+    """Ops are noted by putting something in their place for one forward."""
+    import phalanx.nn.mlp as mlp
+    import phalanx.ops.attention as attention
+
+    before = mlp.swiglu, attention.attention
+    model = GPT2Config(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
+    run = replace(small(config), model=model)
+    names = {c.name for c in calls_of(make_plan(run, 1), torch.device("cpu"))}
+    assert {"gelu", "attention"} <= names and "swiglu" not in names
+    assert (mlp.swiglu, attention.attention) == before
+
+
+def test_bench_comm_reports_bus_bandwidth(tmp_path):
+    """Bytes over the busiest link by the ring formulas: 2 (n-1)/n, (n-1)/n, (n-1)/n and 1 of the buffer."""
+    out = tmp_path / "comm.json"
+    said = phalanx("bench", "comm", "--ranks", "2", "--sizes", "0.5,1", "--repeats", "2", "--json", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["op"], r["bytes"]) for r in rows] == [
+        (op, size) for size in (2**19, 2**20) for op in ("all_reduce", "all_gather", "reduce_scatter", "send/recv")
+    ]
+    factors = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "send/recv": 1.0}
+    assert all(r["bus_bytes_per_s"] == pytest.approx(factors[r["op"]] * r["bytes"] / r["median"]) for r in rows)
+    assert "bus GB/s" in said
+
+
+def test_bench_comm_refuses_what_it_cannot_do():
+    assert "x>=2" in phalanx("bench", "comm", "--ranks", "1", code=2)
+    assert "'x' is not MIB" in phalanx("bench", "comm", "--sizes", "x", code=2)
+
+
+@pytest.mark.parametrize(
+    "override, values",
+    [
+        ("layout.tp=1,2", ["layout.tp=1", "layout.tp=2"]),
+        ("data.paths=[a,b]", ["data.paths=[a,b]"]),
+        ("layout.stages=[2,3],[3,2]", ["layout.stages=[2,3]", "layout.stages=[3,2]"]),
+        ("data.split='98,2,0'", ["data.split='98,2,0'"]),
+        ("a.b=", ["a.b="]),
+    ],
+)
+def test_values_of_a_sweep(override, values):
+    assert split_values(override) == values
+
+
+def test_a_sweep_is_the_product():
+    assert combinations(["a=1,2", "b=x", "c=3,4"]) == [("a=1", "b=x", "c=3"), ("a=1", "b=x", "c=4"), ("a=2", "b=x", "c=3"), ("a=2", "b=x", "c=4")]
+
+
+def test_bench_sweep_goes_on_after_what_fails(config, tmp_path):
+    """One that fits, one that is not legal, and one that really runs out of memory (a vocabulary of terabytes): three rows."""
+    out = tmp_path / "sweep.json"
+    said = phalanx("bench", "sweep", str(config), "train.micro_batch=2,3", "model.vocab_size=96,4000000000000", "--steps", "1", "--warmup", "0",
+                   "--json", str(out))  # fmt: skip
+    rows = json.loads(out.read_text())
+    problems = {r["name"]: r.get("problem", "") for r in rows}
+    assert len(rows) == 4 and rows[0]["tokens_per_s_per_gpu"] > 0 and problems["train.micro_batch=2 model.vocab_size=96"] == ""
+    assert problems["train.micro_batch=2 model.vocab_size=4000000000000"] == "out of memory"
+    assert problems["train.micro_batch=3 model.vocab_size=96"].startswith("exit 2: config error: train.global_batch=8")
+    assert said.splitlines()[-5].split()[0] == "configuration"
+
+
+def test_a_sweeps_table_is_sorted_and_says_what_failed():
+    good = {"ranks": 2, "tokens_per_s_per_gpu": 1000.0, "flops": 1e12, "mfu": 0.5, "peak_bytes": 2**30, "step": Times(0.1, 0.09, 0.2, 3).as_dict()}
+    lines = sweep_table([{"name": "a", **good}, {"name": "b", "problem": "out of memory"}]).splitlines()
+    assert lines[1].split() == ["a", "2", "100.00", "90.00-200.00", "2,000", "1,000", "1", "50.0%", "1.00"]
+    assert lines[2].split()[-3:] == ["out", "of", "memory"]
+    assert problem_of("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried", 1) == "out of memory"
+    assert problem_of("", -9) == "exit -9: nothing said"
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------------------
+
+
+def exhausted(*args: object, **kwargs: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB")
+
+
+def run_out(config: Path, tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises(OutOfMemory) as caught:
+        train(small(config, f"dir={tmp_path / 'r'}", *overrides), Placement())
+    return str(caught.value)
+
+
+def test_the_report_says_where_it_was_in_forward(config, tmp_path, monkeypatch):
+    import phalanx.nn.mlp as mlp
+
+    calls: list[int] = []
+    plain = mlp.swiglu
+
+    def second(*args, **kwargs):
+        calls.append(1)
+        return exhausted() if len(calls) == 2 else plain(*args, **kwargs)
+
+    monkeypatch.setattr(mlp, "swiglu", second)
+    text = run_out(config, tmp_path)
+    assert text.startswith("out of memory on rank 0 of 1 (cpu)")
+    assert "phase     forward and backward" in text and "schedule  forward stage 0 run 0 mb 0" in text
+    assert "block     2 of 5 (layer 1)" in text and "request   2,560.0 MiB" in text
+    assert len(text.splitlines()) <= 24
+    numel = num_parameters(make_plan(small(config), 1))
+    assert f"moments {8 * numel / 2**30:.2f}".split()[0] in text and "the cheapest change to try: train." in text
+
+
+def test_the_report_says_where_it_was_in_backward_and_in_the_update(config, tmp_path, monkeypatch):
+    import phalanx.ops.activation as activation
+    import phalanx.train.step as step
+
+    plain = activation._SwiGLU.backward
+
+    def out_of_memory(ctx, dy):  # the forecast of the report runs the same op on the meta device
+        return plain(ctx, dy) if dy.is_meta else exhausted()
+
+    monkeypatch.setattr(activation._SwiGLU, "backward", staticmethod(out_of_memory))
+    text = run_out(config, tmp_path)
+    assert "schedule  backward stage 0 run 0 mb 0" in text and "layers 0-2" in text
+    monkeypatch.setattr(activation._SwiGLU, "backward", plain)
+    monkeypatch.setattr(step, "loss_and_stops", exhausted)
+    assert "phase     gradient norm and optimizer update" in run_out(config, tmp_path)
+
+
+def test_the_report_before_anything_is_built(config, tmp_path, monkeypatch):
+    import phalanx.train.build as builder
+
+    monkeypatch.setattr(builder, "AdamW", exhausted)
+    text = run_out(config, tmp_path)
+    assert "phase     allocating weights, gradients and optimizer state" in text and "unknown" in text
+
+
+def test_another_error_stays_itself(config, tmp_path, monkeypatch):
+    import phalanx.nn.mlp as mlp
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(mlp, "swiglu", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        train(small(config, f"dir={tmp_path / 'r'}"), Placement())
+
+
+@pytest.mark.parametrize(
+    "text, nbytes",
+    [
+        ("CUDA out of memory. Tried to allocate 2.50 GiB.", 2684354560),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0", 20971520),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes. Error code 12", 12345),
+        ("no", None),
+    ],
+)
+def test_the_request_is_read_from_the_message(text, nbytes):
+    assert request(RuntimeError(text)) == nbytes
+
+
+def test_the_way_out_is_the_first_change_that_fits(config):
+    """Room for what the plan of a change forecasts and no more: that change is named, or one that is cheaper and fits too."""
+    from phalanx.train.memory import OVERHEAD, rank_uses
+
+    run = small(config, "train.micro_batch=4", "train.seq_length=512", "model.max_position_embeddings=512")
+
+    def need(*overrides: str) -> int:
+        changed = make_plan(load_run(str(config), ["data.mock=true", "train.micro_batch=4", "train.seq_length=512", *overrides]), 1)
+        return rank_uses(changed, changed.num_micro_batches(8))[0][0].total + OVERHEAD
+
+    plan = make_plan(run, 1)
+    assert need("train.micro_batch=2") < need("train.recompute=selective")
+    assert "the cheapest change that fits: train.recompute=selective (" in way_out(plan, need("train.recompute=selective"), 1.0)
+    assert "the cheapest change that fits: train.micro_batch=2 (" in way_out(plan, need("train.micro_batch=2"), 1.0)
+    assert "no single change fits" in way_out(plan, 2**20, 1.0)
+
+
+def test_held_counts_what_a_rank_owns(state):
+    numel = sum(f.weight.numel() for f in state.buffers.flat)
+    assert held(state) == {"weights": 4 * numel, "gradients": 4 * numel, "masters": 0, "moments": 8 * numel}
+
+
+# ---- doctor, peers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_each_missing_fast_path_costs():
+    text = doctor.report()
+    section = text.partition("Fast paths")[2]
+    assert "Triton" in section and "cuDNN attention" in section and "flash-attn" in section
+    assert "missing" in section and "%" not in section
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks" / "peers").glob("*.py")), ids=lambda p: p.stem)
+def test_peer_scripts_compile(script):
+    compile(script.read_text(encoding="utf-8"), str(script), "exec")
