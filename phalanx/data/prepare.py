@@ -311,6 +311,8 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
             if not any(path.name[:8].isdigit() for path in folder.iterdir()):
                 shutil.rmtree(folder)
             raise
+        except (FileNotFoundError, PermissionError) as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from None
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
