@@ -16,8 +16,9 @@ from click.testing import CliRunner
 
 from phalanx.base.errors import DataError
 from phalanx.cli.main import cli
+from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.data.prepare import check_tokenizer, merge_shards, prepare
+from phalanx.data.prepare import check_tokenizer, check_tokenizers, merge_shards, prepare
 from phalanx.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[1]
@@ -262,6 +263,8 @@ def test_the_manifest_remembers_the_tokenizer(tmp_path, lines):
     check_tokenizer(tmp_path / "out", load_tokenizer(tmp_path / "tokenizer"))
     with pytest.raises(DataError, match=r"out: made with another tokenizer: kind json, 300 ids, end of document 0.*this one: bytes, 257 ids, 256"):
         check_tokenizer(tmp_path / "out", byte_tokenizer())
+    with pytest.raises(DataError, match="out: made with another tokenizer"):
+        check_tokenizers(DataConfig(valid={"v": ("0.3", str(tmp_path / "out"))}, tokenizer="bytes"))
     (tmp_path / "out.json").unlink()
     check_tokenizer(tmp_path / "out", byte_tokenizer())  # as Megatron's files come
     with pytest.raises(DataError, match=r"tokenizer/gone\.json: no such file"):
@@ -384,7 +387,6 @@ def test_a_file_that_cannot_grow_keeps_the_pieces(tmp_path, program, lines):
     assert documents(tmp_path / "out") == TEXTS and not list(tmp_path.glob(".out*"))
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_ten_random_moments(tmp_path, program, workers):
     source = write_lines(tmp_path / "in.jsonl", 40_000_000)

@@ -26,6 +26,7 @@ import numpy as np
 
 from phalanx.base.errors import DataError
 from phalanx.data import shards
+from phalanx.data.config import DataConfig, prefixes_and_weights
 from phalanx.data.files import replacing, sync_folder
 from phalanx.data.index import strip_suffix
 from phalanx.data.readers import SUFFIXES, Errors, Part, Reading, cut, find_files, texts
@@ -171,8 +172,18 @@ def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> Non
         raise DataError(
             f"{strip_suffix(prefix)}: made with another tokenizer: kind {facts['kind']}, {note.get('vocab_size')} ids, end of document "
             f"{facts['eod']}, SHA-256 {note['tokenizer'][:12]}; this one: {tokenizer.kind}, {tokenizer.vocab_size} ids, "
-            f"{tokenizer.eod}, {tokenizer.fingerprint[:12]}"
+            f"{tokenizer.eod}, {tokenizer.fingerprint[:12]}; name the one that made it, or prepare the texts anew"
         )
+
+
+def check_tokenizers(config: DataConfig) -> None:
+    """`check_tokenizer` of all token files that a run reads, with its data.tokenizer if it has one."""
+    if config.tokenizer is None:
+        return
+    tokenizer = load_tokenizer(config.tokenizer)
+    for given in (config.paths, *(source.paths for source in config.sources.values()), *config.valid.values()):
+        for prefix in prefixes_and_weights(given)[0]:
+            check_tokenizer(prefix, tokenizer)
 
 
 def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library; `fingerprint` is of its JSON."""
+    """A tokenizer of the `tokenizers` library; `fingerprint` is of those sections of its JSON that decide ids."""
 
     kind = "json"
 
@@ -43,8 +43,10 @@ class JsonTokenizer(Tokenizer):
         if eod_token is not None and eod is not None:
             special.setdefault(eod_token, eod)
         vocab_size = max(core.get_vocab(with_added_tokens=True).values()) + 1
-        super().__init__(vocab_size, eod, special, hashlib.sha256(self._text.encode()).hexdigest())
-        self._words = self._make_words(all(token.special for token in added.values()))
+        sections = json.loads(self._text)
+        deciding = [sections[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
+        super().__init__(vocab_size, eod, special, hashlib.sha256(json.dumps(deciding).encode()).hexdigest())
+        self._words = self._make_words(sections, all(token.special for token in added.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_text, (type(self), self._text, self.eod_token)
@@ -90,11 +92,10 @@ class JsonTokenizer(Tokenizer):
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from None
 
-    def _make_words(self, plain: bool) -> Words | None:
+    def _make_words(self, sections: dict[str, Any], plain: bool) -> Words | None:
         """plain: no added token is looked for in texts."""
-        parts = json.loads(self._text)
-        split = splitter(parts["normalizer"], parts["pre_tokenizer"])
-        return Words(self._encode_one, split, self.dtype) if split and plain and not parts["model"].get("dropout") else None
+        split = splitter(sections["normalizer"], sections["pre_tokenizer"])
+        return Words(self._encode_one, split, self.dtype) if split and plain and not sections["model"].get("dropout") else None
 
 
 class ByteTokenizer(JsonTokenizer):

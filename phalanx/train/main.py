@@ -23,6 +23,7 @@ from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.save import Snapshot, save
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import Loader
+from phalanx.data.prepare import check_tokenizers
 from phalanx.data.text import use_text
 from phalanx.data.tokenizers import is_portable, load_tokenizer
 from phalanx.train.build import State, build, init_weights
@@ -64,6 +65,7 @@ def train(run: Run, placement: Placement) -> None:
             after.enter_context(FolderLock(folder))
             save_run(run, folder / "config.yaml")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
+        check_tokenizers(run.data)
         stop = StopRequest()
         after.callback(stop.restore)
         mesh = join(run, placement)
