@@ -108,13 +108,17 @@ class Corpus:
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """Offsets in the stream, ascending, of the documents that start in [start, stop)."""
-        documents = range(self.num_documents)
+        documents, stop, reach = range(self.num_documents), min(stop, self.num_tokens), 1
         low = bisect_left(documents, start, key=self.document_start)
-        high = bisect_left(documents, min(stop, self.num_tokens), lo=low, key=self.document_start)
+        while low + reach < self.num_documents and self.document_start(low + reach) < stop:
+            reach *= 2  # a window holds few of many documents: most of a second search is saved
+        high = bisect_left(documents, stop, lo=low, hi=min(low + reach, self.num_documents), key=self.document_start)
         sequences = self._documents[low:high]
         if self._offsets is not None:
-            return np.unique(self._offsets[sequences])  # unique: empty documents start where the next one does
-        return np.unique((self._pointers[sequences] - self._first) // self.dtype.itemsize)
+            starts = self._offsets[sequences]
+        else:
+            starts = (self._pointers[sequences] - self._first) // self.dtype.itemsize
+        return starts[np.diff(starts, prepend=-1) > 0]  # empty documents start where the next one does
 
     def _read(self, pointer: int, count: int) -> NDArray[Any]:
         """A view, or a copy of what lies in several files."""

@@ -120,16 +120,15 @@ class Loader:
 
     def _cut_into_documents(self, places: Sequence[Place], labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions and document numbers of a micro-batch; takes the loss from the last token of each document."""
-        count, length = labels.shape
-        starts = np.zeros((count, length + 1), bool)  # a document starts here; a sequence counts as a start
-        starts[:, 0] = True
+        length, firsts = self.seq_length, []
         for row, place in enumerate(places):
-            starts[row, self.sources[place.source].starts(place.window)] = True
-        labels[starts[:, 1:]] = IGNORE
-        begins = starts[:, :-1].reshape(-1)
-        steps = np.arange(count * length)
-        positions = steps - np.maximum.accumulate(np.where(begins, steps, 0))
-        return torch.from_numpy(positions), torch.from_numpy(np.cumsum(begins) - 1)
+            starts = self.sources[place.source].starts(place.window)
+            labels[row, starts - 1] = IGNORE
+            firsts.append(row * length + np.concatenate([[0], starts[starts < length]]))  # a sequence counts as a start
+        first = np.concatenate(firsts)
+        lengths = np.diff(first, append=labels.size)
+        positions = np.arange(labels.size) - np.repeat(first, lengths)
+        return torch.from_numpy(positions), torch.from_numpy(np.repeat(np.arange(len(first)), lengths))
 
     def use(self, samples: int) -> list[SourceUse]:
         """The table of sources for a run of `samples` samples: tokens available and used, epochs."""
