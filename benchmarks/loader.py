@@ -1,4 +1,7 @@
-"""Tokens per second of one process's loader: made-up token files, shuffled windows, micro-batches through the prefetcher as in training.
+"""Tokens per second of one process's loader: made-up token files in the file cache, shuffled windows.
+
+`thread`: micro-batches taken from the prefetcher, as training does, by the clock; whatever else the machine does counts.
+`loader`: the same work without the thread, per second of processor time.
 
 python benchmarks/loader.py [--tokens 100e6] [--seconds 3] [--repeats 5]
 """
@@ -16,7 +19,7 @@ import numpy as np
 
 from phalanx.data.config import DataConfig
 from phalanx.data.index import CorpusWriter
-from phalanx.data.loader import Loader, Prefetcher, train_loader
+from phalanx.data.loader import AHEAD, Loader, Prefetcher, train_loader
 
 VOCABULARY = 50257
 DOCUMENT = 700  # tokens on average
@@ -45,6 +48,18 @@ def measure(loader: Loader, micro_batch: int, seconds: float) -> float:
     return tokens / took
 
 
+def measure_alone(loader: Loader, micro_batch: int, seconds: float) -> float:
+    """Tokens per second of processor time, looking samples up as the prefetcher does."""
+    tokens, first, began = 0, 0, time.thread_time()
+    while True:
+        places = loader.locate(range(first, first + AHEAD))
+        first += AHEAD
+        for at in range(0, AHEAD, micro_batch):
+            tokens += loader.read(places[at : at + micro_batch]).num_tokens
+            if (took := time.thread_time() - began) > seconds:
+                return tokens / took
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=float, default=100e6)
@@ -55,13 +70,17 @@ def main() -> None:
         prefixes = [str(Path(folder) / name) for name in "ab"]
         for seed, prefix in enumerate(prefixes):
             write_corpus(Path(prefix), int(options.tokens / 2), seed)
-        print(f"{'sequence':>8} {'micro-batch':>11} {'sources':>7} {'documents':>9} {'M tokens/s, median (lowest, highest)':>38}")
+        print("M tokens/s: median (lowest, highest)")
+        print(f"{'sequence':>8} {'micro-batch':>11} {'sources':>7} {'documents':>9} {'thread':>26} {'loader':>26}")
         for seq_length, micro_batch, sources, documents in itertools.product((1024, 8192), (1, 32), (1, 2), (False, True)):
             config = DataConfig(paths=tuple(prefixes[:sources]), document_attention=documents)
             loader = train_loader(config, seq_length=seq_length, seed=1, vocab_size=VOCABULARY, samples=1)
-            rates = sorted(measure(loader, micro_batch, options.seconds) / 1e6 for _ in range(options.repeats))
-            shown = f"{statistics.median(rates):.1f} ({rates[0]:.1f}, {rates[-1]:.1f})"
-            print(f"{seq_length:>8} {micro_batch:>11} {sources:>7} {'yes' if documents else 'no':>9} {shown:>38}", flush=True)
+            shown = []
+            for how in (measure, measure_alone):
+                rates = sorted(how(loader, micro_batch, options.seconds) / 1e6 for _ in range(options.repeats))
+                shown.append(f"{statistics.median(rates):.1f} ({rates[0]:.1f}, {rates[-1]:.1f})")
+            attention = "yes" if documents else "no"
+            print(f"{seq_length:>8} {micro_batch:>11} {sources:>7} {attention:>9} {shown[0]:>26} {shown[1]:>26}", flush=True)
 
 
 if __name__ == "__main__":
