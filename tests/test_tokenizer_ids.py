@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -323,3 +324,45 @@ def test_a_folder_without_a_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="tok.json: no such file"):
         load_tokenizer(tmp_path / "tok.json")
+
+
+# ---- the way of a tokenizer through a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bytes", "null:300", "tiktoken", "sentencepiece"])
+def test_the_tokenizer_travels_into_checkpoints(kind, bpe, model, tmp_path):
+    """From text over a checkpoint to text again; where it is a tokenizer.json, transformers reads the same ids from the checkpoint."""
+    from transformers import PreTrainedTokenizerFast
+
+    from phalanx.base.placement import Placement
+    from phalanx.checkpoint.keep import find
+    from phalanx.data.prepare import prepare
+    from phalanx.train.generate import generate
+    from phalanx.train.load import load_run
+    from phalanx.train.main import train
+
+    path = {"tiktoken": write_ranks(tmp_path / "cl100k_base.tiktoken", ranks_of(bpe)), "sentencepiece": model}.get(kind, kind)
+    ours = load_tokenizer(path)
+    texts = [" ".join(map(str, range(n % 200, 300))) for n in range(40)] if kind == "null:300" else LINES[:200]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([tmp_path / "text.jsonl"], tmp_path / "text", ours)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 16}
+    vocab = -(-ours.vocab_size // 128) * 128
+    run = load_run(base={
+        "model": {"family": "gpt2", "vocab_size": vocab, **size}, "dir": str(tmp_path / "run"), "log": {"report": False},
+        "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seq_length": 16, "device": "cpu"},
+        "data": {"paths": str(tmp_path / "text"), "tokenizer": str(path), "split": "1,0,0"},
+    })  # fmt: skip
+    train(run, Placement())
+    weights = find(str(tmp_path / "run")) / "weights"
+    saved = load_tokenizer(weights)
+    assert ids_of(saved, texts) == ids_of(ours, texts) and (saved.eod, saved.fingerprint) == (ours.eod, ours.fingerprint)
+    assert json.loads((weights / "config.json").read_text())["eos_token_id"] == ours.eod
+    assert generate(str(tmp_path / "run"), "1 2", tokens=3).startswith("1 2")
+    if kind != "sentencepiece":
+        theirs = PreTrainedTokenizerFast.from_pretrained(weights)
+        assert [theirs(text, add_special_tokens=False)["input_ids"] for text in texts] == ids_of(ours, texts)
+        assert theirs.eos_token_id == ours.eod
+    wrong = replace(run, dir=str(tmp_path / "wrong"), data=replace(run.data, tokenizer="null:9"))
+    with pytest.raises(DataError, match="text: made with another tokenizer"):
+        train(wrong, Placement())

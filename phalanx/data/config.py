@@ -72,7 +72,7 @@ class DataConfig:
     mock: bool = False
     """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
-    """A tokenizer.json, a folder that holds one, or `bytes` (each byte a token); it travels into every checkpoint."""
+    """A tokenizer file, a folder that holds one, `bytes` (each byte a token) or `null:N` (text of ids); it travels into every checkpoint."""
     document_attention: bool = False
     """Keep attention inside documents and restart positions at each of them."""
     max_epochs: float | None = None
