@@ -476,6 +476,63 @@ def test_doctor_says_what_each_missing_fast_path_costs():
     assert "missing" in section and "%" not in section
 
 
+@pytest.fixture
+def peers(monkeypatch):
+    """The peers' folder as their scripts see it: beside them on the path."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
+    yield
+    for name in ("workloads", "plain"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["W1", "W2", "W5", "small"])
+def test_peers_do_the_same_work_as_our_configs(name, peers):
+    """Same sizes, same batches, and by the peers' formula the same FLOP (anchors: 9.982e14, 6.746e15, 1.0005e15)."""
+    from workloads import WORKLOADS
+
+    w, run = WORKLOADS[name], load_run(str(ROOT / "benchmarks" / "configs" / f"{name.lower()}.yaml"))
+    m, t = run.model, run.train
+    head = m.head_dim or m.hidden_size // m.num_attention_heads
+    assert (w.layers, w.hidden, w.inner, w.heads, w.kv_heads, w.head, w.vocab) == (
+        m.num_hidden_layers, m.hidden_size, m.intermediate_size, m.num_attention_heads, m.num_key_value_heads or m.num_attention_heads, head,
+        m.vocab_size,
+    )  # fmt: skip
+    assert (w.length, w.micro, w.batch, w.theta) == (t.seq_length, t.micro_batch, t.global_batch, m.rope_theta)
+    assert w.flop == pytest.approx(step_flops(run), rel=1e-12)
+
+
+def test_the_plain_peer_is_a_llama(peers):
+    """Its loss and its gradients are those of transformers with the same weights."""
+    from plain import Llama
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from workloads import WORKLOADS
+
+    torch.manual_seed(0)
+    w = replace(WORKLOADS["W1"], layers=2, hidden=32, inner=48, heads=4, kv_heads=2, head=8, vocab=61, length=16)
+    ours = Llama(w)
+    angle = torch.arange(w.length)[:, None] * w.theta ** (-torch.arange(0, w.head, 2) / w.head)
+    ours.cos, ours.sin = angle.cos(), angle.sin()
+    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=8, rope_theta=w.theta, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=16)  # fmt: skip
+    theirs = LlamaForCausalLM(config)
+    state = {"model.embed_tokens.weight": ours.embed.weight, "model.norm.weight": ours.norm.weight, "lm_head.weight": ours.head.weight}
+    for i, layer in enumerate(ours.layers):
+        q, k, v = layer.attention.qkv.weight.split((32, 16, 16))
+        gate, up = layer.gate_up.weight.chunk(2)
+        names = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.attention.out.weight,
+                 "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down.weight, "input_layernorm": layer.norm1.weight,
+                 "post_attention_layernorm": layer.norm2.weight}  # fmt: skip
+        state |= {f"model.layers.{i}.{name}.weight": value for name, value in names.items()}
+    theirs.load_state_dict(state)
+    ids = torch.randint(61, (2, 17))
+    loss = ours(ids[:, :-1], ids[:, 1:].contiguous())
+    other = torch.nn.functional.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    other.backward()
+    assert loss.item() == pytest.approx(other.item(), rel=1e-5)
+    assert torch.allclose(ours.embed.weight.grad, theirs.model.embed_tokens.weight.grad, atol=1e-6)
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks" / "peers").glob("*.py")), ids=lambda p: p.stem)
 def test_peer_scripts_compile(script):
     compile(script.read_text(encoding="utf-8"), str(script), "exec")
