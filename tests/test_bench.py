@@ -17,6 +17,7 @@ from phalanx.base.placement import Placement
 from phalanx.bench.ops import bench_ops, calls_of
 from phalanx.bench.sweep import combinations, problem_of, split_values, sweep_table
 from phalanx.bench.timing import Times, measure
+from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import train_loader
 from phalanx.models.config import GPT2Config
@@ -143,6 +144,18 @@ def test_waiting_for_other_stages_is_the_bubble():
     assert sum(budget.rows.values()) == pytest.approx(1e-3)
 
 
+def test_each_moment_of_a_cpu_belongs_to_the_innermost_operator():
+    """What runs inside a collective is communication, Python between operators is host time, torch's own ranges do not nest."""
+    events = [event("user_annotation", "step 3", 0, 1000), event("user_annotation", "forward stage 0 run 0 mb 0", 100, 600)]
+    events += [event("cpu_op", "_GatherMatmul", 150, 350), event("cpu_op", "aten::linear", 200, 100), event("cpu_op", "aten::addmm", 210, 80)]
+    events += [event("user_annotation", "comm tp all_gather", 320, 100), event("cpu_op", "aten::empty", 330, 20)]
+    events += [event("user_annotation", "gloo:all_gather", 340, 500), event("cpu_op", "aten::mul", 550, 50)]
+    events += [event("cpu_op", "aten::_fused_adamw_", 800, 100), event("cpu_op", "aten::mm", 300, 600, tid=2)]
+    budget = budget_of(events)
+    assert (milli(budget, GEMM), milli(budget, comm_row("tp")), milli(budget, POINTWISE), milli(budget, OPTIMIZER)) == (100, 100, 50, 100)
+    assert milli(budget, HOST) == 650 and budget.unattributed == pytest.approx(0, abs=1e-12)
+
+
 def test_advice_names_the_largest_row_and_its_key(config):
     run = small(config, "layout.pp=1")
     gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("gemm", 10, 0, 500)
@@ -203,9 +216,10 @@ def test_an_error_ends_the_recording(state, tmp_path):
 
 def test_names_come_off_again(state):
     """A step after a recording runs what it ran before: no hooks, the plain handlers, the plain collectives."""
-    plain = state.handlers
+    plain, axis = state.handlers, Axis("tp", (0, 1))
+    state.mesh._axes.append(axis)
     with named(state):
-        assert state.handlers is not plain and any(b._forward_hooks for b in state.model)
+        assert state.handlers is not plain and any(b._forward_hooks for b in state.model) and "all_reduce" in vars(axis)
     assert state.handlers is plain and not any(b._forward_hooks or b._forward_pre_hooks for b in state.model)
     assert not any("all_reduce" in vars(axis) for axis in state.mesh.axes)
 
@@ -423,7 +437,11 @@ def test_the_report_before_anything_is_built(config, tmp_path, monkeypatch):
 def test_another_error_stays_itself(config, tmp_path, monkeypatch):
     import phalanx.nn.mlp as mlp
 
-    def broken(*args, **kwargs):
+    plain = mlp.swiglu
+
+    def broken(x, *args, **kwargs):  # a report would run the op on the meta device
+        if x.is_meta:
+            return plain(x, *args, **kwargs)
         raise RuntimeError("shapes differ")
 
     monkeypatch.setattr(mlp, "swiglu", broken)
