@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.base.dtypes import precision
-from phalanx.bench.timing import measure
+from phalanx.bench.timing import calls_in, measure
 from phalanx.train.config import Run
 
-GPU_S, CPU_S = 0.4, 0.1  # how long each shape is kept busy: a GPU's rate falls to what its power limit allows
+WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate falls to what its power limit allows
+RUN_S = 0.06  # then each measurement lasts about this long
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
@@ -71,20 +72,19 @@ def _gemm(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, device: to
 
 def _sustained(call: Any, device: torch.device) -> float:
     """Seconds per call when it has run for a while."""
-    limit = GPU_S if device.type == "cuda" else CPU_S
     began = time.perf_counter()
-    while time.perf_counter() - began < limit:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return measure(call, device, warmup=1, repeats=5).median
+    batch = calls_in(RUN_S, measure(call, device, warmup=1, repeats=3).median)
+    while time.perf_counter() - began < WARM_S[device.type]:
+        measure(call, device, warmup=0, repeats=1, batch=batch)
+    times = measure(call, device, warmup=0, repeats=5, batch=batch)
+    return times.median if device.type == "cuda" else times.low  # a CPU is shared with others, its best is what it can do
 
 
 def copy_rate(device: torch.device) -> float:
     """Bytes/s read plus written by a copy within the device's memory."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     to = torch.empty_like(source)
-    return 2.0 * source.numel() / measure(lambda: to.copy_(source), device).median
+    return 2.0 * source.numel() / measure(lambda: to.copy_(source), device).low
 
 
 def attention_rate(run: Run, dtype: torch.dtype, device: torch.device) -> float:

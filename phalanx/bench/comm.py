@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from phalanx.base.placement import Placement
-from phalanx.bench.timing import Times, measure
+from phalanx.bench.timing import BATCH_S, Times, calls_in, measure
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.layout.grid import Grid
 from phalanx.train.plan_text import table
 
 TIMEOUT_S = 120.0
+FAST = 500e9  # bytes/s that no link exceeds by much: from it all ranks know how many calls fill a measurement
 FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}  # times (n - 1) / n: the share of the buffer on the busiest link
 
 
@@ -48,12 +49,13 @@ def measure_size(mesh: Mesh, nbytes: int, repeats: int) -> list[dict[str, Any]]:
         "all_gather": lambda: mesh.world.all_gather(part).wait(),
         "reduce_scatter": lambda: mesh.world.reduce_scatter(whole).wait(),
     }
+    batch = calls_in(BATCH_S, nbytes / FAST)
     rows = []
     for op, call in calls.items():
         mesh.world.barrier()
-        rows.append(_row(op, whole, slowest(mesh.world, measure(call, mesh.device, repeats=repeats)), FACTORS[op] * (n - 1) / n))
+        rows.append(_row(op, whole, slowest(mesh.world, measure(call, mesh.device, repeats=repeats, batch=batch)), FACTORS[op] * (n - 1) / n))
     mesh.world.barrier()
-    times = measure(lambda: _send(mesh, whole), mesh.device, repeats=repeats) if mesh.rank < 2 else Times(0.0, 0.0, 0.0, repeats)
+    times = measure(lambda: _send(mesh, whole), mesh.device, repeats=repeats, batch=batch) if mesh.rank < 2 else Times(0.0, 0.0, 0.0, repeats)
     return [*rows, _row("send/recv", whole, slowest(mesh.world, times), 1.0)]
 
 

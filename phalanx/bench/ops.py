@@ -159,7 +159,8 @@ def random_batch(run: Run, device: torch.device) -> Batch:
     ids = torch.randint(run.model.vocab_size, (2, tokens), device=device)
     positions = torch.arange(t.seq_length, device=device).repeat(t.micro_batch)
     samples = torch.arange(t.micro_batch, device=device).repeat_interleave(t.seq_length)
-    return Batch(ids[0], ids[1], positions, samples, t.micro_batch, t.seq_length)
+    return Batch(ids[0], ids[1], positions, samples, t.micro_batch, t.seq_length,
+                 loss_seed=torch.ones((), device=device))  # fmt: skip
 
 
 @contextmanager

@@ -34,15 +34,21 @@ class Times:
         return asdict(self)
 
 
-def measure(call: Callable[[], Any], device: torch.device, warmup: int = 3, repeats: int = 10) -> Times:
-    """Times of `call()`, which must do the same work each time."""
+def measure(call: Callable[[], Any], device: torch.device, warmup: int = 3, repeats: int = 10, batch: int | None = None) -> Times:
+    """Times of `call()`, which must do the same work each time.
+
+    batch: calls in a row that make one measurement on a GPU; None: as many as fill BATCH_S. Ranks that communicate must agree on it.
+    """
     for _ in range(warmup):
         call()
     if device.type != "cuda":
         return Times.of([_clock(call) for _ in range(repeats)])
-    once = _events(call, 1)
-    batch = max(1, min(100, round(BATCH_S / once)))
-    return Times.of([_events(call, batch) for _ in range(repeats)])
+    times = batch or calls_in(BATCH_S, _events(call, 1))
+    return Times.of([_events(call, times) for _ in range(repeats)])
+
+
+def calls_in(seconds: float, each: float) -> int:
+    return max(1, min(1000, round(seconds / max(each, 1e-7))))
 
 
 def _clock(call: Callable[[], Any]) -> float:

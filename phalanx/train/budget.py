@@ -145,7 +145,7 @@ class Trace:
             axis = _axis_at(self.comm[launch["tid"]], launch["ts"])
             if axis is not None:
                 return comm_row(axis)
-        if "nccl" in name:
+        if "nccl" in name or "ptop" in name:  # copies between GPUs
             return comm_row("other")
         if launch is not None and not self.in_instruction(launch["ts"]):
             return OPTIMIZER
