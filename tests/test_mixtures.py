@@ -438,6 +438,8 @@ def test_train_from_text(tmp_path):
     first = program("train", "run.yaml", "--ranks", "2", cwd=tmp_path)
     assert first.returncode == 0 and first.stdout.count("prepare in into") == 1, first.stderr
     assert first.stdout.index("prepare in into") < first.stdout.index("model gpt2")
+    short = program("train", "run.yaml", "--ranks", "2", "dir=other", "data.cache=run/data", "data.max_epochs=0.001", cwd=tmp_path)
+    assert short.returncode == 3 and "text: not enough data: the run takes 4 samples from it" in short.stderr, short.stderr
     for text in ("validation valid", "validation more", "valid step=2 valid=", " more="):
         assert text in first.stdout
     again = program("train", "run.yaml", "train.steps=3", cwd=tmp_path)

@@ -73,6 +73,7 @@ def run_data_text(
     from phalanx.cli.progress import progress
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.data.check import check_files
+    from phalanx.data.prepare import check_tokenizers
     from phalanx.data.text import use_text
     from phalanx.data.tokenizers import load_tokenizer
     from phalanx.train.checks import raise_problems
@@ -88,6 +89,7 @@ def run_data_text(
     raise_problems([*wrong, *check_files(run.data)])
     with progress("prepare") as show:
         data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show)
+    check_tokenizers(data)
     loader, valid = open_loaders(run, data)
     if step is None:
         return data_table(run, loader, valid)

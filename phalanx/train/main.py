@@ -66,6 +66,7 @@ def train(run: Run, placement: Placement) -> None:
             save_run(run, folder / "config.yaml")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         check_tokenizers(run.data)
+        loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
         stop = StopRequest()
         after.callback(stop.restore)
         mesh = join(run, placement)
@@ -75,7 +76,7 @@ def train(run: Run, placement: Placement) -> None:
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
         counters, start = start_state(state, log)
-        loop_of(state, counters, start, log, stop, after).run()
+        loop_of(state, loaders, counters, start, log, stop, after).run()
         log.info(f"done step={counters.step} folder={folder}")
     if placement.rank == 0 and run.log.report:
         print(f"report {write_report(folder)}", flush=True)
@@ -153,9 +154,17 @@ def warn_if_order_changed(loader: Loader, start: Path | None, log: Log) -> None:
         log.warn(f"the data is mixed or cut otherwise than in {start}: from here on samples may come again that were seen before")
 
 
-def loop_of(state: State, counters: Counters, start: Path | None, log: Log, stop: StopRequest, after: ExitStack) -> Loop:
+def loop_of(
+    state: State,
+    loaders: tuple[Loader, dict[str, Loader]],
+    counters: Counters,
+    start: Path | None,
+    log: Log,
+    stop: StopRequest,
+    after: ExitStack,
+) -> Loop:
     run, mesh, folder = state.plan.run, state.mesh, Path(state.plan.run.dir)
-    loader, valid = open_loaders(run, run.data)
+    loader, valid = loaders
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     device = find_device(name)
     peak = device.peak(run.train.precision) if device else None
