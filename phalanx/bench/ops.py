@@ -33,8 +33,6 @@ from phalanx.train.plan import Plan, make_blocks, make_plan, num_blocks, without
 from phalanx.train.plan_text import table
 from phalanx.train.step import update
 
-GEMM_SHARE = 50.0  # FLOP per byte from which an op is held against the GEMM ceiling and not against memory
-
 
 class Alone(Axis):
     """An axis of any size on one process: what would come from the others is a copy of this rank's own."""
@@ -70,7 +68,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once."""
+    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once. computes: the device's GEMM (or
+    attention) limits it and not its memory, by its FLOP per byte (Williams et al., "Roofline", 2009); `ceiling` is the rate of that,
+    in FLOP/s or bytes/s."""
 
     name: str
     shape: str
@@ -78,13 +78,9 @@ class Row:
     both: Times | None
     flop: float
     nbytes: int
+    computes: bool
     ceiling: float
-    """What its rate is held against: FLOP/s if it is a matmul or attention, else bytes/s."""
     backward_flop: float
-
-    @property
-    def computes(self) -> bool:
-        return self.flop / max(1, self.nbytes) >= GEMM_SHARE
 
     def rate(self, times: Times, backward: bool) -> float:
         """FLOP/s or bytes/s; backward reads inputs and the output's gradient again and writes the inputs' gradients."""
@@ -228,10 +224,11 @@ def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, re
     flop = forward_flop(call, run, forward)
     attends = "attention" in call.name
     nbytes = sum({t.data_ptr(): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
-    computes = flop / max(1, nbytes) >= GEMM_SHARE
-    ceiling = (ceilings.attention if attends else ceilings.gemm) if computes else ceilings.copy
+    rate = ceilings.attention if attends else ceilings.gemm
+    computes = flop / rate >= nbytes / ceilings.copy
+    ceiling = rate if computes else ceilings.copy
     times = measure(forward, device, repeats=repeats)
-    return Row(call.name, call.shape, times, measure(both, device, repeats=repeats) if backward else None, flop, nbytes, ceiling,
+    return Row(call.name, call.shape, times, measure(both, device, repeats=repeats) if backward else None, flop, nbytes, computes, ceiling,
                (2.5 if attends else 2.0) * flop)  # fmt: skip
 
 
@@ -250,7 +247,7 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     wide, narrow = kind.master.itemsize, kind.compute.itemsize
     copies = 8 if wide == narrow else 8 + narrow / wide  # fp32: the weights are their own masters
     times = measure(lambda: update(state, tokens, 1e-5), device, repeats=repeats)
-    return Row("update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), ceilings.copy, 0.0)
+    return Row("update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), False, ceilings.copy, 0.0)
 
 
 def forward_flop(call: Call, run: Run, forward: Callable[[], Any]) -> float:
