@@ -29,6 +29,7 @@ from phalanx.train.config import Run
 from phalanx.train.flops import step_flops
 from phalanx.train.load import load_run
 from phalanx.train.main import train
+from phalanx.train.memory import OVERHEAD
 from phalanx.train.oom import OutOfMemory, held, request, way_out
 from phalanx.train.plan import make_plan
 from phalanx.train.plan_text import num_parameters
@@ -403,7 +404,7 @@ def test_the_report_says_where_it_was_in_forward(config, tmp_path, monkeypatch):
     text = run_out(config, tmp_path)
     assert text.startswith("out of memory on rank 0 of 1 (cpu)")
     assert "phase     forward and backward" in text and "schedule  forward stage 0 run 0 mb 0" in text
-    assert "block     2 of 5 (layer 1)" in text and "request   2,560.0 MiB" in text
+    assert "block     2 of 5 (layer 1)" in text and "request   2.50 GiB" in text
     assert len(text.splitlines()) <= 24
     numel = num_parameters(make_plan(small(config), 1))
     assert f"moments {8 * numel / 2**30:.2f}".split()[0] in text and "the cheapest change to try: train." in text
@@ -464,7 +465,7 @@ def test_the_request_is_read_from_the_message(text, nbytes):
 
 def test_the_way_out_is_the_first_change_that_fits(config):
     """Room for what the plan of a change forecasts and no more: that change is named, or one that is cheaper and fits too."""
-    from phalanx.train.memory import OVERHEAD, rank_uses
+    from phalanx.train.memory import rank_uses
 
     run = small(config, "train.micro_batch=4", "train.seq_length=512", "model.max_position_embeddings=512")
 
@@ -476,7 +477,17 @@ def test_the_way_out_is_the_first_change_that_fits(config):
     assert need("train.micro_batch=2") < need("train.recompute=selective")
     assert "the cheapest change that fits: train.recompute=selective (" in way_out(plan, need("train.recompute=selective"), 1.0)
     assert "the cheapest change that fits: train.micro_batch=2 (" in way_out(plan, need("train.micro_batch=2"), 1.0)
-    assert "no single change fits" in way_out(plan, 2**20, 1.0)
+    assert "no change fits on 1 ranks nor on 8 times as many" in way_out(plan, 2**20, 1.0)
+
+
+def test_the_way_out_may_be_more_ranks(config):
+    """A model whose weights and moments alone are too large for one rank: cutting its layers over two is enough, and is said."""
+    from phalanx.train.memory import rank_uses
+
+    big = small(config, "model.vocab_size=4000000", "train.micro_batch=1", "train.recompute=full")
+    halves = replace(big, layout=replace(big.layout, tp=2))
+    need = rank_uses(make_plan(halves, 2), 8)[0][0].total + OVERHEAD
+    assert "no change fits on 1 ranks; the cheapest on more: 2 ranks with layout.tp=2 (" in way_out(make_plan(big, 1), need, 1.0)
 
 
 def test_held_counts_what_a_rank_owns(state):

@@ -80,8 +80,8 @@ def report(error: BaseException, watched: Watched) -> str:
     lines = [
         f"out of memory on rank {mesh.rank} of {mesh.grid.world} ({mesh.device}{'' if room is None else f', {gib(room)} GiB'})",
         *(f"  {name:<10}{text}" for name, text in place(error, watched).items()),
-        f"  request   {'not said' if need is None else f'{need / 2**20:,.1f} MiB'}" + _state_of(mesh.device, total),
-        "held by rank, GiB",
+        f"  request   {'not said' if need is None else size_text(need)}" + _state_of(mesh.device, total),
+        "held by this rank, GiB",
         table(_rows(forecast, actual, total), left=(0,)),
         way_out(plan, room, _ratio(sum(forecast.values()), total, need)),
     ]
@@ -153,6 +153,10 @@ def allocated(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
+def size_text(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+
+
 def _state_of(device: torch.device, total: int | None) -> str:
     if total is None:
         return ""
@@ -218,7 +222,19 @@ def way_out(plan: Plan, room: int | None, ratio: float) -> str:
         need = _need(plan, overrides, ratio)
         if need is not None and need <= room:
             return f"the cheapest change that fits: {_words(overrides)} ({cost}; then {gib(need)} GiB of {gib(room)})"
-    return f"no single change fits on {plan.grid.world} ranks: take more ranks and cut further (layout.tp, layout.pp), see `phalanx plan`"
+    more = more_ranks(plan, room, ratio)
+    tail = f"; the cheapest on more: {more}" if more else " nor on 8 times as many with layout.tp or layout.pp"
+    return f"no change fits on {plan.grid.world} ranks{tail}"
+
+
+def more_ranks(plan: Plan, room: int, ratio: float) -> str | None:
+    """Such as "16 ranks with layout.tp=8": the fewest ranks, in doublings, on which cutting each layer or the layers further fits."""
+    for factor in (2, 4, 8):
+        for key, now in (("layout.tp", plan.grid.tp), ("layout.pp", plan.grid.pp)):
+            need = _need(plan, {key: now * factor}, ratio, plan.grid.world * factor)
+            if need is not None and need <= room:
+                return f"{plan.grid.world * factor} ranks with {key}={now * factor} ({gib(need)} GiB of {gib(room)})"
+    return None
 
 
 def _first_smaller(plan: Plan) -> str:
@@ -231,14 +247,14 @@ def _first_smaller(plan: Plan) -> str:
     return "none is forecast to need less on as many ranks; take more ranks (layout.tp, layout.pp)"
 
 
-def _need(plan: Plan, overrides: dict[str, object], ratio: float) -> float | None:
+def _need(plan: Plan, overrides: dict[str, object], ratio: float, world: int | None = None) -> float | None:
     """Bytes of the fullest rank with these overrides; None if the config would not be legal."""
-    run = plan.run
+    run, world = plan.run, world or plan.grid.world
     for key, value in overrides.items():
         run = tree.replace_at(run, key, value)
-    if broken_rules(run, Facts(world_size=plan.grid.world, files=False)):
+    if broken_rules(run, Facts(world_size=world, files=False)):
         return None
-    changed = make_plan(run, plan.grid.world)
+    changed = make_plan(run, world)
     uses, _ = rank_uses(changed, changed.num_micro_batches(run.train.global_batch))
     return ratio * max(u.total for u in uses) + OVERHEAD
 
