@@ -28,7 +28,7 @@ from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.train.build import build, init_weights
 from phalanx.train.config import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.train.data_text import consumed_before, data_table, open_loaders, passages_of, plan_data, step_data, step_text
-from phalanx.train.load import load_run, to_dict
+from phalanx.train.load import explain, load_run, to_dict
 from phalanx.train.order import eval_samples, global_batch_at, micro_batches
 from phalanx.train.plan import make_plan
 
@@ -86,6 +86,7 @@ def test_sources_are_set_key_by_key(tmp_path):
     overrides = ["data.sources.web.paths=x", "data.sources.web.weight=2", "data.sources.v1.2.paths=[y, z]", "data.sources.v1.2.tokens=7"]
     run = load_run(None, overrides, BASE)
     assert run.data.sources == {"web": SourceConfig(paths=("x",), weight=2.0), "v1.2": SourceConfig(paths=("y", "z"), tokens=7)}
+    assert "data.sources.NAME.weight: float or null, default null\n    Its share" in explain("data.sources")
     with pytest.raises(ConfigError, match=r"data.sources.web.wieght=1: is not a key of data.sources.web. Valid near it: data.sources.web.weight"):
         load_run(None, ["data.sources={web: {paths: x, wieght: 1}}"], BASE)
 
@@ -106,6 +107,7 @@ PROBLEMS = [
     ({"sources": {"x": {"paths": "b"}, "y": {"paths": "c", "weight": 1.0}}}, "data.sources.x.weight", "is required where another"),
     ({"text": "b"}, "data.tokenizer", "is required with data.text"),
     ({"mock": True, "cache": "x"}, "data.cache", "has no effect without data.text"),
+    ({"mock": True, "text_errors": "skip"}, "data.text_errors", "has no effect without data.text"),
     ({"mock": True, "json_keys": ("a",)}, "data.json_keys", "has no effect without data.text"),
     ({"paths": "a", "valid": {"valid": "b"}}, "data.valid.valid", "is the name of the validation part"),
     ({"paths": "a", "valid": {"web": "0.5 b 1"}}, "data.valid.web", "a weight before each prefix"),
@@ -396,6 +398,9 @@ def test_text_and_its_errors(tmp_path):
     (folder / "bad.txt").write_bytes(b"ok \xff")
     with pytest.raises(DataError, match=r"bad\.txt.*0xff"):
         use_text(text_config(folder), tmp_path / "run", 300, say=lambda text: None)
+    said = []
+    [prefix] = use_text(text_config(folder, text_errors="skip"), tmp_path / "run", 300, say=said.append).sources["text"].paths
+    assert Corpus(prefix).num_documents == 3 and said[-1].startswith("prepared 4 files: 3 documents") and "1 skipped, 0 mended" in said[-1]
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     config = text_config(tmp_path / "a.jsonl", json_keys=("body",), cache=str(tmp_path / "cache"))
     [prefix] = use_text(config, tmp_path / "run", 300, say=lambda text: None).sources["text"].paths

@@ -101,7 +101,7 @@ def check_some_weights(config: DataConfig) -> list[Problem]:
 
 def check_text(config: DataConfig) -> list[Problem]:
     if not config.text:
-        return no_effect("data", config, ("json_keys", "cache"), "data.text", {"data.text": []})
+        return no_effect("data", config, ("json_keys", "text_errors", "cache"), "data.text", {"data.text": []})
     if config.tokenizer is None:
         rule = "is required with data.text: a tokenizer.json, a folder that holds one, or `bytes`"
         return [problem("data", config, "tokenizer", rule, {"data.text": list(config.text)}, ("bytes",))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -63,6 +63,8 @@ class DataConfig:
     """Instead of token files: text files, folders or globs, prepared into data.cache with data.tokenizer before training."""
     json_keys: tuple[str, ...] = ("text",)
     """Fields of a .jsonl line or .parquet row of data.text that hold the text."""
+    text_errors: Literal["strict", "replace", "skip"] = "strict"
+    """Documents of data.text that are no text: stop the run, keep them with U+FFFD in place of what is bad, or leave them out."""
     cache: str | None = None
     """Folder for the token files made of data.text; unset: `data` in the run's folder."""
     split: str = "98,2,0"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig, SourceConfig
@@ -36,7 +37,7 @@ def use_text(
 ) -> DataConfig:
     """The config with a source in the place of `text`: token files in the cache, made now unless they are there.
 
-    The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and json_keys. One
+    The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how they are read. One
     process of those that share its file system prepares, under a lock; the others wait, and `say` tells so. Call it before any
     process group exists. vocab_size: of the model. DataError if the tokenizer has more ids, or as `prepare` raises.
     """
@@ -55,9 +56,9 @@ def use_text(
             prefix.parent.mkdir(exist_ok=True)
             for suffix in SUFFIXES:
                 prefix.with_suffix(suffix).unlink(missing_ok=True)  # of a start that was killed between the files
-            keys = config.json_keys
-            made = prepare(files, prefix, tokenizer, key=keys, shuffle=SHUFFLE, workers=_workers(files), progress=progress)
-            say(f"prepared {made.files} files: {made.documents} documents, {made.tokens} tokens")
+            how: Any = {"key": config.json_keys, "errors": config.text_errors, "shuffle": SHUFFLE, "workers": _workers(files)}
+            made = prepare(files, prefix, tokenizer, **how, progress=progress)
+            say(f"prepared {made.files} files: {made.documents} documents, {made.tokens} tokens, {made.skipped} skipped, {made.replaced} mended")
     return _with_source(config, prefix)
 
 
@@ -78,7 +79,8 @@ def cache_folder(config: DataConfig, run_folder: str | os.PathLike[str]) -> Path
 
 
 def _with_source(config: DataConfig, prefix: Path) -> DataConfig:
-    return replace(config, text=(), json_keys=DataConfig.json_keys, cache=None, sources={NAME: SourceConfig(paths=(str(prefix),))})
+    unused: Any = {"text": (), "json_keys": DataConfig.json_keys, "text_errors": DataConfig.text_errors, "cache": None}
+    return replace(config, **unused, sources={NAME: SourceConfig(paths=(str(prefix),))})
 
 
 def _complete(prefix: Path) -> bool:
@@ -88,7 +90,7 @@ def _complete(prefix: Path) -> bool:
 def _key(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, hashes: Sequence[str]) -> str:
     """Names are part of it as far as they decide how a file is read and in which order."""
     contents = [(file.name, sha256) for file, sha256 in zip(files, hashes)]
-    return hashlib.sha256(json.dumps([contents, tokenizer.fingerprint, config.json_keys, SHUFFLE]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([contents, tokenizer.fingerprint, config.json_keys, config.text_errors, SHUFFLE]).encode()).hexdigest()[:16]
 
 
 def _hashes(cache: Path, files: Sequence[Path]) -> list[str]:

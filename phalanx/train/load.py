@@ -120,7 +120,9 @@ def explain(key: str) -> str:
     if any(tree.sections(k.hint) for k in found):
         below = [k for k in known if k.path.startswith(f"{key}.")]
         return "\n".join(f"{k.path}: {k.type}{_default_text(k)}\n    {k.doc}".rstrip() for k in below)
-    texts = dict.fromkeys(f"{k.path}: {k.type}{_default_text(k)}\n    {k.doc}".rstrip() for k in found)
+    maps = [(k.path, typing.get_args(m)[1]) for k in found for m in tree.members(k.hint) if typing.get_origin(m) is dict]
+    inside = [k for path, value in maps for section in tree.sections(value) for k in tree.keys(section, f"{path}.NAME.")]
+    texts = dict.fromkeys(f"{k.path}: {k.type}{_default_text(k)}\n    {k.doc}".rstrip() for k in (*found, *inside))
     return "\n".join(texts)
 
 
