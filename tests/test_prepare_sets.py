@@ -211,6 +211,9 @@ def test_the_same_again_does_nothing_and_another_is_refused(tmp_path, lines, spl
     for other in ({"shuffle": 1}, {"append_eod": False}, {"errors": "skip"}):
         with pytest.raises(DataError, match=r"out.*\.bin exists, made of other inputs or with other settings"):
             prepare([lines], tmp_path / "out", byte_tokenizer(), split=split, **other)
+    (tmp_path / ".out.pieces").mkdir()  # as a kill at the very end leaves it
+    prepare([lines], tmp_path / "out", byte_tokenizer(), split=split)
+    assert not (tmp_path / ".out.pieces").exists()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("out*")} == written
     command = ["data", "prepare", str(lines), "-o", str(tmp_path / "out"), "--tokenizer", "bytes", "--shuffle", "1"]
     command += ["--split", ",".join(f"{k}={v}" for k, v in split.items())] if split else []

@@ -133,6 +133,9 @@ def prepare(
     summary.settings = _hash([of_pieces, errors, shuffle, shares])
     places = {name: f"{strip_suffix(prefix)}-{name}" for name in shares} or {"": strip_suffix(prefix)}
     if done := _done(places, summary.settings, overwrite):
+        if _pieces(strip_suffix(prefix)).exists():  # that run was killed while it tidied up
+            with _folder(Path(strip_suffix(prefix)), of_pieces):
+                pass
         return done
     with _folder(Path(strip_suffix(prefix)), of_pieces) as folder:
         wanted = cut(files, piece_bytes, lambda before: min(before * shard[1] // max(total, 1), shard[1] - 1) == shard[0])
@@ -300,10 +303,14 @@ def _sum_up(pieces: Sequence[Path], summary: Summary) -> None:
     summary.inputs_hash = files.hexdigest()
 
 
+def _pieces(prefix: str | Path) -> Path:
+    return Path(prefix).with_name(f".{Path(prefix).name}.pieces")
+
+
 @contextmanager
 def _folder(prefix: Path, settings: str) -> Iterator[Path]:
     """The hidden folder beside `prefix`, with what an earlier run with the same settings left; gone when the block ends well."""
-    folder = prefix.with_name(f".{prefix.name}.pieces")
+    folder = _pieces(prefix)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
