@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.base.batch import IGNORE
 from phalanx.comm.axis import Axis
+from phalanx.comm.sum_kernel import sum_parts
 from phalanx.ops import cross_entropy
 from phalanx.ops.activation import swiglu
 from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
@@ -154,6 +155,16 @@ def test_adamw_equals_its_slow_twin(dtype, out, rtol, step):
         assert all(torch.equal(a, b) for p, ts in zip(parts, before) for a, b in zip((p.master, p.m, p.v), ts))
         assert all((p.grad == 0).all() for p in parts)
     torch.testing.assert_close(*found, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_parts(dtype):
+    """Truth: the sum in float64. Parts lie apart, their size is no multiple of a block."""
+    apart = normal(3, 2500, dtype=dtype)
+    parts = torch.as_strided(apart, (3, 41, 57), (2500, 57, 1))
+    truth = parts.double().sum(0)
+    rounding = {torch.float64: 1e-15, torch.float32: 2e-7}.get(dtype, 2 * torch.finfo(dtype).eps)
+    assert (sum_parts(parts).double() - truth).abs().max() <= rounding * truth.abs().max()
 
 
 def test_auto_is_plain_on_the_cpu():

@@ -23,6 +23,7 @@ LAYOUTS = {
     "llama dp2 tp2, level 0": case("llama", 4, tp=2, sharding=0),
     "llama tp4, 2 kv heads": case("llama", 4, tp=4, global_batch=2),
     "tied llama pp2 x 2 virtual stages": case("llama-tied", 2, pp=2, virtual_stages=2, global_batch=4),
+    "llama tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on", global_batch=2),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
 }
 

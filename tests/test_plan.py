@@ -135,7 +135,7 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
     held = {
         "weights": size(*(f.weight for f in flat)), "gradients": size(*(f.grad for f in flat)),
         "masters": sum(size(f.master) for f in flat if f.master.untyped_storage().data_ptr() != f.weight.untyped_storage().data_ptr()),
-        "moments": sum(size(m, v) for _, _, m, v in shards),
+        "moments": sum(size(part.m, part.v) for part in shards),
     }  # fmt: skip
     sent: dict[str, float] = {}
     for site, (_, nbytes) in mesh.watch.calls.items():

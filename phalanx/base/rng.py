@@ -17,7 +17,8 @@ CHUNK = (1 << 15, 1 << 22)  # elements generated at once (CPU, GPU): temporaries
 
 def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int], rounds: int = 10) -> tuple[Tensor, ...]:
     """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable) and a 64-bit key."""
-    c0, c1, c2, c3 = (c if isinstance(c, Tensor) else torch.tensor(c) for c in counter)
+    device = next((c.device for c in counter if isinstance(c, Tensor)), None)
+    c0, c1, c2, c3 = (c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter)  # torch.tensor would copy from the host
     k0, k1 = key
     for _ in range(rounds):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2**64: the low and high words below are still exact
@@ -89,6 +90,6 @@ def keep_mask(p: float, seed: Tensor | int, layer: int, site: int, rows: tuple[T
     key = key_of(int(seed), "dropout")
     lanes = torch.arange((columns + 3) // 4, device=samples.device)
     site_word = (layer << 20) | (site << 16) | extra
-    words = philox((lanes, positions.unsqueeze(-1), samples.unsqueeze(-1) & MASK, torch.tensor(site_word, device=samples.device)), key)
+    words = philox((lanes, positions.unsqueeze(-1), samples.unsqueeze(-1) & MASK, site_word), key)
     flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :columns]
     return flat >= int(p * 2.0**32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.base.errors import PeerLost
 from phalanx.comm.debug import Watch
+from phalanx.comm.symmetric import PulledParts, PushedParts, Symmetric
 
 
 class Work:
@@ -50,6 +51,37 @@ def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
 
 
+class Parts:
+    """The plain twin of symmetric.PulledParts: gathers everything, then hands it out as one part."""
+
+    def __init__(self, work: Work):
+        self.work = work
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of the whole, their values), ready for the current stream."""
+        whole = self.work.wait()
+        yield slice(0, len(whole)), whole
+
+    def wait(self) -> Tensor:
+        return self.work.wait()
+
+
+class Sums:
+    """The plain twin of symmetric.PushedParts: one part to fill in, scattered as soon as it is filled."""
+
+    def __init__(self, axis: Axis, tokens: int, width: int, like: Tensor, local: bool = False):
+        self.axis, self.buffer, self.local = axis, like.new_empty(tokens, width), local
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of the product, where to write them); the caller must have written them when it asks for the next."""
+        yield slice(0, len(self.buffer)), self.buffer
+        self.work = Work(self.axis.own_rows(self.buffer)) if self.local else self.axis.reduce_scatter(self.buffer, async_op=True)
+
+    def wait(self) -> Tensor:
+        """This rank's rows of the sum over ranks."""
+        return self.work.wait()
+
+
 class Axis:
     """`size` ranks, of which this one is number `index`; `ranks` are their numbers in the world."""
 
@@ -57,12 +89,22 @@ class Axis:
         self.name, self.ranks, self.index, self.group = name, ranks, index, group
         self.size = len(ranks)
         self.watch = watch or Watch()
+        self.memory: Symmetric | None = None  # where set, matmuls overlap with their exchanges
 
     def _local(self, op: str, x: Tensor) -> bool:
         """Whether the call is to stay on this rank: size 1, or a test drops it."""
         if self.size == 1:
             return True
         return self.watch.on and self.watch.dropped(op, self.name, x.numel() * x.element_size())
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """What stands for a gathered x when the call stays on this rank."""
+        return x if self.size == 1 else x.repeat(self.size, *(1,) * (x.dim() - 1))
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """What stands for a scattered x when the call stays on this rank."""
+        n = x.shape[0] // self.size
+        return x if self.size == 1 else x[self.index * n : (self.index + 1) * n].clone()
 
     def _run(self, call: Callable[[], Any]) -> Any:
         try:
@@ -82,10 +124,24 @@ class Axis:
     def all_gather(self, x: Tensor, async_op: bool = False) -> Work:
         """(n, ...) on each rank -> (size * n, ...), in rank order along dim 0."""
         if self._local("all_gather", x):
-            return Work(x if self.size == 1 else x.repeat(self.size, *(1,) * (x.dim() - 1)))
+            return Work(self._repeated(x))
         x = x.contiguous()
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         return Work(out, self._run(lambda: _all_gather(out, x, self.group, async_op)))
+
+    def gather(self, x: Tensor) -> Parts | PulledParts:
+        """As all_gather, in parts that a matmul can start on as they arrive."""
+        memory = self.memory
+        if memory is None or not memory.fits(x.nbytes * self.size):
+            return Parts(self.all_gather(x, async_op=True))
+        return Parts(Work(self._repeated(x))) if self._local("all_gather", x) else PulledParts(memory, x)
+
+    def scatter(self, tokens: int, width: int, like: Tensor) -> Sums | PushedParts:
+        """As reduce_scatter of a product (tokens, width) with the dtype of `like`, in parts that are sent as they are filled in."""
+        memory = self.memory
+        if memory is None or not memory.fits(tokens * width * like.element_size()):
+            return Sums(self, tokens, width, like)
+        return Sums(self, tokens, width, like, local=True) if self._local("reduce_scatter", like) else PushedParts(memory, tokens, width, like)
 
     def all_gather_into(self, out: Tensor, async_op: bool = False) -> Work:
         """Fill `out` (size * n,) from each rank's own n elements of it, in place."""
@@ -101,7 +157,7 @@ class Axis:
         """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum."""
         n = x.shape[0] // self.size
         if self._local("reduce_scatter", x):
-            return Work(x if self.size == 1 else x[self.index * n : (self.index + 1) * n].clone())
+            return Work(self.own_rows(x))
         x = x.contiguous()
         out = x.new_empty(n, *x.shape[1:])
         return Work(out, self._run(lambda: _reduce_scatter(out, x, self.group, async_op)))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.base.errors import PeerLost
+from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.comm.axis import Axis
 from phalanx.comm.debug import Watch
+from phalanx.comm.symmetric import Symmetric
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Replica
 
@@ -107,6 +109,32 @@ class Mesh:
             made = self._phase(f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,))
             if mine:
                 self._subs[mine] = made
+
+    def overlap(self, mode: str, whole: int) -> str:
+        """Open memory shared over tp for matmuls that hide their exchanges, with room for a gathered tensor of `whole` bytes.
+
+        `mode` auto: where tp is on GPUs of one host; on: that or an error; off. Returns what came of it, in words.
+        """
+        wanted = self.tp.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
+        if not wanted:
+            return "off"
+        trouble = ""
+        hosts = set(self.tp.all_gather_text(socket.gethostname()))
+        if len(hosts) > 1:
+            trouble = f"the ranks are on {len(hosts)} hosts"
+        else:
+            try:
+                self.tp.memory = Symmetric(self.tp, whole, self.device)
+            except (RuntimeError, OSError, ImportError) as error:
+                trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found = [t for t in self.tp.all_gather_text(trouble) if t]
+        if not found:
+            return "on"
+        self.tp.memory = None
+        if mode == "on":
+            rule = f"needs memory that all tensor-parallel ranks share ({found[0]})"
+            raise ConfigError([Problem("layout.tp_overlap", "on", rule, {}, ("auto", "off"))])
+        return f"off: {found[0]}"
 
     def warm_up(self) -> None:
         """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake.

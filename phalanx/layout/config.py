@@ -12,6 +12,8 @@ class LayoutConfig:
 
     tp: int = 1
     """Tensor-parallel size: each layer's weights are cut over this many ranks; activations between blocks are cut along tokens."""
+    tp_overlap: Literal["auto", "on", "off"] = "auto"
+    """Hide tensor-parallel gathers and scatters in the matmuls through memory shared by the ranks. auto: on GPUs of one host; on, off."""
     pp: int = 1
     """Pipeline-parallel size: number of ranks that the layers are spread over."""
     virtual_stages: int = 1

@@ -50,7 +50,7 @@ class Attention(Module):
         own = Heads.of(env, heads, kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, dropout, layer
-        self.inv_freq = None if rope_theta is None else inverse_frequencies(head_dim, rope_theta, rope_scaling)
+        self.inv_freq: Tensor | None = None if rope_theta is None else inverse_frequencies(head_dim, rope_theta, rope_scaling)
         self.rotary_key = ("rotary", head_dim, rope_theta, repr(rope_scaling))
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
         self.qkv = self.param(column_spec(rows, width, Init("normal", std), transposed))
@@ -86,6 +86,8 @@ class Attention(Module):
         """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
         table = None
         if self.inv_freq is not None:
+            if qkv.device.type != "meta" and self.inv_freq.device != qkv.device:
+                self.inv_freq = self.inv_freq.to(qkv.device)  # once: a copy from the host in every step would make it wait
             inv, dtype = self.inv_freq, qkv.dtype
             table = batch.derive((self.rotary_key, dtype), lambda: rotary_table(batch.positions, inv, dtype))
         q, k, v = rope(qkv, self.heads, self.kv_heads, batch.num_sequences, table, self.env.twin("rope"))

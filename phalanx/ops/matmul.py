@@ -23,14 +23,20 @@ class _GatherMatmul(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # the slots, read in backward; not the values, which may move
-        return torch.nn.functional.linear(tp.all_gather(x).wait(), weight, bias)
+        y = x.new_empty(len(x) * tp.size, weight.shape[0])
+        for rows, part in tp.gather(x).parts():
+            multiply(part, weight.t(), y[rows], bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
         need_x, need_w, need_b, _ = ctx.needs_input_grad
-        gathering = tp.all_gather(x, async_op=True) if need_w else None
-        scattering = tp.reduce_scatter(dy @ weight, async_op=True) if need_x else None
+        gathering = tp.gather(x) if need_w else None
+        scattering = tp.scatter(len(dy), weight.shape[1], dy) if need_x else None
+        if scattering:
+            for rows, out in scattering.parts():
+                torch.mm(dy[rows], weight, out=out)
         dw = add_product_grad(weight, dy, gathering.wait()) if gathering else None
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         return scattering.wait() if scattering else None, dw, db, None
@@ -41,7 +47,10 @@ class _MatmulScatter(Function):
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(h)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        y = tp.reduce_scatter(h @ weight.t()).wait()
+        scattering = tp.scatter(len(h), weight.shape[0], h)
+        for rows, out in scattering.parts():
+            torch.mm(h[rows], weight.t(), out=out)
+        y = scattering.wait()
         return y if bias is None else y + bias
 
     @staticmethod
@@ -49,9 +58,19 @@ class _MatmulScatter(Function):
         (h,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
         need_h, need_w, need_b, _ = ctx.needs_input_grad
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
-        dy_all = tp.all_gather(dy).wait()
-        dw = add_product_grad(weight, dy_all, h) if need_w else None
-        return dy_all @ weight if need_h else None, dw, db, None
+        if not (need_h or need_w):
+            return None, None, db, None
+        gathering, dh = tp.gather(dy), torch.empty_like(h) if need_h else None
+        if dh is not None:
+            for rows, part in gathering.parts():
+                torch.mm(part, weight, out=dh[rows])
+        dw = add_product_grad(weight, gathering.wait(), h) if need_w else None
+        return dh, dw, db, None
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = x weight + bias, the bias added in the GEMM's epilogue."""
+    torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def _wide(param: Tensor) -> torch.dtype:

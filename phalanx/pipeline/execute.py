@@ -14,6 +14,7 @@ from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
+from phalanx.pipeline.graphs import Eager
 from phalanx.schedule.actions import Backward, Forward, Instruction, Recv, Send, Value, Wait
 
 Handlers = Mapping[type, Callable[[Any], None]]
@@ -31,7 +32,9 @@ class Stages:
     sets what a step works on; afterwards `loss_sum` () float64 holds the summed loss of this rank's last stage (else 0).
     """
 
-    def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype):
+    def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype,
+                 runner: Eager | None = None):  # fmt: skip
+        self.runner = runner or Eager()
         self._ends = min(runs), max(runs)  # the first and the last run that this rank computes of a micro-batch in forward
         self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -45,7 +48,8 @@ class Stages:
 
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
         """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
-        self.batches, self.seed = [replace(b, loss_seed=seed) for b in batches], seed
+        self.seed = None if seed is None else self.runner.begin(seed)
+        self.batches = [replace(b, loss_seed=self.seed) for b in batches]
         self.outputs: dict[int, Tensor] = {}
         self.loss_sum.zero_()
 
@@ -54,6 +58,8 @@ class Stages:
         for work in self._sending:
             work.wait()
         self._sending.clear()
+        if self.seed is not None:
+            self.runner.end()
         left = [*self._values, *self._inner, *self._saved, *self._receiving]
         if left:
             raise RuntimeError(f"the schedule left values behind: {left[:4]}")
@@ -65,21 +71,15 @@ class Stages:
         return stage == len(self.runs_per_stage) - 1 and run == self.runs_per_stage[stage] - 1
 
     def forward(self, i: Forward) -> None:
-        x = self._input(i)
-        batch = self.batches[i.mb]
-        if self.seed is not None and (i.stage, i.run) != (0, 0):
-            x = x.detach().requires_grad_()
-        with torch.set_grad_enabled(self.seed is not None):
-            y = x
-            blocks = self.runs[i.stage, i.run]
-            finish = self.finish if self.is_last(i.stage, i.run) else None
-            for block in blocks[:-1] if finish else blocks:
-                y = run_block(block, y, batch)
-            y = finish(blocks[-1], y, batch) if finish else y
+        x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
         if self.seed is not None:
+            x, y = self.runner.forward(where, i.mb, x, batch, lambda x, batch: self._compute(where, x, batch))
             self._saved[i.stage, i.run, i.mb] = (x, y)
-        elif (i.stage, i.run) == self._ends[1]:
-            batch.forget()
+        else:
+            with torch.no_grad():
+                y = self._compute(where, x, batch)
+            if where == self._ends[1]:
+                batch.forget()
         out = y.detach()
         if self.is_last(i.stage, i.run):
             self.take_output(i.mb, out)
@@ -87,6 +87,13 @@ class Stages:
             self._values[Value("act", i.stage + 1, i.mb)] = out
         else:
             self._inner["act", i.stage, i.run + 1, i.mb] = out
+
+    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch) -> Tensor:
+        blocks = self.runs[where]
+        finish = self.finish if self.is_last(*where) else None
+        for block in blocks[:-1] if finish else blocks:
+            x = run_block(block, x, batch)
+        return finish(blocks[-1], x, batch) if finish else x
 
     def take_output(self, mb: int, out: Tensor) -> None:
         """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
@@ -102,13 +109,14 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
-        y.backward(self._output_grad(i, y))
-        if (i.stage, i.run) == self._ends[0]:
+        last = (i.stage, i.run) == self._ends[0]
+        dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last)
+        if last:
             self.batches[i.mb].forget()
         if i.run > 0:
-            self._inner["grad", i.stage, i.run - 1, i.mb] = x.grad  # type: ignore[assignment]
+            self._inner["grad", i.stage, i.run - 1, i.mb] = dx  # type: ignore[assignment]
         elif i.stage > 0:
-            self._values[Value("grad", i.stage - 1, i.mb)] = x.grad  # type: ignore[assignment]
+            self._values[Value("grad", i.stage - 1, i.mb)] = dx  # type: ignore[assignment]
 
     def _output_grad(self, i: Backward, y: Tensor) -> Tensor:
         if self.is_last(i.stage, i.run):
@@ -127,5 +135,6 @@ class Stages:
 
     def send(self, i: Send) -> None:
         self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of those that are complete
-        value = self._values.pop(i.value).contiguous()
+        value = self._values.pop(i.value)
+        value = value.clone() if self.runner.reuses_memory else value.contiguous()
         self._sending.append(self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))

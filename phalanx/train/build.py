@@ -17,6 +17,7 @@ from phalanx.nn.module import Block
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
+from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.schedule.actions import Gather, Instruction, Reduce
 from phalanx.train.plan import Plan
 
@@ -59,6 +60,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     blocks = plan.blocks_of(mesh.at, mesh.tp)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
+    mesh.overlap(plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
     buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding)
     optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, "plain" if "adamw" in train.plain_ops else train.kernels)
@@ -66,10 +68,17 @@ def build(plan: Plan, mesh: Mesh) -> State:
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
         train.loss_scale_min, kind.loss_scaling,
     )  # fmt: skip
-    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
+    runner = Graphs(mesh.device, mesh.tp.memory) if uses_graphs(plan, mesh.device) else Eager()
+    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
     mesh.warm_up()
     return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers)
+
+
+def uses_graphs(plan: Plan, device: torch.device) -> bool:
+    """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own."""
+    wanted = plan.run.train.cuda_graphs
+    return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
 
 
 def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:

@@ -177,6 +177,8 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         device = {"device": facts.device_name if facts.triton_ok else f"{facts.device_name}, without triton"}
         rule = "Triton kernels need an NVIDIA GPU of compute capability 8.0 and the triton package"
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
+    if c.cuda_graphs == "on" and facts.device == "cpu":
+        found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": facts.device_name}, ("auto", "off")))
     unknown = [op for op in c.plain_ops if op not in OPS]
     if unknown:
         found.append(problem("train", c, "plain_ops", f"must name ops among {', '.join(OPS)}", {"unknown": ", ".join(unknown)}, ([],)))

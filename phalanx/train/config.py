@@ -40,6 +40,8 @@ class TrainConfig:
     """Twins of the ops: auto (Triton on GPUs that can, plain PyTorch elsewhere), plain, or triton (refused where it cannot run)."""
     plain_ops: list[str] = field(default_factory=list)
     """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw. For comparisons."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay blocks as CUDA graphs: auto (on a GPU without pipeline stages), on, off. Same numbers, less work for the host."""
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -107,11 +107,12 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     message = blocks[0].bytes.output
     batches = num_micro_batches * 4 * 8 * plan.run.train.micro_batch * plan.run.train.seq_length
     sends = _num_sends(trace.program, pp)
+    shared = 4 * plan.exchange_bytes if grid.tp > 1 and plan.run.layout.tp_overlap != "off" else 0  # comm.symmetric
     memory = {
         **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid.dp if sharded else 1),
         "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
         "working": max(blocks[b].bytes.working for b in mine),
-        "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]),
+        "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
     }
     sent = {
         "tp": num_micro_batches * sum(blocks[b].sent for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),

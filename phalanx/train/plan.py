@@ -104,6 +104,12 @@ class Plan:
     def stages_of(self, pp: int) -> list[int]:
         return [s for s, rank in enumerate(self.stage_rank) if rank == pp]
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Of a micro-batch's activations between blocks, gathered over tp."""
+        train = self.run.train
+        return train.micro_batch * train.seq_length * self.run.model.hidden_size * precision(train.precision).compute.itemsize
+
     def env(self, at: Coords, tp: Axis | None = None) -> Env:
         train = self.run.train
         return Env(
@@ -156,7 +162,6 @@ def make_plan(run: Run, world: int) -> Plan:
     """Decide the layout of a checked config on `world` ranks. Pure: the same on every rank and on a laptop."""
     grid = grid_of(run, world)
     facts = model_facts(repr(run.model), run.model, run.train.seq_length)
-    num_stages = grid.pp * run.layout.virtual_stages
     # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from being free
     costs = [f.flops + 0.01 * facts[1].flops for f in facts]
     stages = given_stages(run.layout.stages) if run.layout.stages else cut_virtual_stages(costs, grid.pp, run.layout.virtual_stages)

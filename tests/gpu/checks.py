@@ -284,6 +284,29 @@ def training_check(model: str, precision: str, bound: float, recompute: str = "n
     return check
 
 
+def graphs_check(model: str, precision: str, recompute: str) -> Callable[[torch.device], str]:
+    """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3 micro-batches."""
+
+    def check(device: torch.device) -> str:
+        found = []
+        for graphs in ("off", "on") if device.type == "cuda" else ("off", "off"):
+            run = base_run(model, 3, precision=precision, recompute=recompute, cuda_graphs=graphs)
+            run = replace(run, model=replace(run.model, initializer_range=0.1), layout=replace(run.layout, bucket_mb=0))
+            state = build(make_plan(run, 1), Mesh(Grid(), device=device))
+            init_weights(state)
+            state.train()
+            losses = []
+            for step in range(4):
+                result = train_step(state, [sample_batch([3 * step + i], False).to(device) for i in range(3)], lr=1e-3)
+                losses += [result.loss, result.grad_norm]
+            found.append([torch.stack(losses), *(f.master for f in state.buffers.flat)])
+        if not all(torch.equal(a, b) for a, b in zip(*found)):
+            raise AssertionError(f"graphs change the numbers: {found[0][0].tolist()} {found[1][0].tolist()}")
+        return "bit-equal"
+
+    return check
+
+
 def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found: dict[str, Callable[[torch.device], str]] = {}
     for dtype in ROUNDINGS:
@@ -306,4 +329,6 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, fp32, selective recompute"] = training_check(model, "fp32", 1e-4, "selective")
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: 10 steps, bf16, full recompute"] = training_check(model, "bf16", 2.0**-7, "full")
+        for precision, recompute in (("fp64", "none"), ("bf16", "none"), ("bf16", "selective"), ("bf16", "full")):
+            found[f"{model}: graphs on = off, {precision}, recompute {recompute}"] = graphs_check(model, precision, recompute)
     return found

@@ -21,7 +21,7 @@ from phalanx.train.plan import grid_of, make_plan, without_layout
 from phalanx.train.step import accumulate, update
 from tests.parity import assemble, base_run, compare, parts_of, set_weights, step_batches
 
-STEPS = 2
+STEPS = 3  # graphs are captured in the second and replayed from then on
 
 
 def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -32,6 +32,9 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama pp2": ("llama", dict(pp=2), {}),
         "tied llama pp2 x 2 virtual stages": ("llama-tied", dict(pp=2, virtual_stages=2), {}),
         "gpt2 pp2, gpipe, full recompute": ("gpt2", dict(pp=2, schedule="gpipe"), dict(recompute="full")),
+        "gpt2 pp2, graphs": ("gpt2", dict(pp=2), dict(cuda_graphs="on")),
+        "tied llama pp2 x 2 virtual stages, graphs": ("llama-tied", dict(pp=2, virtual_stages=2), dict(cuda_graphs="on")),
+        "llama tp2, no overlap, no graphs": ("llama", dict(tp=2, tp_overlap="off"), dict(cuda_graphs="off")),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
     }

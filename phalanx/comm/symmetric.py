@@ -1,0 +1,181 @@
+"""Memory that all ranks of an axis on one host can read and write, and the two exchanges that a matmul hides in.
+
+Gathering: each rank leaves its tokens in its buffer; the others pull them part by part while the matmul works on the parts that
+are there. Scattering: each finished part of a product is pushed to the rank it belongs to while the next is computed; the owner
+adds up what it got. Copies run on a stream of their own, by copy engines on a GPU, so they take no multiprocessors from the matmul.
+
+Buffers come in two sets used in turns, with one barrier per exchange. An exchange writes to a set last used two exchanges ago;
+the barrier of the exchange in between, which every rank enters only after its own work with the older one, makes that safe. So
+an exchange must be over on this rank (its parts all taken, or waited for) before the barrier of the next: `gather` and then
+`scatter` may be open together if the gathered is waited for first.
+On a GPU the memory is torch's symmetric memory (never multicast); on the CPU a file mapped by all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phalanx.comm.axis import Axis
+
+ALIGN = 512
+
+
+class Symmetric:
+    """Two sets of buffers on each of an axis' ranks: a set has `whole` bytes to gather from and as many to scatter to."""
+
+    def __init__(self, axis: Axis, whole: int, device: torch.device):
+        self.size, self.index, self.device = axis.size, axis.index, device
+        self.whole = -(-whole // (ALIGN * axis.size)) * ALIGN * axis.size
+        total = 4 * self.whole
+        self.turn = 0
+        self._handle: Any = None
+        self._axis = axis
+        self._views: dict[tuple, Tensor] = {}  # made once: a view costs the host microseconds
+        self._buffers = self._on_gpu(axis, total) if device.type == "cuda" else self._on_cpu(axis, total)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.sum: Callable[[Tensor], Tensor] = lambda parts: parts.sum(0)
+        if device.type == "cuda" and find_spec("triton"):
+            from phalanx.comm.sum_kernel import sum_parts
+
+            self.sum = sum_parts
+
+    def _on_gpu(self, axis: Axis, total: int) -> list[Tensor]:
+        import torch.distributed._symmetric_memory as memory
+
+        self._own = memory.empty(total, dtype=torch.uint8, device=self.device)
+        self._handle = memory.rendezvous(self._own, axis.group)
+        return [self._handle.get_buffer(r, (total,), torch.uint8) for r in range(axis.size)]
+
+    def _on_cpu(self, axis: Axis, total: int) -> list[Tensor]:
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        path = ""
+        if axis.index == 0:
+            file, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
+            os.truncate(file, total * axis.size)
+            os.close(file)
+        path = axis.all_gather_text(path)[0]
+        mapped = torch.from_file(path, shared=True, size=total * axis.size, dtype=torch.uint8)
+        axis.barrier()  # everyone has it open
+        if axis.index == 0:
+            os.unlink(path)
+        return list(mapped.split(total))
+
+    def take_turn(self) -> int:
+        self.turn ^= 1
+        return self.turn
+
+    def back_to(self, turn: int) -> None:
+        """End on the turn on which a sequence began that will be replayed, so that turns alternate across replays."""
+        if self.turn != turn:
+            self.take_turn()
+            self.barrier()
+
+    def fits(self, whole: int) -> bool:
+        """Whether a gathered (or not yet scattered) tensor of `whole` bytes has room."""
+        return whole <= self.whole
+
+    def view(self, rank: int, turn: int, scatter: bool, part: int, like: Tensor) -> Tensor:
+        """Part number `part` of a set on a rank, with the shape and dtype of `like`."""
+        key = (rank, turn, scatter, part, like.shape, like.dtype)
+        if key not in self._views:
+            start = (2 * turn + scatter) * self.whole + part * (self.whole // self.size)
+            self._views[key] = self._buffers[rank][start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return self._views[key]
+
+    def barrier(self) -> None:
+        """What every rank wrote before is visible to all after. On a GPU the stream waits, not the host."""
+        if self._handle is not None:
+            self._handle.barrier(channel=0)
+        else:
+            self._axis.barrier()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Work inside runs on the copying stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> Any:
+        """An event on the current stream."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def after(self, mark: Any) -> None:
+        """The current stream waits for a mark."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+class PulledParts:
+    """The gathering of x (n, ...) of each rank into (size * n, ...): parts as they arrive, own first."""
+
+    def __init__(self, memory: Symmetric, x: Tensor):
+        self.memory, self.x = memory, x.contiguous()
+        m, n = memory, memory.size
+        turn = m.take_turn()
+        self.out = x.new_empty(n * x.shape[0], *x.shape[1:])
+        self.order = [(m.index + k) % n for k in range(1, n)]
+        begun, self.marks = m.mark(), []
+        with m.aside():  # the barrier too: meanwhile the matmul works on this rank's own part
+            m.after(begun)
+            m.view(m.index, turn, False, 0, x).copy_(self.x)
+            m.barrier()
+            for peer in self.order:
+                self.out[self._rows(peer)].copy_(m.view(peer, turn, False, 0, x))
+                self.marks.append(m.mark())
+
+    def _rows(self, rank: int) -> slice:
+        return slice(rank * self.x.shape[0], (rank + 1) * self.x.shape[0])
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of the whole, their values), ready for the current stream."""
+        yield self._rows(self.memory.index), self.x
+        for peer, mark in zip(self.order, self.marks):
+            self.memory.after(mark)
+            yield self._rows(peer), self.out[self._rows(peer)]
+
+    def wait(self) -> Tensor:
+        self.memory.after(self.marks[-1])
+        self.out[self._rows(self.memory.index)].copy_(self.x)
+        return self.out
+
+
+class PushedParts:
+    """The scattering of a product (T, width): parts to fill in, each pushed to its rank as soon as it is filled; own last."""
+
+    def __init__(self, memory: Symmetric, tokens: int, width: int, like: Tensor):
+        self.memory, self.rows = memory, tokens // memory.size
+        self.part = like.new_empty(self.rows, width)
+        self.turn = memory.take_turn()
+        self.kept: list[Tensor] = []  # read by the copying stream until `wait`
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of the product, where to write them); the caller must have written them when it asks for the next."""
+        m, mark = self.memory, None
+        for k in range(1, m.size):
+            peer = (m.index + k) % m.size
+            buffer = self.part if k == 1 else torch.empty_like(self.part)
+            self.kept.append(buffer)
+            yield slice(peer * self.rows, (peer + 1) * self.rows), buffer
+            filled = m.mark()
+            with m.aside():
+                m.after(filled)
+                m.view(peer, self.turn, True, m.index, buffer).copy_(buffer)
+                mark = m.mark()
+        yield slice(m.index * self.rows, (m.index + 1) * self.rows), m.view(m.index, self.turn, True, m.index, self.part)
+        self.pushed = mark
+
+    def wait(self) -> Tensor:
+        """This rank's rows of the sum over ranks, added in rank order in at least fp32."""
+        m = self.memory
+        m.after(self.pushed)
+        m.barrier()
+        first, distance = m.view(m.index, self.turn, True, 0, self.part), m.whole // m.size // self.part.element_size()
+        received = torch.as_strided(first, (m.size, *self.part.shape), (distance, *self.part.stride()), first.storage_offset())
+        return m.sum(received)

@@ -1,0 +1,185 @@
+"""CUDA graphs of runs of blocks: after a step without them, forward and backward of each run become one launch each.
+
+A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight: its tokens, its activations and its
+gradients always lie at the same addresses, so what a run writes is what the next run's graph reads, without copies. Each slot
+has a memory pool of its own: within a slot the order of captures is the order of replays, between slots it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.base.batch import Batch
+from phalanx.comm.symmetric import Symmetric
+
+Compute = Callable[[Tensor, Batch], Tensor]
+Where = tuple[int, int]
+
+
+class Eager:
+    """Runs blocks as they are: what graphs are the fast twin of.
+
+    `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long takes a copy.
+    """
+
+    reuses_memory = False
+
+    def begin(self, seed: Tensor) -> Tensor:
+        """At the start of a step; `seed` () is the gradient of the summed loss. Returns the tensor to use in its place."""
+        return seed
+
+    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
+        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first)."""
+        x = x if where == (0, 0) else x.detach().requires_grad_()
+        with torch.enable_grad():
+            return x, compute(x, batch)
+
+    def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
+        """Gradient of the run's input. `last`: nothing of this micro-batch is left on this rank after it."""
+        y.backward(dy)
+        return x.grad
+
+    def end(self) -> None:
+        """At the end of a step."""
+
+
+@dataclass
+class _Captured:
+    """A run's two graphs and the tensors they read and write."""
+
+    x: Tensor
+    y: Tensor
+    forward: torch.cuda.CUDAGraph
+    dy: Tensor | None = None
+    backward: torch.cuda.CUDAGraph | None = None
+
+
+@dataclass
+class _Slot:
+    batch: Batch
+    pool: Any
+    runs: dict[Where, _Captured] = field(default_factory=dict)
+
+
+class Graphs(Eager):
+    """Replays runs; captures each when it first comes by after the first step. `memory`: what tensor-parallel matmuls exchange through."""
+
+    reuses_memory = True
+
+    def __init__(self, device: torch.device, memory: Symmetric | None = None):
+        self.device, self.memory = device, memory
+        self._stream = torch.cuda.Stream(device)
+        self._warm = False
+        self._seed: Tensor | None = None
+        self._slots: dict[tuple, list[_Slot]] = {}  # by what sort of batch it takes
+        self._free: dict[tuple, list[_Slot]] = {}
+        self._taken: dict[int, tuple[tuple, _Slot]] = {}  # by micro-batch
+
+    def begin(self, seed: Tensor) -> Tensor:
+        if self._seed is None:
+            self._seed = seed.clone()
+        self._seed.copy_(seed)
+        return self._seed
+
+    def end(self) -> None:
+        if not self._warm:
+            torch.cuda.empty_cache()  # what the first step used goes to the graphs' pools
+        self._warm = True
+
+    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
+        if not self._warm:
+            return super().forward(where, mb, x, batch, compute)
+        if mb not in self._taken:
+            self._taken[mb] = self._take(batch)
+        slot = self._taken[mb][1]
+        run = slot.runs.get(where)
+        if run is None:
+            run = slot.runs[where] = self._capture_forward(slot, where, x, compute)
+        elif x.data_ptr() != run.x.data_ptr():
+            run.x.detach().copy_(x)
+        run.forward.replay()
+        return run.x, run.y
+
+    def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
+        if mb not in self._taken:
+            return super().backward(where, mb, x, y, dy, last)
+        kind, slot = self._taken[mb]
+        run = slot.runs[where]
+        if run.backward is None:
+            if dy is None:
+                raise RuntimeError("the gradient of a run that is being captured must be given")
+            run.dy = dy if self._stays(slot, dy) else dy.clone()
+            run.backward = self._capture(slot, lambda: run.y.backward(run.dy))
+            run.y = run.y.detach()
+            self._let_go(slot, run)
+        elif run.dy is not None and dy is not None and dy.data_ptr() != run.dy.data_ptr():
+            run.dy.copy_(dy)
+        run.backward.replay()
+        if last:
+            del self._taken[mb]
+            self._free[kind].append(slot)
+        return run.x.grad
+
+    def _take(self, batch: Batch) -> tuple[tuple, _Slot]:
+        """A free slot for such a batch, holding its values."""
+        kind = (batch.num_sequences, batch.seq_length, batch.documents is None)
+        free = self._free.setdefault(kind, [])
+        if not free:
+            tensors = {f.name: getattr(batch, f.name).clone() for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+            slot = _Slot(replace(batch, **{**tensors, "loss_seed": self._seed, "_derived": {}}), torch.cuda.graph_pool_handle())
+            self._slots.setdefault(kind, []).append(slot)
+            return kind, slot
+        slot = free.pop()
+        for f in fields(batch):
+            value = getattr(batch, f.name)
+            if isinstance(value, Tensor) and f.name != "loss_seed":
+                getattr(slot.batch, f.name).copy_(value)
+        return kind, slot
+
+    def _stays(self, slot: _Slot, x: Tensor) -> bool:
+        """Whether `x` always lies where it lies now: the seed, or what another run of the slot writes."""
+        mine = {self._seed.data_ptr() if self._seed is not None else 0}
+        for run in slot.runs.values():
+            mine |= {run.y.data_ptr(), run.x.grad.data_ptr() if run.x.grad is not None else 0}
+        return x.data_ptr() in mine
+
+    def _let_go(self, slot: _Slot, run: _Captured) -> None:
+        """The gradient that `run` has read may be overwritten by what is captured after it: its writer no longer holds it.
+
+        From then on it is passed on as None: it lies where the graph expects it.
+        """
+        for writer in slot.runs.values():
+            if writer.x.grad is not None and run.dy is not None and writer.x.grad.data_ptr() == run.dy.data_ptr():
+                writer.x.grad = run.dy = None
+
+    def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute) -> _Captured:
+        if where != (0, 0):
+            x = (x if self._stays(slot, x) else x.clone()).detach().requires_grad_()
+        made: list[Tensor] = []
+
+        def run() -> None:
+            with torch.enable_grad():
+                made.append(compute(x, slot.batch))
+
+        graph = self._capture(slot, run)
+        return _Captured(x, made[0], graph)
+
+    def _capture(self, slot: _Slot, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        turn = 0 if self.memory is None else self.memory.turn
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=slot.pool, capture_error_mode="thread_local")  # other threads watch communicators meanwhile
+            try:
+                work()
+                if self.memory is not None:
+                    self.memory.back_to(turn)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return graph

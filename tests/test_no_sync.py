@@ -1,0 +1,55 @@
+"""Nothing in a micro-batch copies from the host or waits for the device: such a call would stall a GPU and break CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.base.batch import Batch
+from phalanx.nn.env import Env
+from phalanx.train.plan import make_blocks, num_blocks
+from tests.parity import MODELS, SEQ
+
+
+class NoHost(TorchDispatchMode):
+    """Fails on any operation that has a CPU tensor beside tensors of the device (a copy, or an upload), or reads a value."""
+
+    READS = ("_local_scalar_dense", "nonzero", "item", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
+        out = func(*args, **(kwargs or {}))
+        tensors += [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        kinds = {t.device.type for t in tensors}
+        name = func.overloadpacket.__name__
+        if "cpu" in kinds or name in self.READS:
+            raise AssertionError(f"{func} on {kinds}")
+        return out
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
+    """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move there."""
+    config = MODELS[model]
+    env = Env(dtype=torch.float32, recompute=recompute)
+    blocks = make_blocks(config, env, range(num_blocks(config)))
+    for block in blocks:
+        for module in block.modules():
+            if getattr(module, "inv_freq", None) is not None:
+                module.inv_freq = module.inv_freq.to("meta")
+        for p in block.parameters():
+            p.grad = torch.empty_like(p)
+    ids = torch.empty(2 * SEQ, dtype=torch.int64, device="meta")
+    batch = Batch(ids, ids, ids, ids, 2, SEQ, ids if documents else None, loss_seed=torch.empty((), device="meta"))
+    with NoHost():
+        x = torch.empty(0, device="meta")
+        for block in blocks:
+            x = block(x, replace(batch))
+        x.backward()
