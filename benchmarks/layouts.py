@@ -50,7 +50,8 @@ def write_config(folder: Path, steps: int, gpu: bool) -> Path:
 
 def run_layout(config: Path, folder: Path, name: str, ranks: int, overrides: list[str]) -> dict[str, Any]:
     run = folder / name.replace(" ", "")
-    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", "log.report=false", *overrides, "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", "log.report=false", "log.budget=false", *overrides]
+    command += ["--ranks", str(ranks)]
     began = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=90)

@@ -299,6 +299,8 @@ def _remedy(row: str, run: Run) -> str:
         return f"a larger train.global_batch than {t.global_batch}: the update is done once a step"
     if row == HOST:
         return f"the device waits for Python: a larger train.micro_batch than {t.micro_batch}"
+    if t.kernels == "plain":
+        return "train.kernels=auto takes fused kernels where they run"
     if t.recompute != "none":
         return f"train.recompute=none instead of {t.recompute} if memory allows (`phalanx plan` says)"
     if t.precision in ("fp32", "fp64"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ class Recorder:
         wanted = mesh.rank == 0 and wants_budget(run, mesh.device.type) and not set(self.traced) & {budget, budget + 1}
         self.budget = range(budget, budget + 2) if wanted else range(0)
         self._recording: Recording | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-")
+        self._scratch = ExitStack()
 
     def __enter__(self) -> Recorder:
         return self
@@ -57,7 +57,7 @@ class Recorder:
                 self._stop(None)
             else:
                 self._recording.abandon()
-        self._folder.cleanup()
+        self._scratch.close()
 
     @contextmanager
     def around(self, step: int, last_s: float | None) -> Iterator[None]:
@@ -78,11 +78,12 @@ class Recorder:
     def _start(self, step: int) -> None:
         from phalanx.train.profile import Recording
 
-        name, folder = "budget.json", Path(self._folder.name)
         if step in self.traced:
-            folder = Path(self.state.plan.run.dir) / "traces"
             name = f"steps-{self.traced[0]}-{self.traced[-1]}-rank-{self.state.mesh.rank}.json.gz"
-        self._recording = Recording(self.state, folder / name)
+            path = Path(self.state.plan.run.dir) / "traces" / name
+        else:
+            path = Path(self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-"))) / "budget.json"
+        self._recording = Recording(self.state, path)
         self._recording.start()
 
     def _stop(self, last_s: float | None) -> None:
