@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +50,7 @@ class Mesh:
         self.watch = Watch()
         self._timeout = timedelta(seconds=timeout_s)
         self._axes: list[Axis] = []
+        self.closing: list[Callable[[], None]] = []
         self._subs: dict[Replica, Axis] = {}
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
@@ -152,6 +154,11 @@ class Mesh:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
+        """Leave all groups. First whatever holds on to their communicators is let go: CUDA graphs with collectives inside."""
+        for let_go in self.closing:
+            let_go()
+        self.closing.clear()
+        self.tp.memory = None
         for axis in self._axes:
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)

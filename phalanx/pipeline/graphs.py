@@ -47,6 +47,9 @@ class Eager:
     def end(self) -> None:
         """At the end of a step."""
 
+    def close(self) -> None:
+        """Let go of what was captured. Communicators cannot be closed before the graphs that use them."""
+
 
 @dataclass
 class _Captured:
@@ -90,6 +93,17 @@ class Graphs(Eager):
         if not self._warm:
             torch.cuda.empty_cache()  # what the first step used goes to the graphs' pools
         self._warm = True
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for slot in (s for slots in self._slots.values() for s in slots):
+            for run in slot.runs.values():
+                run.forward.reset()
+                if run.backward is not None:
+                    run.backward.reset()
+        for kept in (self._slots, self._free, self._taken):
+            kept.clear()
+        self.memory, self._warm = None, False
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm:

@@ -69,6 +69,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         train.loss_scale_min, kind.loss_scaling,
     )  # fmt: skip
     runner = Graphs(mesh.device, mesh.tp.memory) if uses_graphs(plan, mesh.device) else Eager()
+    mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
     mesh.warm_up()
