@@ -145,7 +145,7 @@ class Trace:
             axis = _axis_at(self.comm[launch["tid"]], launch["ts"])
             if axis is not None:
                 return comm_row(axis)
-        if "nccl" in name or "ptop" in name:  # copies between GPUs
+        if any(part in name for part in ("nccl", "ptop", "barrier")):  # copies between GPUs and waits for them, in a graph too
             return comm_row("other")
         if launch is not None and not self.in_instruction(launch["ts"]):
             return OPTIMIZER
@@ -203,8 +203,8 @@ def row_of(name: str) -> str | None:
 
 
 def triton_names() -> set[str]:
-    """Names of the Triton kernels of our ops that this process has imported: pointwise, unless their name says more."""
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("phalanx.ops")]
+    """Names of our Triton kernels that this process has imported: pointwise, unless their name says more."""
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith(("phalanx.ops", "phalanx.comm"))]
     things = ((name, thing) for m in modules for name, thing in vars(m).items())
     return {getattr(thing, "__name__", name) for name, thing in things if type(thing).__module__.startswith("triton.")}
 
@@ -288,6 +288,8 @@ def _remedy(row: str, run: Run) -> str:
     t, layout = run.train, run.layout
     if row.startswith(COMM):
         axis = row.split()[1]
+        if axis == "tp" and layout.tp_overlap == "off":
+            return "layout.tp_overlap=auto hides it in the matmuls"
         return {
             "tp": f"a smaller layout.tp than {layout.tp} if memory allows (`phalanx plan` says)",
             "pp": f"a larger train.micro_batch than {t.micro_batch}, or a smaller layout.pp than {layout.pp}",
@@ -297,6 +299,8 @@ def _remedy(row: str, run: Run) -> str:
         return f"more micro-batches a step (train.global_batch > {t.global_batch}), or layout.virtual_stages > {layout.virtual_stages}"
     if row == OPTIMIZER:
         return f"a larger train.global_batch than {t.global_batch}: the update is done once a step"
+    if row == HOST and t.cuda_graphs == "off":
+        return "the device waits for Python: train.cuda_graphs=auto"
     if row == HOST:
         return f"the device waits for Python: a larger train.micro_batch than {t.micro_batch}"
     if t.kernels == "plain":

@@ -119,7 +119,7 @@ def fast_paths() -> Rows:
     cuda = torch.cuda.is_available()
     no_gpu = None if cuda else "no GPU"
     old = None if not cuda or torch.cuda.get_device_capability() >= (8, 0) else "compute capability below 8.0"
-    why_triton = no_gpu or old or (None if has_triton() else "the triton package is not installed") or (None if triton_runs() else "not an NVIDIA GPU")
+    why_triton = no_gpu or old or (None if has_triton() else "no triton package") or (None if triton_runs() else "not an NVIDIA GPU")
     why_cudnn = no_gpu or old or (None if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available() else "torch lacks cuDNN")
     rows = [
         ("Triton kernels", why_triton, "norm, SwiGLU, RoPE, loss, AdamW are many operators, with memory in between"),

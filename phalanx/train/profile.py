@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from phalanx.comm.axis import Axis, Work
+from phalanx.comm.axis import Axis
 from phalanx.schedule.actions import Instruction
 from phalanx.train.build import State
 
 STEP, COMM, BLOCK = "step ", "comm ", "block "  # how the names of steps, communication and blocks begin
 INSTRUCTIONS = ("forward", "backward", "recv", "wait", "send", "gather", "reduce")
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into", "reduce_scatter", "reduce_scatter_within", "broadcast", "send", "recv")
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into", "reduce_scatter", "reduce_scatter_within", "broadcast", "send", "recv",
+               "gather", "scatter")  # fmt: skip
 
 
 class Recording:
@@ -134,8 +135,8 @@ def _named_collective(call: Callable[..., Any], name: str) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         with record_function(name):
             result = call(*args, **kwargs)
-        if isinstance(result, Work):
-            result.wait = _named_wait(result.wait, f"{name} wait")  # type: ignore[method-assign]
+        if hasattr(result, "wait"):  # Work, or parts that come one by one
+            result.wait = _named_wait(result.wait, f"{name} wait")
         return result
 
     return run
