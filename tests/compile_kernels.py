@@ -30,7 +30,7 @@ def kernels() -> list[tuple]:
         found.append((norm._norm_forward, pointers, dict(ADD=True, CENTER=center, **norms)))
         pointers = dict(dy=BF, x=BF, weight=BF, mean_in="*fp32", scale_in="*fp32", dtotal=BF, dx=BF, dw_parts="*fp32", db_parts="*fp32",
                         rows="i32", D="i32", programs="i32")  # fmt: skip
-        found.append((norm._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=4096, **wide)))
+        found.append((norm._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
     found.append((swiglu._forward, dict(x=BF, y=BF, F="i32"), dict(BLOCK=1024, **wide)))
     found.append((swiglu._backward, dict(dy=BF, x=BF, dx=BF, F="i32"), dict(BLOCK=1024, **wide)))
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))

@@ -50,6 +50,7 @@ SEED = torch.tensor(0.37, dtype=torch.float64)
 CASES = {  # name -> (op of tensors and `kernels`, shapes, which are parameters)
     "rms_norm": (lambda x, w, k: rms_norm(x, w, 1e-3, k), ((5, 7), (7,)), (1,)),
     "rms_norm, wide": (lambda x, w, k: rms_norm(x, w, 1e-6, k), ((9, 1100), (1100,)), (1,)),
+    "rms_norm, several tiles": (lambda x, w, k: rms_norm(x, w, 1e-6, k), ((91, 300), (300,)), (1,)),
     "add_rms_norm": (lambda x, d, w, k: torch.cat(add_rms_norm(x, d, w, 1e-3, k)), ((6, 40), (6, 40), (40,)), (2,)),
     "stream and rms_norm": (lambda x, w, k: torch.cat(add_rms_norm(x, None, w, 1e-3, k)), ((1, 64), (64,)), (1,)),
     "layer_norm": (lambda x, w, b, k: layer_norm(x, w, b, 1e-3, k), ((5, 7), (7,), (7,)), (1, 2)),

@@ -37,36 +37,40 @@ def _norm_forward(x, delta, weight, bias, total, y, mean_out, scale_out, D, EPS:
 
 @triton.jit
 def _norm_backward(dy, x, weight, mean_in, scale_in, dtotal, dx, dw_parts, db_parts, rows, D, programs, ADD: tl.constexpr, CENTER: tl.constexpr,
-                   WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Each program goes through every `programs`-th row and keeps its share of the weight's gradient in registers."""
+                   WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Each program goes through every `programs`-th tile of TILE rows and keeps its share of the weight's gradient in registers."""
     first = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
-    mask = cols < D
-    w = tl.load(weight + cols, mask=mask, other=0.0).to(WIDE)
-    dw = tl.zeros((BLOCK,), WIDE)
-    db = tl.zeros((BLOCK,), WIDE)
+    inside = cols < D
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(WIDE)[None, :]
+    dw = tl.zeros((TILE, BLOCK), WIDE)
+    db = tl.zeros((TILE, BLOCK), WIDE)
     wide_D = tl.full((), D, tl.int64)  # offsets may pass 2^31
-    for row in range(first, rows, programs):
-        at = row * wide_D + cols
+    for start in range(first * TILE, rows, programs * TILE):
+        row = start + tl.arange(0, TILE)
+        there = row < rows
+        at = row[:, None] * wide_D + cols[None, :]
+        mask = there[:, None] & inside[None, :]
         g = tl.load(dy + at, mask=mask, other=0.0).to(WIDE)
         n = tl.load(x + at, mask=mask, other=0.0).to(WIDE)
-        scale = tl.load(scale_in + row)
+        scale = tl.load(scale_in + row, mask=there, other=0.0)[:, None]
         if CENTER:
-            n = n - tl.load(mean_in + row)
+            n = n - tl.load(mean_in + row, mask=there, other=0.0)[:, None]
         n = tl.where(mask, n * scale, 0.0)
         dw += g * n
-        db += g
-        g = g * w
-        d = g - n * (tl.sum(g * n, 0) / D)
         if CENTER:
-            d = d - tl.sum(g, 0) / D
+            db += g
+        g = g * w
+        d = g - n * (tl.sum(g * n, 1) / D)[:, None]
+        if CENTER:
+            d = d - (tl.sum(g, 1) / D)[:, None]
         d = d * scale
         if ADD:
             d = d + tl.load(dtotal + at, mask=mask, other=0.0).to(WIDE)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
-    tl.store(dw_parts + first * D + cols, dw, mask=mask)
+    tl.store(dw_parts + first * D + cols, tl.sum(dw, 0), mask=inside)
     if CENTER:
-        tl.store(db_parts + first * D + cols, db, mask=mask)
+        tl.store(db_parts + first * D + cols, tl.sum(db, 0), mask=inside)
 
 
 def norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,12 +95,13 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Te
     dtotal = None if dtotal is None else dtotal.contiguous()
     rows, width = x.shape
     center = mean.numel() > 0
-    programs = min(rows, num_programs(x, per_processor=2))
+    block = triton.next_power_of_2(width)
+    tile = max(1, min(16, 4096 // block))  # narrow rows: several at once, so that enough bytes are under way
+    programs = min(triton.cdiv(rows, tile), num_programs(x, per_processor=2))
     dx = torch.empty_like(x)
     dw = torch.empty(programs, width, dtype=scale.dtype, device=x.device)
     db = torch.empty(programs if center else 0, width, dtype=scale.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
     if rows:
         _norm_backward[(programs,)](dy, x, weight, mean, scale, dtotal, dx, dw, db, rows, width, programs, ADD=dtotal is not None, CENTER=center,
-                                    WIDE=triton_wide(scale.dtype), BLOCK=block, num_warps=warps_for(block))  # fmt: skip
+                                    WIDE=triton_wide(scale.dtype), BLOCK=block, TILE=tile, num_warps=warps_for(block * tile))  # fmt: skip
     return dx, dw.sum(0), db.sum(0)
