@@ -33,7 +33,7 @@ class NoHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "pointwise", "selective", "full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
     """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move there."""

@@ -30,6 +30,8 @@ NAMED = {
     "tied tp2 pp2 dp2 sharded": case("llama-tied", 8, tp=2, pp=2, micro_batch=2),
     "fewer micro-batches than stages": case("llama", 4, pp=4, global_batch=2),
     "interleaved, 3 micro-batches on 2 ranks": case("llama", 2, pp=2, virtual_stages=3, global_batch=3),
+    "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
+    "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
     "tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on"),
     "tp8, overlapped, documents": case("llama", 8, tp=8, tp_overlap="on", documents=True, global_batch=2),
     "gpt2 tp2 pp2 dp2, overlapped, full recompute": case("gpt2", 8, tp=2, pp=2, tp_overlap="on", recompute="full"),
@@ -63,7 +65,7 @@ def generated() -> dict[str, dict]:
                 layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model != "llama" else [1])
                 layout["schedule"] = pick.choice(["auto", "gpipe"])
             options = dict(global_batch=dp * pick.choice([1, 2, 3, 4]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
-                           recompute=pick.choice(["none", "none", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+                           recompute=pick.choice(["none", "pointwise", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
             name = f"{model} {layout} {options}"

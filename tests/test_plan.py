@@ -170,7 +170,7 @@ def test_bytes_agree_with_a_real_step(ranks, name):
                 assert nbytes == pytest.approx(sent.get(axis, 0.0), rel=1e-6, abs=64), axis  # abs: token counts
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "pointwise", "selective", "full"])
 @pytest.mark.parametrize("family", MODELS)
 def test_measured_on_meta_as_on_a_device(family, recompute):
     """The same block on the meta device and with real tensors, whose attention is a real fused kernel."""
@@ -198,6 +198,10 @@ def test_measured_on_meta_as_on_a_device(family, recompute):
     assert meta == pytest.approx(real, rel=0.02)
     if recompute == "full":
         assert meta == 256 * 64 * 4  # the input alone
+    if recompute == "pointwise":  # the norms' outputs (two of the width) and the MLP's product are not kept
+        env = replace(env, recompute="none")
+        inner = MODELS[family].intermediate_size or 4 * 64
+        assert kept("meta") - meta == 256 * 4 * (2 * 64 + inner)
 
 
 def test_allocations_count_a_storage_once_and_forget_it():

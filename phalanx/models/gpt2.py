@@ -70,8 +70,12 @@ class GPT2Layer(_Dropping):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)
-        x, normed = self.norm2.add(x, self.drop(self.attention(normed, batch), batch, self.p, self.layer, 2))
-        return x + self.drop(self.mlp(normed), batch, self.p, self.layer, 3)
+        with self.norm1.remade(x, normed):
+            delta = self.attention(normed, batch)
+        x, normed = self.norm2.add(x, self.drop(delta, batch, self.p, self.layer, 2))
+        with self.norm2.remade(x, normed):
+            delta = self.mlp(normed)
+        return x + self.drop(delta, batch, self.p, self.layer, 3)
 
 
 class GPT2Head(Block):

@@ -42,8 +42,11 @@ class LlamaLayer(Block):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)
-        x, normed = self.norm2.add(x, self.attention(normed, batch))
-        return x + self.mlp(normed)
+        with self.norm1.remade(x, normed):
+            delta = self.attention(normed, batch)
+        x, normed = self.norm2.add(x, delta)
+        with self.norm2.remade(x, normed):
+            return x + self.mlp(normed)
 
 
 class LlamaHead(Block):

@@ -23,7 +23,7 @@ class Env:
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     tied_stages: tuple[int, int] = (0, 0)
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()

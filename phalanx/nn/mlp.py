@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.nn.recompute import remade
 from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 
@@ -22,7 +25,10 @@ class SwiGLU(Module):
         self.num_weights = 3 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return matmul_scatter(swiglu(gather_matmul(x, self.gate_up, self.env.tp), self.env.twin("swiglu")), self.down, self.env.tp)
+        gate_up = gather_matmul(x, self.gate_up, self.env.tp)
+        hidden = swiglu(gate_up, self.env.twin("swiglu"))
+        with remade(self.env, hidden, partial(swiglu, gate_up.detach(), self.env.twin("swiglu"))):
+            return matmul_scatter(hidden, self.down, self.env.tp)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
@@ -41,8 +47,10 @@ class GeluMLP(Module):
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = gelu(gather_matmul(x, self.expand, self.env.tp, self.expand_bias))
-        return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
+        expanded = gather_matmul(x, self.expand, self.env.tp, self.expand_bias)
+        hidden = gelu(expanded)
+        with remade(self.env, hidden, partial(gelu, expanded.detach())):
+            return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

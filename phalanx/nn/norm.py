@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.nn.recompute import remade
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
@@ -22,6 +27,10 @@ class RMSNorm(Module):
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
         return add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"))
 
+    def remade(self, x: Tensor, normed: Tensor) -> AbstractContextManager[Any]:
+        """`normed`, the norm of x, is made again for the backward of what runs inside, if so configured."""
+        return remade(self.env, normed, partial(self.forward, x.detach()))
+
 
 class LayerNorm(Module):
     def __init__(self, env: Env, name: str, width: int, eps: float):
@@ -36,3 +45,7 @@ class LayerNorm(Module):
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
         return add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.twin("norm"))
+
+    def remade(self, x: Tensor, normed: Tensor) -> AbstractContextManager[Any]:
+        """`normed`, the norm of x, is made again for the backward of what runs inside, if so configured."""
+        return remade(self.env, normed, partial(self.forward, x.detach()))

@@ -34,8 +34,8 @@ class TrainConfig:
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations made again in backward: none, selective (inside attention), full (whole blocks)."""
+    recompute: Literal["none", "pointwise", "selective", "full"] = "none"
+    """Activations made again in backward: none, pointwise (norms and MLP activations: cheap), selective (inside attention), full (whole blocks)."""
     kernels: Literal["auto", "plain", "triton"] = "auto"
     """Twins of the ops: auto (Triton on GPUs that can, plain PyTorch elsewhere), plain, or triton (refused where it cannot run)."""
     plain_ops: list[str] = field(default_factory=list)

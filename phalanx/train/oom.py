@@ -199,6 +199,8 @@ def changes(run: Run, world: int) -> Iterator[tuple[dict[str, object], str]]:
     if layout.sharding == 0:
         yield {"layout.sharding": 1}, "optimizer state cut over the data-parallel ranks; the same bytes sent"
     if t.recompute == "none":
+        yield {"train.recompute": "pointwise"}, "norms and MLP activations are computed again in backward"
+    if t.recompute in ("none", "pointwise"):
         yield {"train.recompute": "selective"}, "attention is computed again in backward"
     smaller = [m for m in range(t.micro_batch // 2, 0, -1) if t.micro_batch % m == 0]
     for m in smaller:

@@ -329,6 +329,6 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, fp32, selective recompute"] = training_check(model, "fp32", 1e-4, "selective")
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: 10 steps, bf16, full recompute"] = training_check(model, "bf16", 2.0**-7, "full")
-        for precision, recompute in (("fp64", "none"), ("bf16", "none"), ("bf16", "selective"), ("bf16", "full")):
+        for precision, recompute in (("fp64", "none"), ("bf16", "none"), ("bf16", "pointwise"), ("bf16", "selective"), ("bf16", "full")):
             found[f"{model}: graphs on = off, {precision}, recompute {recompute}"] = graphs_check(model, precision, recompute)
     return found
