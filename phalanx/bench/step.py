@@ -26,7 +26,7 @@ from phalanx.train.config import Run
 from phalanx.train.flops import flops_of, step_flops
 from phalanx.train.load import load_run, to_dict
 from phalanx.train.main import join
-from phalanx.train.oom import held, reported
+from phalanx.train.oom import held, reported, size_text
 from phalanx.train.order import micro_batches
 from phalanx.train.plan import make_plan
 from phalanx.train.profile import Recording
@@ -177,15 +177,15 @@ class Result:
     def lines(self) -> list[str]:
         g, t = self.state.mesh.grid, self.run.train
         mfu = "n/a (no data-sheet peak known)" if self.mfu is None else f"{100 * self.mfu:.1f} % of the data-sheet peak"
-        peak = "n/a on a CPU" if self.peak is None else f"{self.peak / 2**30:.2f} GiB"
+        peak = "n/a on a CPU" if self.peak is None else size_text(self.peak)
         rate = self.tokens / self.times.median / self.ranks
-        kinds = ", ".join(f"{name} {b / 2**30:.2f}" for name, b in self.memory().items())
+        kinds = ", ".join(f"{name} {size_text(b)}" for name, b in self.memory().items())
         return [
             f"{self.ranks} x {self.device}, torch {torch.__version__}, pp {g.pp} x dp {g.dp} x tp {g.tp}, {t.precision}, "
             f"{t.global_batch} x {t.seq_length} tokens a step, micro-batch {t.micro_batch}",
             f"step {self.times.ms} ms, median (least-most) of {self.times.repeats}",
             f"tokens/s/GPU {rate:,.0f}, {self.flops / 1e12:.4g} TFLOP/s, MFU {mfu}, {100 * self.flops / self.ceilings.gemm:.1f} % of measured GEMM",
-            f"peak memory {peak}; GiB by kind: {kinds}",
+            f"peak memory {peak}; by kind: {kinds}",
             f"FLOP per step: {flops_of(self.run).text(self.tokens)}",
             *self.ceilings.lines(),
             *([] if self.budget is None else [*self.budget.lines(), advice(self.budget, self.run)]),
