@@ -474,8 +474,8 @@ def test_the_way_out_is_the_first_change_that_fits(config):
         return rank_uses(changed, changed.num_micro_batches(8))[0][0].total + OVERHEAD
 
     plan = make_plan(run, 1)
-    assert need("train.micro_batch=2") < need("train.recompute=selective")
-    assert "the cheapest change that fits: train.recompute=selective (" in way_out(plan, need("train.recompute=selective"), 1.0)
+    assert need("train.micro_batch=2") < need("train.recompute=pointwise")
+    assert "the cheapest change that fits: train.recompute=pointwise (" in way_out(plan, need("train.recompute=pointwise"), 1.0)
     assert "the cheapest change that fits: train.micro_batch=2 (" in way_out(plan, need("train.micro_batch=2"), 1.0)
     assert "no change fits on 1 ranks nor on 8 times as many" in way_out(plan, 2**20, 1.0)
 
