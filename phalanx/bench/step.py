@@ -41,6 +41,8 @@ def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup:
     run = long_enough(load_run(base=config), warmup + steps + TRACED + 1)
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
         ceilings = measure_ceilings(run, state.mesh.device)
+        if state.mesh.device.type == "cuda":  # the warm-up counts: what CUDA graphs use afterwards is not seen as allocated
+            torch.cuda.reset_peak_memory_stats(state.mesh.device)
 
         def step() -> None:
             train_step(state, next_batches(), LR)
@@ -91,8 +93,6 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
 def timed_steps(state: State, step: Callable[[], None], count: int) -> Times:
     """Host clock around each whole step, the device idle at both ends; of each step the slowest rank's time."""
     wait(state)
-    if state.mesh.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(state.mesh.device)
     seconds = []
     for _ in range(count):
         wait(state)
@@ -110,7 +110,7 @@ def wait(state: State) -> None:
 
 
 def peak_bytes(state: State) -> int | None:
-    """Most bytes of tensors at once on the fullest rank since the warm-up; None on a CPU, which does not count them."""
+    """Most bytes of tensors at once on the fullest rank, the first step included; None on a CPU, which does not count them."""
     if state.mesh.device.type != "cuda":
         return None
     own = torch.tensor([torch.cuda.max_memory_allocated(state.mesh.device)], dtype=torch.int64, device=state.mesh.device)

@@ -25,10 +25,10 @@ BUBBLE, HOST, UNATTRIBUTED = "bubble", "host gap", "unattributed"
 COMPUTE = (GEMM, ATTENTION, POINTWISE, OPTIMIZER, UNKNOWN)  # of two kernels at one moment the first of these counts
 
 NAMES = (  # the first row with one of these parts in a kernel's (or operator's) name is its row
-    (ATTENTION, ("cudnn_generated", "flash", "fmha", "sdpa", "attention", "cutlassf", "cutlassb")),
+    (ATTENTION, ("cudnn_generated", "cudnn::fusion", "flash", "fmha", "sdpa", "attention", "cutlassf", "cutlassb")),
     (GEMM, ("gemm", "nvjet", "cutlass", "cublas", "splitk", "wgmma", "::mm", "::addmm", "::bmm", "::baddbmm", "::linear", "::matmul", "::dot")),
     (POINTWISE, ("elementwise", "vectorized", "reduce", "softmax", "logsumexp", "memcpy", "memset", "copy", "fill", "cat", "index", "gather",
-                 "scatter", "where", "sort", "scan", "cub::", "foreach", "multi_tensor", "norm", "arange", "philox", "aten::")),
+                 "scatter", "where", "sort", "scan", "cub::", "foreach", "multi_tensor", "norm", "arange", "philox", "assert_async", "aten::")),
 )  # fmt: skip
 
 
