@@ -45,7 +45,9 @@ class Recording:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one step: it ends when the device has done its work. An error in it ends the recording too."""
+        """Around one step: it begins when the device is idle (what the host queued before would count as this step's) and ends when
+        the device has done its work. An error in it ends the recording too."""
+        self._wait()
         try:
             with record_function(f"{STEP}{number}"):
                 yield
