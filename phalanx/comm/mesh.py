@@ -51,6 +51,7 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_s)
         self._axes: list[Axis] = []
         self.closing: list[Callable[[], None]] = []
+        self.overlapping = "off"  # whether tp hides its exchanges, and why not
         self._subs: dict[Replica, Axis] = {}
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
@@ -117,6 +118,10 @@ class Mesh:
 
         `mode` auto: where tp is on GPUs of one host; on: that or an error; off. Returns what came of it, in words.
         """
+        self.overlapping = self._overlap(mode, whole)
+        return self.overlapping
+
+    def _overlap(self, mode: str, whole: int) -> str:
         wanted = self.tp.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
         if not wanted:
             return "off"

@@ -14,6 +14,7 @@ from phalanx.data_parallel.buffers import Buffers, FlatBucket
 from phalanx.layout.buckets import Slot
 from phalanx.layout.param import Piece
 from phalanx.nn.module import Block
+from phalanx.ops.kernels import use_triton
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
@@ -80,6 +81,18 @@ def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own."""
     wanted = plan.run.train.cuda_graphs
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
+
+
+def choices(state: State) -> str:
+    """What was chosen for this machine where the config says auto, and why not more: a line for the log."""
+    run, mesh = state.plan.run, state.mesh
+    triton = use_triton(run.train.kernels, torch.empty(0, device=mesh.device))
+    plain = f", but plain {', '.join(run.train.plain_ops)}" if triton and run.train.plain_ops else ""
+    graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
+    if graphs == "off" and run.train.cuda_graphs == "auto":
+        graphs += " (not a GPU)" if mesh.device.type != "cuda" else " (pipeline stages: train.cuda_graphs=on takes more memory)"
+    overlap = f"; tp exchanges in matmuls {mesh.overlapping}" if mesh.tp.size > 1 else ""
+    return f"kernels {'triton' + plain if triton else 'plain'}; CUDA graphs {graphs}{overlap}"
 
 
 def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:

@@ -26,7 +26,7 @@ from phalanx.data.loader import Loader
 from phalanx.data.prepare import check_tokenizers
 from phalanx.data.text import use_text
 from phalanx.data.tokenizers import is_portable, load_tokenizer
-from phalanx.train.build import State, build, init_weights
+from phalanx.train.build import State, build, choices, init_weights
 from phalanx.train.config import Run
 from phalanx.train.data_text import data_table, open_loaders
 from phalanx.train.flops import flops_of, mfu_text
@@ -172,6 +172,7 @@ def loop_of(
     trackers = None
     if mesh.rank == 0:
         log.info(describe(state, total_samples(run)))
+        log.info(choices(state))
         log.info(data_table(run, loader, valid))
         warn_if_order_changed(loader, start, log)
         log.info(mfu_text(run, mesh.grid.world, device, name))

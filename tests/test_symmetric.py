@@ -1,0 +1,80 @@
+"""Exchanges through shared memory, in parts, against the collectives they stand for; what a run says it chose."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.comm.mesh import Mesh
+from phalanx.comm.symmetric import PulledParts, PushedParts
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
+from phalanx.train.build import build, choices
+from phalanx.train.plan import make_plan
+from tests.parity import base_run
+from tests.test_ops import normal
+
+ROUNDS, WIDTH = 9, 3
+
+
+def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
+    """Rounds of gathering ("g"), scattering ("s") and both open at once ("b"); what was wrong."""
+    mesh = Mesh(Grid(tp=world), rank)
+    tp = mesh.tp
+    before = set(os.listdir("/dev/shm")) if rank == 0 and os.path.isdir("/dev/shm") else set()
+    assert mesh.overlap("on", world * rows * WIDTH * 8) == "on" and tp.memory is not None
+    wrong = []
+    for number in range(ROUNDS):
+        kind = order[number % len(order)]
+        mine = normal(rows, WIDTH, seed=100 * number + rank)
+        product = normal(world * rows, WIDTH, seed=1000 + 100 * number + rank)
+        everyone = torch.cat([normal(rows, WIDTH, seed=100 * number + r) for r in range(world)])
+        summed = sum(normal(world * rows, WIDTH, seed=1000 + 100 * number + r) for r in range(world))[rank * rows : (rank + 1) * rows]
+        gathering = tp.gather(mine) if kind in "gb" else None
+        scattering = tp.scatter(world * rows, WIDTH, product) if kind in "sb" else None
+        assert isinstance(gathering, PulledParts | None) and isinstance(scattering, PushedParts | None)
+        if scattering:
+            for part, out in scattering.parts():
+                out.copy_(product[part])
+        if gathering:
+            seen = torch.full_like(everyone, torch.nan)
+            for part, values in gathering.parts():
+                seen[part] = values
+            wrong += [f"parts in round {number}"] if not torch.equal(seen, everyone) else []
+            wrong += [f"whole in round {number}"] if not torch.equal(gathering.wait(), everyone) else []
+        if scattering and not torch.allclose(scattering.wait(), summed, rtol=1e-14, atol=1e-14):
+            wrong.append(f"sum in round {number}")
+    tp.barrier()
+    if rank == 0 and os.path.isdir("/dev/shm"):
+        wrong += [f"left behind: {name}" for name in set(os.listdir("/dev/shm")) - before if name.startswith("phalanx-")]
+    return wrong
+
+
+@pytest.mark.parametrize("order", ["g", "s", "gs", "b", "ggs", "bsg"])
+@pytest.mark.parametrize("world, rows", [(2, 1), (3, 5), (4, 2)])
+def test_exchanges_equal_their_collectives(ranks, world, rows, order):
+    """Truth: the tensors of all ranks, made again here. Every round has other numbers, so memory used too early or late shows."""
+    assert ranks.run("tests.test_symmetric:exchange", world, rows, order) == [[]] * world
+
+
+def too_large(rank: int, world: int) -> bool:
+    mesh = Mesh(Grid(tp=world), rank)
+    mesh.overlap("on", 64)
+    x = normal(64, 2, seed=rank)
+    whole = mesh.tp.gather(x)
+    return not isinstance(whole, PulledParts) and torch.equal(whole.wait()[64 * rank : 64 * rank + 64], x)
+
+
+def test_what_has_no_room_is_gathered_plainly(ranks):
+    assert all(ranks.run("tests.test_symmetric:too_large", 2))
+
+
+def test_choices_are_said():
+    run = base_run("llama")
+    state = build(make_plan(run, 1), Mesh(Grid()))
+    assert choices(state) == "kernels plain; CUDA graphs off (not a GPU)"
+    off = replace(run, layout=LayoutConfig(tp_overlap="off"), train=replace(run.train, cuda_graphs="off"))
+    assert choices(build(make_plan(off, 1), Mesh(Grid()))) == "kernels plain; CUDA graphs off"
