@@ -12,7 +12,7 @@ from phalanx.base.rng import fill_normal_
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
-from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
+from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config, RopeScaling
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
@@ -27,6 +27,9 @@ MODELS = {
     ),
     "llama-tied": LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=6, num_attention_heads=4, tie_word_embeddings=True,
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
     ),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=SEQ, dropout=0.1, attention_dropout=0.1,

@@ -168,6 +168,7 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
     ("llama-tied", "bf16", 2, dict(tp=2), 30000),
     ("gpt2", "fp32", 4, dict(tp=2), 1 << 30),
     ("gpt2", "bf16", 2, dict(pp=2), 20000),
+    ("qwen3", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
 ])  # fmt: skip
 def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
     ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
@@ -204,7 +205,7 @@ def their_model(model: str, dtype: torch.dtype):
     import transformers
 
     torch.manual_seed(0)
-    config = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[MODELS[model].family](**their_config(model))
+    config = transformers.AutoConfig.for_model(MODELS[model].family, **their_config(model))
     made = transformers.AutoModelForCausalLM.from_config(config)
     for p in made.parameters():
         p.data.normal_()
@@ -222,6 +223,7 @@ def their_config(model: str) -> dict:
     ("llama-tied", torch.float32, "20KB", 2, dict(pp=2)),
     ("gpt2", torch.float32, "10KB", 4, dict(tp=2)),
     ("gpt2", torch.float16, "5GB", 1, dict()),
+    ("qwen3", torch.bfloat16, "10KB", 4, dict(tp=4)),
 ])  # fmt: skip
 def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
     theirs = their_model(model, dtype)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from phalanx.base.batch import IGNORE, Batch
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config
 from phalanx.ops.rope import inverse_frequencies
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State, build, write_slot
@@ -27,6 +27,8 @@ CASES = {
     "llama: GQA, wide heads, llama3 scaling": MODELS["llama"],
     "llama: tied": MODELS["llama-tied"],
     "llama: MQA, theta": replace(MODELS["llama"], num_key_value_heads=1, head_dim=None, rope_scaling=None, rope_theta=500000.0),
+    "qwen3": MODELS["qwen3"],
+    "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2),
 }
@@ -50,7 +52,8 @@ def hf_config(config: LlamaConfig | GPT2Config):
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
             "tie_word_embeddings", "rope_theta", "max_position_embeddings")  # fmt: skip
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
-    return transformers.LlamaConfig(**{k: getattr(c, k) for k in same}, head_dim=head_dim, **scaling_of(c), **options)
+    cls = transformers.Qwen3Config if isinstance(c, Qwen3Config) else transformers.LlamaConfig
+    return cls(**{k: getattr(c, k) for k in same}, head_dim=head_dim, **scaling_of(c), **options)
 
 
 def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
@@ -74,13 +77,14 @@ def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 def widen(model, config: LlamaConfig) -> None:
     """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in float64."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     def rotary(x, position_ids):
         angle = position_ids.double().unsqueeze(-1) * torch.cat([hf_inverse_frequencies(config)] * 2)
         return angle.cos(), angle.sin()
 
     for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):
+        if isinstance(module, LlamaRMSNorm | Qwen3RMSNorm):
             module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
     model.model.rotary_emb.forward = rotary
 
@@ -91,7 +95,8 @@ def hugging_face(case: str) -> dict:
     import transformers
 
     config = CASES[case]
-    cls = transformers.GPT2LMHeadModel if isinstance(config, GPT2Config) else transformers.LlamaForCausalLM
+    others = {GPT2Config: transformers.GPT2LMHeadModel, Qwen3Config: transformers.Qwen3ForCausalLM}
+    cls = others.get(type(config), transformers.LlamaForCausalLM)
     torch.manual_seed(0)
     model = cls(hf_config(config)).double().eval()
     with torch.no_grad():

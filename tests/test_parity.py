@@ -30,6 +30,10 @@ NAMED = {
     "tied tp2 pp2 dp2 sharded": case("llama-tied", 8, tp=2, pp=2, micro_batch=2),
     "fewer micro-batches than stages": case("llama", 4, pp=4, global_batch=2),
     "interleaved, 3 micro-batches on 2 ranks": case("llama", 2, pp=2, virtual_stages=3, global_batch=3),
+    "qwen3 tp2 pp2 dp2": case("qwen3", 8, tp=2, pp=2),
+    "qwen3 tp4 with 2 kv heads, overlapped, pointwise recompute, documents": case(
+        "qwen3", 4, tp=4, tp_overlap="on", recompute="pointwise", documents=True
+    ),
     "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
     "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
     "tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on"),

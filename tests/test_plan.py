@@ -17,7 +17,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import train_loader
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.estimate import Allocations, FusedAttention, measure
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import run_block
 from phalanx.schedule.simulate import LiveChange
@@ -32,7 +32,7 @@ from phalanx.train.plan import make_blocks, make_plan, num_blocks
 from phalanx.train.plan_text import contents, num_parameters, plan_text
 from phalanx.train.step import train_step
 from phalanx.train.verify import step_batches
-from recipes import gpt3_175b, llama3_8b, llama3_70b
+from recipes import gpt3_175b, llama3_8b, llama3_70b, qwen3_8b
 
 H200 = find_device("NVIDIA H200")
 
@@ -62,6 +62,9 @@ def test_flops_of_the_measured_workloads(run, flop):
 MODELS = {
     "llama": LlamaConfig(
         vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=12
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=16
     ),
     "gpt2": GPT2Config(vocab_size=640, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=128),
 }
@@ -250,6 +253,7 @@ RECIPES = {
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
+    "qwen3_8b on 8": (qwen3_8b.run(), 8, 8_190_735_360),
     "gpt3_175b on 128": (gpt3_175b.run(), 128, GPT3),
 }
 
@@ -289,7 +293,7 @@ def test_plan_of_70b():
     assert f"{max(u.total for u in uses) / 2**30:.2f}" in text and OVERHEAD == 2 * 2**30
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2"])
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2", "tiny_qwen3"])
 def test_tiny_recipes(name):
     run = load_run(f"recipes/{name}.yaml")
     assert check(run, Facts(files=False)) == []

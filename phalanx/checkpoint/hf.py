@@ -11,7 +11,7 @@ import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.manifest import missing
-from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
+from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config, RopeScaling
 
 ModelConfig = LlamaConfig | GPT2Config
 ROPE_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -21,7 +21,7 @@ GELU = ("gelu_new", "gelu_pytorch_tanh")
 # key -> the only values that our model computes; a key that is absent means the first
 LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
-    "quantization_config": (None,), "sliding_window": (None,), "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,), "sliding_window": (None,), "use_sliding_window": (False,), "partial_rotary_factor": (1.0, None),
 }  # fmt: skip
 GPT2_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
@@ -51,10 +51,10 @@ def model_config_from_hf(folder: str | Path) -> ModelConfig:
 def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The model that a config.json describes; `where` names it in errors."""
     family = config.get("model_type")
-    if family not in ("llama", "gpt2"):
-        raise CheckpointError(f"{where}: model_type={family!r} is not one of gpt2, llama")
+    if family not in ("llama", "qwen3", "gpt2"):
+        raise CheckpointError(f"{where}: model_type={family!r} is not one of gpt2, llama, qwen3")
     try:
-        return _llama(config, where) if family == "llama" else _gpt2(config, where)
+        return _gpt2(config, where) if family == "gpt2" else _llama(config, where, Qwen3Config if family == "qwen3" else LlamaConfig)
     except KeyError as error:
         raise CheckpointError(f"{where}: {error.args[0]} is missing") from error
 
@@ -69,17 +69,17 @@ def _shown(values: tuple[Any, ...]) -> str:
     return ", ".join(repr(v) for v in values if v is not None) or "unset"
 
 
-def _llama(c: dict[str, Any], where: str) -> LlamaConfig:
+def _llama(c: dict[str, Any], where: str, cls: type[LlamaConfig]) -> LlamaConfig:
     rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     odd = [] if kind in ("default", "llama3") else [f"rope_type={kind!r} (supported: 'default', 'llama3')"]
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         odd.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} (supported: 1.0)")
     _refuse(c, LLAMA_ONLY, where, odd)
-    return LlamaConfig(
+    return cls(
         vocab_size=c["vocab_size"], hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
         num_hidden_layers=c["num_hidden_layers"], num_attention_heads=c["num_attention_heads"],
-        num_key_value_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim"),
+        num_key_value_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim", 128 if cls is Qwen3Config else None),
         max_position_embeddings=c.get("max_position_embeddings", 2048), rms_norm_eps=c.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
         rope_scaling=RopeScaling(**{k: rope[k] for k in ROPE_FIELDS}) if kind == "llama3" else None,
@@ -115,7 +115,8 @@ def _to_llama(m: LlamaConfig) -> dict[str, Any]:
     """Rotary parameters in both spellings: transformers 5 reads `rope_parameters`, others `rope_theta` and `rope_scaling`."""
     scaling = asdict(m.rope_scaling) if m.rope_scaling else None
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
+        "architectures": ["Qwen3ForCausalLM" if isinstance(m, Qwen3Config) else "LlamaForCausalLM"], "model_type": m.family,
+        "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
         "intermediate_size": m.intermediate_size, "num_hidden_layers": m.num_hidden_layers, "num_attention_heads": m.num_attention_heads,
         "num_key_value_heads": m.num_key_value_heads or m.num_attention_heads,
         "head_dim": m.head_dim or m.hidden_size // m.num_attention_heads, "max_position_embeddings": m.max_position_embeddings,
@@ -139,7 +140,7 @@ def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
 def resolved(model: dict[str, Any]) -> dict[str, Any]:
     """A model config's dict with the defaults that depend on other fields filled in, so that two spellings of one model are equal."""
     m = dict(model)
-    if m.get("family") == "llama":
+    if m.get("family") in ("llama", "qwen3"):
         m["num_key_value_heads"] = m.get("num_key_value_heads") or m.get("num_attention_heads")
         m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
     if m.get("family") == "gpt2":
@@ -150,7 +151,7 @@ def resolved(model: dict[str, Any]) -> dict[str, Any]:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`field old -> new` of every field in which two model configs differ, those that a run may change left out."""
     may_change = {"dropout", "attention_dropout", "initializer_range"}
-    if new.get("family") == "llama":
+    if new.get("family") in ("llama", "qwen3"):
         may_change.add("max_position_embeddings")  # of rotary positions it is no shape
     a, b = resolved(old), resolved(new)
     return [f"model.{k} {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and k not in may_change]

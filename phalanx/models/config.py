@@ -55,6 +55,20 @@ class LlamaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen3Config(LlamaConfig):
+    """Llama's fields; queries and keys are normalised head by head before they are turned."""
+
+    family: Literal["qwen3"] = "qwen3"  # type: ignore[assignment]
+    """Which model this section describes: qwen3."""
+    head_dim: int | None = 128
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    rms_norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 1000000.0
+    """Base of the rotary embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPT2Config:
     family: Literal["gpt2"] = "gpt2"
     """Which model this section describes: gpt2."""

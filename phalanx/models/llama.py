@@ -26,7 +26,7 @@ class LlamaEmbedding(Block):
 
 
 class LlamaLayer(Block):
-    def __init__(self, config: LlamaConfig, env: Env, layer: int):
+    def __init__(self, config: LlamaConfig, env: Env, layer: int, head_norm: bool = False):
         super().__init__(env)
         c, at = config, f"model.layers.{layer}"
         head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
@@ -35,6 +35,7 @@ class LlamaLayer(Block):
         self.attention = Attention(
             env, names, c.hidden_size, c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads, head_dim,  # type: ignore[arg-type]
             c.initializer_range, c.initializer_range, c.rope_theta, c.rope_scaling, layer=layer,
+            head_norm=(f"{at}.self_attn.q_norm", f"{at}.self_attn.k_norm", c.rms_norm_eps) if head_norm else None,
         )  # fmt: skip
         self.norm2 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         mlp = tuple(f"{at}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
@@ -66,15 +67,15 @@ class LlamaHead(Block):
         return self.head.logits(self.norm(x), rows)
 
 
-def make_blocks(config: LlamaConfig, env: Env, which: range) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head."""
+def make_blocks(config: LlamaConfig, env: Env, which: range, head_norm: bool = False) -> list[Block]:
+    """Blocks number `which` of layers + 2: embedding, layers, head. `head_norm`: queries and keys are normalised head by head."""
     made: dict[int, Block] = {}
     last = config.num_hidden_layers + 1
     for i in which:
         if i == 0:
             made[i] = LlamaEmbedding(config, env)
         elif i < last:
-            made[i] = LlamaLayer(config, env, i - 1)
+            made[i] = LlamaLayer(config, env, i - 1, head_norm)
         else:
             first = made.get(0)
             made[i] = LlamaHead(config, env, first.embed.weight if config.tie_word_embeddings and isinstance(first, LlamaEmbedding) else None)

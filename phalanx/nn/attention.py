@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +12,7 @@ from phalanx.base.batch import Batch
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.nn.norm import RMSNorm
 from phalanx.ops import attention as ops
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.rope import inverse_frequencies, rope, rotary_table
@@ -41,11 +43,12 @@ class Attention(Module):
     """qkv -> rotary (if any) -> causal attention -> output projection.
 
     names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's c_attn).
+    head_norm: names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon.
     """
 
     def __init__(self, env: Env, names: tuple[str, str, str, str], width: int, heads: int, kv_heads: int, head_dim: int, std: float, std_out: float,
                  rope_theta: float | None = None, rope_scaling: object = None, bias: bool = False, transposed: bool = False,
-                 dropout: float = 0.0, layer: int = 0):  # fmt: skip
+                 dropout: float = 0.0, layer: int = 0, head_norm: tuple[str, str, float] | None = None):  # fmt: skip
         super().__init__(env)
         own = Heads.of(env, heads, kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
@@ -59,6 +62,8 @@ class Attention(Module):
         biases = [Rows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
         self.qkv_bias = self.param(bias_spec(biases)) if bias else None
         self.out_bias = self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias else None
+        self.q_norm = RMSNorm(env, head_norm[0], head_dim, head_norm[2]) if head_norm else None
+        self.k_norm = RMSNorm(env, head_norm[1], head_dim, head_norm[2]) if head_norm else None
         self.num_weights = width * (2 * heads + 2 * kv_heads) * head_dim
 
     def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[Rows]:
@@ -84,6 +89,10 @@ class Attention(Module):
 
     def mix(self, qkv: Tensor, batch: Batch) -> Tensor:
         """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            q, k = (norm(x.reshape(-1, self.head_dim)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+            qkv = torch.cat((q, k, v), 1)
         table = None
         if self.inv_freq is not None:
             if qkv.device.type != "meta" and self.inv_freq.device != qkv.device:

@@ -15,7 +15,7 @@ from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.stages import cut_virtual_stages, given_stages
-from phalanx.models import gpt2, llama
+from phalanx.models import gpt2, llama, qwen3
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
@@ -25,7 +25,7 @@ from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
 from phalanx.train.config import Run
 
-FAMILIES = {"llama": llama.make_blocks, "gpt2": gpt2.make_blocks}
+FAMILIES = {"llama": llama.make_blocks, "gpt2": gpt2.make_blocks, "qwen3": qwen3.make_blocks}
 
 
 def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: range) -> list[Block]:

@@ -323,7 +323,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found["fused AdamW"] = fused_adamw
     found["normal initial values"] = normals
     found["dropout masks"] = masks
-    for model in ("llama", "gpt2"):
+    for model in ("llama", "gpt2", "qwen3"):
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, fp32"] = training_check(model, "fp32", 1e-4)
         found[f"{model}: 10 steps, fp32, selective recompute"] = training_check(model, "fp32", 1e-4, "selective")

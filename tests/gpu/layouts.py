@@ -41,6 +41,7 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     if world % 4 == 0:
         found |= {
             "llama tp4, 2 kv heads": ("llama", dict(tp=4), {}),
+            "qwen3 tp2 pp2": ("qwen3", dict(tp=2, pp=2), {}),
             "gpt2 tp2 pp2": ("gpt2", dict(tp=2, pp=2), {}),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
             "llama tp2 pp2 x 2 virtual stages": ("llama-tied", dict(tp=2, pp=2, virtual_stages=2), dict(micro_batch=2)),

@@ -1,0 +1,13 @@
+"""Qwen3, dense: Llama's blocks with an RMSNorm on every query and key head. Yang et al., "Qwen3 technical report", 2025."""
+
+from __future__ import annotations
+
+from phalanx.models import llama
+from phalanx.models.config import Qwen3Config
+from phalanx.nn.env import Env
+from phalanx.nn.module import Block
+
+
+def make_blocks(config: Qwen3Config, env: Env, which: range) -> list[Block]:
+    """Blocks number `which` of layers + 2: embedding, layers, head."""
+    return llama.make_blocks(config, env, which, head_norm=True)
