@@ -100,7 +100,14 @@ def leaves(cls: type) -> list[Key]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a class: Python drops it, so it is read from the source."""
+    """The string below each field of a class, inherited fields too: Python drops it, so it is read from the source."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        docs |= _own_field_docs(base)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs: dict[str, str] = {}
