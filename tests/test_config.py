@@ -225,6 +225,14 @@ def test_device_rules():
     assert found["--ranks"].value == 4 and found["--ranks"].because == {"GPUs": 2}
     [no_gpu] = problems(["train.device=cuda"], Facts(device_count=0, files=False))
     assert (no_gpu.field, no_gpu.valid) == ("train.device", ("cpu", "auto"))
+    [on_cpu] = problems(["train.cuda_graphs=on", "train.device=cpu"], LAPTOP)
+    assert (on_cpu.field, on_cpu.valid) == ("train.cuda_graphs", ("auto", "off"))
+    for facts in (Facts(device_count=0, files=False), replace(old_gpu, bf16_ok=True, local_ranks=2, world_size=2, triton_ok=False)):
+        [no_triton] = problems(["train.kernels=triton"], facts)
+        assert (no_triton.field, no_triton.valid) == ("train.kernels", ("auto", "plain")) and no_triton.because
+    [unknown] = problems(["train.plain_ops=[norm,rpoe]"], LAPTOP)
+    assert unknown.field == "train.plain_ops" and unknown.because == {"unknown": "rpoe"} and "rope" in unknown.rule
+    assert problems(["train.kernels=triton", "train.cuda_graphs=on"], LAPTOP) == []  # a plan for machines that have GPUs
     [package] = problems(["log.tensorboard=true"], Facts(missing=("tensorboard",), files=False))
     assert package.field == "log.tensorboard" and package.valid == (False,) and "phalanx[tensorboard]" in package.rule
 

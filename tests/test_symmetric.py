@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from phalanx.base.errors import ConfigError
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.symmetric import PulledParts, PushedParts
 from phalanx.layout.config import LayoutConfig
@@ -70,6 +71,20 @@ def too_large(rank: int, world: int) -> bool:
 
 def test_what_has_no_room_is_gathered_plainly(ranks):
     assert all(ranks.run("tests.test_symmetric:too_large", 2))
+
+
+def no_room(rank: int, world: int) -> str:
+    mesh = Mesh(Grid(tp=world), rank)
+    try:
+        mesh.overlap("on", 2**45)  # 128 TiB and more: no machine has that
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+def test_no_room_is_said_on_every_rank(ranks):
+    for text in ranks.run("tests.test_symmetric:no_room", 2):
+        assert "layout.tp_overlap" in text and "no room for" in text and "auto, off" in text
 
 
 def test_choices_are_said():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.comm.axis import Axis
 
 ALIGN = 512
+FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder for temporary files
 
 
 class Symmetric:
@@ -56,13 +57,9 @@ class Symmetric:
         return [self._handle.get_buffer(r, (total,), torch.uint8) for r in range(axis.size)]
 
     def _on_cpu(self, axis: Axis, total: int) -> list[Tensor]:
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        path = ""
-        if axis.index == 0:
-            file, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
-            os.truncate(file, total * axis.size)
-            os.close(file)
-        path = axis.all_gather_text(path)[0]
+        path = axis.all_gather_text(_make_file(total * axis.size) if axis.index == 0 else "")[0]
+        if not path:
+            raise OSError(f"no room for {total * axis.size / 2**20:.0f} MiB in {FOLDER or tempfile.gettempdir()}")
         mapped = torch.from_file(path, shared=True, size=total * axis.size, dtype=torch.uint8)
         axis.barrier()  # everyone has it open
         if axis.index == 0:
@@ -110,6 +107,19 @@ class Symmetric:
         """The current stream waits for a mark."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+def _make_file(nbytes: int) -> str:
+    """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path, or "" without room."""
+    file, path = tempfile.mkstemp(prefix="phalanx-", dir=FOLDER)
+    try:
+        os.posix_fallocate(file, 0, nbytes) if hasattr(os, "posix_fallocate") else os.truncate(file, nbytes)
+    except OSError:
+        os.unlink(path)
+        return ""
+    finally:
+        os.close(file)
+    return path
 
 
 class PulledParts:

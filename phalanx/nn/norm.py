@@ -14,7 +14,13 @@ from phalanx.nn.recompute import remade
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
-class RMSNorm(Module):
+class _Norm(Module):
+    def remade(self, x: Tensor, normed: Tensor) -> AbstractContextManager[Any]:
+        """`normed`, the norm of x, is made again for the backward of what runs inside, if so configured."""
+        return remade(self.env, normed, partial(self.forward, x.detach()))
+
+
+class RMSNorm(_Norm):
     def __init__(self, env: Env, name: str, width: int, eps: float):
         super().__init__(env)
         self.eps = eps
@@ -27,12 +33,8 @@ class RMSNorm(Module):
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
         return add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"))
 
-    def remade(self, x: Tensor, normed: Tensor) -> AbstractContextManager[Any]:
-        """`normed`, the norm of x, is made again for the backward of what runs inside, if so configured."""
-        return remade(self.env, normed, partial(self.forward, x.detach()))
 
-
-class LayerNorm(Module):
+class LayerNorm(_Norm):
     def __init__(self, env: Env, name: str, width: int, eps: float):
         super().__init__(env)
         self.eps = eps
@@ -45,7 +47,3 @@ class LayerNorm(Module):
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
         return add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.twin("norm"))
-
-    def remade(self, x: Tensor, normed: Tensor) -> AbstractContextManager[Any]:
-        """`normed`, the norm of x, is made again for the backward of what runs inside, if so configured."""
-        return remade(self.env, normed, partial(self.forward, x.detach()))

@@ -64,7 +64,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     mesh.overlap(plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
     buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding)
-    optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, "plain" if "adamw" in train.plain_ops else train.kernels)
+    optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
         train.loss_scale_min, kind.loss_scaling,

@@ -173,12 +173,13 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
     elif facts.device == "cuda" and facts.device_count is not None and facts.local_ranks > facts.device_count:
         because = {"GPUs": facts.device_count}
         found.append(Problem("--ranks", facts.local_ranks, "must be <= the number of GPUs", because, (facts.device_count,)))
-    if c.kernels == "triton" and (facts.device == "cpu" or not facts.triton_ok):
-        device = {"device": facts.device_name if facts.triton_ok else f"{facts.device_name}, without triton"}
+    no_gpu = c.device == "cpu" or facts.device_count == 0  # a plan on a laptop is for machines that have them
+    if c.kernels == "triton" and (no_gpu or not facts.triton_ok):
+        device = {"device": "CPU" if no_gpu else f"{facts.device_name}, where triton does not run or is not installed"}
         rule = "Triton kernels need an NVIDIA GPU of compute capability 8.0 and the triton package"
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
-    if c.cuda_graphs == "on" and facts.device == "cpu":
-        found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": facts.device_name}, ("auto", "off")))
+    if c.cuda_graphs == "on" and no_gpu:
+        found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
     unknown = [op for op in c.plain_ops if op not in OPS]
     if unknown:
         found.append(problem("train", c, "plain_ops", f"must name ops among {', '.join(OPS)}", {"unknown": ", ".join(unknown)}, ([],)))
