@@ -293,6 +293,12 @@ def test_plan_of_70b():
     assert f"{max(u.total for u in uses) / 2**30:.2f}" in text and OVERHEAD == 2 * 2**30
 
 
+def test_plan_of_kernels_that_do_not_run_here():
+    """Truth: the plan of the same run with the twin chosen by itself."""
+    chosen = [load_run("recipes/tiny_llama.yaml", [f"train.kernels={kernels}", "layout.tp=2"]) for kernels in ("auto", "triton")]
+    assert plan_text(chosen[0], 2) == plan_text(chosen[1], 2)
+
+
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2", "tiny_qwen3"])
 def test_tiny_recipes(name):
     run = load_run(f"recipes/{name}.yaml")

@@ -24,6 +24,9 @@ USERS = {
     ),
     "gpt3_175b on 128": (gpt3_175b.run(), 128),
     "tiny llama, uneven stages": (replace(load_run("recipes/tiny_llama.yaml"), layout=LayoutConfig(pp=2, tp=2, stages=(2, 4))), 4),
+    "tiny llama, kernels and graphs of a GPU": (
+        load_run("recipes/tiny_llama.yaml", ["train.kernels=triton", "train.cuda_graphs=on", "layout.tp=2"]), 2,
+    ),
     "tiny gpt2, one rank": (load_run("recipes/tiny_gpt2.yaml"), 1),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -78,7 +78,8 @@ def block_uses(plan: Plan) -> list[BlockUse]:
 def _block_use(plan: Plan, number: int) -> BlockUse:
     run, tp = plan.run, DryAxis("tp", plan.grid.tp)
     kind = precision(run.train.precision)
-    (block,) = make_blocks(run.model, plan.env(Coords(), tp), range(number, number + 1))
+    env = replace(plan.env(Coords(), tp), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
+    (block,) = make_blocks(run.model, env, range(number, number + 1))
     batch = _batch(plan)
 
     def new_input() -> torch.Tensor:

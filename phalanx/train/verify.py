@@ -82,7 +82,8 @@ def shrink(run: Run, world: int) -> Small:
     micro_batch, seq_length = min(run.train.micro_batch, 2), 16
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
     train = replace(
-        run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None
+        run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None,
+        kernels="auto", cuda_graphs="auto",
     )  # fmt: skip
     small = replace(run, model=model, layout=layout, train=train, data=DataConfig(mock=True, document_attention=run.data.document_attention))
     return Small(small, pp * dp * tp, describe(run, world, small, pp * dp * tp))
