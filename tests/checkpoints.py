@@ -43,8 +43,7 @@ def values(bucket: Bucket, kind: str, dtype: torch.dtype) -> torch.Tensor:
     for slot in bucket.slots:
         storage = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
         for piece in slot.spec.pieces:
-            view = storage[piece.local]
-            fill_normal_(view.t() if piece.transposed else view, 0.3, piece.shape, piece.box.start, KINDS.index(kind), piece.name)
+            fill_normal_(piece.of(storage), 0.3, piece.shape, piece.box.start, KINDS.index(kind), piece.name)
     return flat
 
 
@@ -107,8 +106,7 @@ def load_weights_on_rank(rank: int, world: int, run: Run, folder: Path, truth: d
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:
-                part = torch.from_numpy(truth[piece.name])[piece.box.slices()]
-                storage[piece.local] = (part.t() if piece.transposed else part).to(storage.dtype)
+                piece.of(storage).copy_(torch.from_numpy(truth[piece.name])[piece.box.slices()])
         good = torch.equal(flat.weight, whole.to(flat.weight.dtype)) and torch.equal(flat.master, whole[flat.lo : flat.hi])
         wrong += [] if good else [p.name for slot in flat.bucket.slots for p in slot.spec.pieces]
     return wrong

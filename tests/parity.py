@@ -13,6 +13,7 @@ from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
 from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config, RopeScaling
+from phalanx.models.moe_config import MixtralConfig, Qwen3MoEConfig
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
@@ -30,6 +31,15 @@ MODELS = {
     ),
     "qwen3": Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
+    ),
+    "mixtral": MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=21, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.1, router_z_loss_coef=0.01,
+    ),
+    "qwen3_moe": Qwen3MoEConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, moe_intermediate_size=14, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=10, num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True,
+        norm_topk_prob=False, router_aux_loss_coef=0.1, router_aux_loss_scope="sequence",
     ),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=SEQ, dropout=0.1, attention_dropout=0.1,
@@ -72,8 +82,7 @@ def set_weights(state: State) -> None:
         for slot in flat.bucket.slots:
             storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype)
             for piece in slot.spec.pieces:
-                view = storage[piece.local]
-                view = view.t() if piece.transposed else view
+                view = piece.of(storage)
                 fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
                 view.add_(1.0 if piece.init.kind == "ones" else 0.0)
             write_slot(flat, slot, storage)
@@ -91,8 +100,7 @@ def parts_of(state: State, what: str) -> Parts:
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:
-                view = storage[piece.local]
-                found.append((piece.name, piece.shape, piece.box, (view.t() if piece.transposed else view).numpy().copy()))
+                found.append((piece.name, piece.shape, piece.box, piece.of(storage).numpy().copy()))
     return found
 
 

@@ -26,6 +26,7 @@ from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import natural
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import make_buckets
+from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.models.config import GPT2Config, LlamaConfig
 from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
@@ -123,15 +124,16 @@ def test_holdings_of_strided_and_transposed_pieces():
     rows = [Piece("gate", (4, 6), Box.full((4, 6)), (slice(0, 8, 2), slice(0, 6)), Init("zeros")),
             Piece("up", (4, 6), Box.full((4, 6)), (slice(1, 8, 2), slice(0, 6)), Init("zeros"))]  # fmt: skip
     conv = [Piece("conv", (9, 9), Box((2, 3), (7, 9)), (slice(1, 7), slice(0, 10, 2)), Init("zeros"), transposed=True)]
+    stack = [Piece(f"expert {e}", (9, 4), Box((1, 0), (4, 4)), (e, slice(0, 4), slice(3, 6)), Init("zeros"), transposed=True) for e in (0, 2)]
     users = frozenset({(0, 0)})
-    (bucket,) = make_buckets([(ParamSpec((8, 6), tuple(rows)), users), (ParamSpec((7, 10), tuple(conv)), users)], 1)
+    specs = [ParamSpec((8, 6), tuple(rows)), ParamSpec((7, 10), tuple(conv)), ParamSpec((3, 4, 7), tuple(stack))]
+    (bucket,) = make_buckets([(spec, users) for spec in specs], Grid())
     flat = torch.arange(bucket.numel)
     truth = {}
     for slot in bucket.slots:
         for piece in slot.spec.pieces:
-            view = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)[piece.local]
             whole = truth.setdefault(piece.name, torch.full(piece.shape, -1))
-            whole[piece.box.slices()] = view.t() if piece.transposed else view
+            whole[piece.box.slices()] = piece.of(flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape))
     for lo, hi in [(0, bucket.numel), *itertools.pairwise(sorted(random.Random(1).sample(range(bucket.numel), 40)))]:
         seen = []
         for item in items_in(bucket, flat[lo:hi], lo, lo, hi):
@@ -157,9 +159,8 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
     for flat in state.buffers.flat:
         for slot in flat.bucket.slots:
             for piece in slot.spec.pieces:
-                view = flat.weight[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)[piece.local]
                 whole = found.setdefault(piece.name, torch.full(piece.shape, torch.nan))
-                whole[piece.box.slices()] = view.t() if piece.transposed else view
+                whole[piece.box.slices()] = piece.of(flat.weight[slot.offset : slot.offset + slot.numel].view(slot.spec.shape))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.layout.box import Box, cut, flat_range_boxes
 from phalanx.layout.buckets import ALIGN, cut_runs, make_buckets, piece_ranges
-from phalanx.layout.grid import AXES, Coords, Grid
+from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
 
@@ -58,6 +58,9 @@ def test_flat_ranges_are_tiled_by_boxes(shape):
         assert len(boxes) <= max(1, 2 * len(shape) - 1) and not any(box.empty for box in boxes)
 
 
+AXES = ("pp", "dp", "cp", "tp")
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 3, 1, 2), (3, 1, 2, 4), (1, 5, 1, 1)], ids=str)
 def test_grid(sizes):
     """Truth: a table of ranks with one dim per axis, tp innermost."""
@@ -74,6 +77,25 @@ def test_grid(sizes):
             assert grid.size(axis) == sizes[d]
             some = tuple(range(0, sizes[d], 2))
             assert grid.members(at, axis, some) == tuple(int(table[(*where[:d], i, *where[d + 1 :])]) for i in some)
+
+
+@pytest.mark.parametrize("sizes", [((2, 2, 1, 4), (4, 2)), ((1, 4, 1, 2), (8, 1)), ((1, 2, 3, 2), (3, 2)), ((3, 2, 1, 2), (1, 1))], ids=str)
+def test_expert_view(sizes):
+    """Truth: a table of the same ranks with dims (pp, edp, ep, etp), numbered in the same order."""
+    dense, (ep, etp) = sizes
+    grid = Grid(*dense, ep=ep, etp=etp)
+    assert grid.edp * ep * etp == grid.stage == grid.world // grid.pp
+    table = np.arange(grid.world).reshape(grid.pp, grid.edp, ep, etp)
+    axes = ("edp", "ep", "etp")
+    for rank in range(grid.world):
+        at = grid.coords(rank)
+        where = tuple(int(i[0]) for i in np.where(table == rank))
+        mine = grid.expert_coords(at)
+        assert (at.pp, mine.edp, mine.ep, mine.etp) == where
+        for n in range(4):
+            for some in itertools.combinations(axes, n):
+                index = (where[0], *(slice(None) if a in some else i for a, i in zip(axes, where[1:])))
+                assert grid.expert_ranks(at, some) == tuple(np.ravel(table[index]).tolist())
 
 
 def all_cuts(n: int, stages: int):
@@ -153,7 +175,7 @@ def test_buckets(shards):
         (spec("embed", 13, 5, replicas=tied), first), (spec("a", 7, 9), first), (spec("a.norm", 3), first), (spec("b", 65), second),
         (spec("head", 13, 5), both), (spec("c", 1), first), (spec("replicated", 4, replicas=(Replica("tp", (0, 1)),)), second),
     ]  # fmt: skip
-    buckets = make_buckets(params, shards)
+    buckets = make_buckets(params, Grid(dp=shards))
     assert [b.id for b in buckets] == list(range(len(buckets)))
     names = [([params[s.param][0].name for s in b.slots], b.users) for b in buckets]
     assert names == [(["embed"], first), (["a", "a.norm", "c"], first), (["b", "replicated"], second), (["head"], both)]
@@ -170,13 +192,13 @@ def test_buckets(shards):
 def test_ranges_of_pieces():
     """Truth: numbering the storage. A replicated piece that is not whole rows is refused."""
     halves = [Piece(n, (2, 5), Box.full((2, 5)), (slice(2 * i, 2 * i + 2), slice(0, 5)), Init("zeros")) for i, n in enumerate("qk")]
-    (bucket,) = make_buckets([(spec("x", 3), frozenset()), (ParamSpec((4, 5), tuple(halves)), frozenset())], 1)
+    (bucket,) = make_buckets([(spec("x", 3), frozenset()), (ParamSpec((4, 5), tuple(halves)), frozenset())], Grid())
     slot = bucket.slots[1]
     storage = np.arange(slot.offset, slot.offset + 20).reshape(4, 5)
     for piece, (a, b) in zip(slot.spec.pieces, piece_ranges(slot)):
         assert storage[piece.local].ravel().tolist() == list(range(a, b))
     narrow = Piece("v", (4, 2), Box.full((4, 2)), (slice(0, 4), slice(0, 2)), Init("zeros"))
-    (bucket,) = make_buckets([(ParamSpec((4, 5), (narrow,)), frozenset())], 1)
+    (bucket,) = make_buckets([(ParamSpec((4, 5), (narrow,)), frozenset())], Grid())
     with pytest.raises(ValueError, match="v: a replicated piece must be whole rows"):
         piece_ranges(bucket.slots[0])
 

@@ -120,8 +120,7 @@ def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
         for slot in flat.bucket.slots:
             storage = torch.zeros(slot.spec.shape, dtype=torch.float64)
             for piece in slot.spec.pieces:
-                part = torch.from_numpy(weights[piece.name][piece.box.slices()])
-                storage[piece.local] = part.t() if piece.transposed else part
+                piece.of(storage).copy_(torch.from_numpy(weights[piece.name][piece.box.slices()]))
             write_slot(flat, slot, storage)
 
 

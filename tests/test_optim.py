@@ -35,7 +35,7 @@ def one_bucket(shards: int) -> Bucket:
     for name, shape in SHAPES.items():
         whole = tuple(slice(0, n) for n in shape)
         specs.append((ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, Init("zeros"), len(shape) > 1),)), frozenset({(0, 0)})))
-    (bucket,) = make_buckets(specs, shards)
+    (bucket,) = make_buckets(specs, Grid(dp=shards))
     return bucket
 
 

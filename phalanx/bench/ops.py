@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
 from phalanx.bench.ceilings import Ceilings, attention_flop, measure_ceilings
 from phalanx.bench.timing import Times, measure
-from phalanx.comm.axis import Axis, Work
+from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Coords
 from phalanx.train.build import build, init_weights, to_device
@@ -48,6 +48,9 @@ class Alone(Axis):
 
     def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
         return Work(x[: x.shape[0] // self.size])
+
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
+        return x
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,9 @@ def calls_of(plan: Plan, device: torch.device) -> list[Call]:
 def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     """Embedding, first layer and head of tp rank 0, with random weights and gradient buffers as in training."""
     n = num_blocks(plan.run.model)
-    env = plan.env(Coords(), Alone("tp", plan.grid.tp))
+    grid = plan.grid
+    axes = ModelAxes(Alone("tp", grid.tp), Alone("ep", grid.ep), Alone("etp", grid.etp), Alone("ep x etp", grid.ep * grid.etp))
+    env = plan.env(Coords(), axes)
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
     kind = precision(plan.run.train.precision)
     for block in blocks:

@@ -50,7 +50,7 @@ def _part(slot: Slot, piece: Piece, run: Box, flat: Tensor, base: int) -> Item:
     strides = _strides(slot.spec.shape)
     offset = flat.storage_offset() + slot.offset - base
     start, size, stride = [], [], []
-    for s, low, high, unit in zip(piece.local, run.start, run.stop, strides):
+    for s, low, high, unit in zip(piece.slices, run.start, run.stop, strides):
         step = s.step or 1
         count = -(-(s.stop - s.start) // step)
         a, b = max(0, -(-(low - s.start) // step)), min(count, -(-(high - s.start) // step))
@@ -58,11 +58,16 @@ def _part(slot: Slot, piece: Piece, run: Box, flat: Tensor, base: int) -> Item:
         size.append(max(0, b - a))
         stride.append(step * unit)
         offset += (s.start + a * step) * unit
+    empty = 0 in size
+    kept = [d for d, s in enumerate(piece.local) if not isinstance(s, int)]
+    start, size, stride = ([x[d] for d in kept] for x in (start, size, stride))
     if piece.transposed:
-        start, size, stride = start[::-1], size[::-1], stride[::-1]
+        start, size, stride = ([*x[:-2], x[-1], x[-2]] for x in (start, size, stride))
     corner = tuple(p + a for p, a in zip(piece.box.start, start))
     box = Box(corner, tuple(c + n for c, n in zip(corner, size)))
-    return Item(piece, box, flat[:0] if box.empty else flat.as_strided(size, stride, offset))
+    if empty or box.empty:
+        return Item(piece, Box(corner, corner), flat[:0])
+    return Item(piece, box, flat.as_strided(size, stride, offset))
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
@@ -77,8 +82,7 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     """This rank's share of the compute-dtype weights: its data-parallel part of each bucket, without copies that others write."""
     found = []
     for f in buffers.flat:
-        lo, hi = f.bucket.shard(mesh.dp.index, mesh.dp.size)
-        found += [i for i in items_in(f.bucket, f.weight, 0, lo, hi) if i.piece.is_writer(mesh.at)]
+        found += [i for i in items_in(f.bucket, f.weight, 0, *f.own) if i.piece.is_writer(mesh.at)]
     return found
 
 
@@ -86,7 +90,8 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> dict[str, list[Item]]:
     """This rank's share of each kind of state. Where the state is whole on every data-parallel rank, each writes its part."""
     found: dict[str, list[Item]] = {kind: [] for kind in KINDS}
     for s in shards:
-        lo, hi = s.bucket.shard(mesh.dp.index, mesh.dp.size)
+        axis = mesh.along(s.bucket.axis)
+        lo, hi = s.bucket.shard(axis.index, axis.size)
         for kind in KINDS:
             found[kind] += [i for i in items_in(s.bucket, getattr(s, kind), s.lo, lo, hi) if i.piece.is_writer(mesh.at)]
     return found

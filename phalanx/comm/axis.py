@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -175,6 +176,20 @@ class Axis:
         work = Work(own, handle, finish=lambda: _copy(own, apart))
         return work if async_op else Work(work.wait())
 
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
+        """Rows of x, cut into runs of `send` rows, one run to each rank -> the runs of `receive` rows that each rank sent, in rank order.
+
+        Without sizes all runs are equal.
+        """
+        total = len(x) if receive is None else sum(receive)
+        if self._local("all_to_all", x):
+            return x if self.size == 1 else x.new_zeros(total, *x.shape[1:])
+        x = x.contiguous()
+        out = x.new_empty(total, *x.shape[1:])
+        to, source = None if send is None else list(send), None if receive is None else list(receive)
+        self._run(lambda: dist.all_to_all_single(out, x, source, to, group=self.group))
+        return out
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """x of the axis' rank number `source`, in place."""
         if not self._local("broadcast", x):
@@ -207,3 +222,13 @@ class Axis:
         if self.watch.on and self.watch.drop is not None and self.watch.drop.op == "send" and self.watch.drop.axis == self.name:
             return Work(out.zero_())
         return Work(out, self._run(lambda: dist.irecv(out, src=self.ranks[source], group=self.group)))
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """The axes that modules communicate over: tp of the dense view; ep, etp and both together (`experts`) of the expert view."""
+
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    etp: Axis = field(default_factory=lambda: Axis("etp"))
+    experts: Axis = field(default_factory=lambda: Axis("ep x etp"))

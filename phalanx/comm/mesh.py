@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.base.errors import ConfigError, PeerLost, Problem
-from phalanx.comm.axis import Axis
+from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
 from phalanx.comm.symmetric import Symmetric
-from phalanx.layout.grid import Grid
+from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 
 
@@ -40,6 +40,7 @@ class Mesh:
     """The axes of one rank.
 
     tp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
+    ep, etp, edp        axes of the expert view, and `experts`, ep and etp together: after `prepare_experts`.
     Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
     only, because torch names such a group by the number of groups that a rank has made before.
     """
@@ -58,6 +59,20 @@ class Mesh:
         self.dp = self._phase("dp", grid.ranks(self.at, ("dp",)))
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
+        self.model = ModelAxes(self.tp)
+
+    def prepare_experts(self) -> None:
+        """Make the axes of the expert view, which only models with experts need."""
+
+        def phase(name: str, *axes: ExpertAxis) -> Axis:
+            return self._phase(name, self.grid.expert_ranks(self.at, axes))
+
+        self.model = ModelAxes(self.tp, phase("ep", "ep"), phase("etp", "etp"), phase("ep x etp", "ep", "etp"))
+        self.edp = phase("edp", "edp")
+
+    def along(self, axis: SumAxis) -> Axis:
+        """The axis over which gradients of some parameters are summed."""
+        return self.dp if axis == "dp" else self.edp
 
     def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
         group = None

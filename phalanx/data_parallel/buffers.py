@@ -1,8 +1,8 @@
 """Flat buffers of weights and gradients, and the one state machine that reduces, shards and gathers them.
 
-Level 0: gradients are summed over dp, each rank updates everything. Level 1: each rank gets the sum of its shard, updates it
-and all ranks gather the weights again, asynchronously, bucket by bucket, until the next forward needs them
-(Rajbhandari et al., "ZeRO", 2020). A bucket goes through: accumulating -> reducing -> reduced -> (update) -> gathering -> ready.
+Level 0: gradients are summed over dp (those of experts over edp), each rank updates everything. Level 1: each rank gets the sum
+of its shard, updates it and all ranks gather the weights again, asynchronously, bucket by bucket, until the next forward needs
+them (Rajbhandari et al., "ZeRO", 2020). A bucket goes through: accumulating -> reducing -> reduced -> (update) -> gathering -> ready.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from phalanx.ops.shard import Shard
 class FlatBucket:
     """One bucket on one rank: `weight` (numel,) in the compute dtype, `grad` (numel,) in the master dtype.
 
-    Without training there are no gradients, and the weights are their own masters.
+    Without training there are no gradients, and the weights are their own masters. So it is with parameters that are not trained:
+    they are whole on every rank, in the master dtype.
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int, training: bool = True):
+        if not bucket.trained:
+            precision = Precision(precision.master, precision.master)
+        elif not training:
+            precision = Precision(precision.compute, precision.compute)
+        training = training and bucket.trained
         self.bucket, self.mesh, self.level, self.training = bucket, mesh, level if training else 0, training
         device, level = mesh.device, self.level
-        precision = precision if training else Precision(precision.compute, precision.compute)
         self.weight = torch.zeros(bucket.numel, dtype=precision.compute, device=device)
         self.grad = torch.zeros(bucket.numel if training else 0, dtype=precision.master, device=device)
-        self.lo, self.hi = bucket.shard(mesh.dp.index, mesh.dp.size) if level >= 1 else (0, bucket.numel)
+        self.axis = mesh.along(bucket.axis)
+        self.own = bucket.shard(self.axis.index, self.axis.size)
+        self.lo, self.hi = self.own if level >= 1 else (0, bucket.numel)
         own = self.weight[self.lo : self.hi]
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
         self.sums = self._sums() if training else []
@@ -64,7 +71,7 @@ class FlatBucket:
 
     def reduce(self) -> None:
         """Start summing the gradients. Sums between stages wait for `finish`: their ranks get here at different times."""
-        if not self.deferred:
+        if self.training and not self.deferred:
             self._start_reduce()
 
     def _start_reduce(self) -> None:
@@ -74,19 +81,23 @@ class FlatBucket:
             if len(views) > 1:
                 for view, part in zip(views, packed.split([len(v) for v in views])):
                     view.copy_(part)
-        dp = self.mesh.dp
-        self._reducing = dp.reduce_scatter_within(self.grad, async_op=True) if self.level >= 1 else dp.all_reduce(self.grad, async_op=True)
+        reduce = self.axis.reduce_scatter_within if self.level >= 1 else self.axis.all_reduce
+        self._reducing = reduce(self.grad, async_op=True)
 
     def finish(self) -> None:
-        """Wait until the sum over dp is there (in `grad[lo:hi]`)."""
+        """Wait until the sum over the bucket's axis is there (in `grad[lo:hi]`)."""
+        if not self.training:
+            return
         if self._reducing is None:
             self._start_reduce()
         self._reducing.wait()  # type: ignore[union-attr]
         self._reducing = None
 
     def counted(self) -> list[Tensor]:
-        """The gradient elements that this rank counts in the norm: its dp part, without replicas that another rank counts."""
-        lo, hi = self.bucket.shard(self.mesh.dp.index, self.mesh.dp.size)
+        """The gradient elements that this rank counts in the norm: its part, without replicas that another rank counts."""
+        if not self.training:
+            return []
+        lo, hi = self.own
         views, at = [], lo
         skipped = sorted(r for slot in self.bucket.slots if any(p.replicas for p in slot.spec.pieces)
                          for p, r in zip(slot.spec.pieces, piece_ranges(slot)) if not p.is_writer(self.mesh.at))  # fmt: skip
@@ -110,7 +121,7 @@ class FlatBucket:
     def gather(self) -> None:
         """Start gathering the weights of all parts."""
         if self.level >= 1:
-            self._gathering = self.mesh.dp.all_gather_into(self.weight, async_op=True)
+            self._gathering = self.axis.all_gather_into(self.weight, async_op=True)
 
     def ready(self) -> None:
         """Wait until the weights have arrived."""
@@ -132,6 +143,8 @@ class Buffers:
         """What the optimizer updates; moments start at zero."""
         made = []
         for f in self.flat:
+            if not f.bucket.trained:
+                continue
             grad = f.grad[f.lo : f.hi]
             made.append(Shard(f.bucket, f.lo, f.hi, f.master, grad, torch.zeros_like(f.master), torch.zeros_like(f.master), f.out))
         return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from phalanx.layout.grid import Grid, SumAxis
 from phalanx.layout.param import ParamSpec, Replica
 
 ALIGN = 64  # elements: 128 bytes in bf16, 256 in fp32
@@ -26,12 +27,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`numel` is padded so that `shards` equal, aligned parts cover it; `users` are (stage, run) pairs."""
+    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run) pairs."""
 
     id: int
     slots: tuple[Slot, ...]
     numel: int
     users: frozenset[tuple[int, int]]
+    axis: SumAxis = "dp"
+    trained: bool = True
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
         size = self.numel // shards
@@ -50,21 +53,21 @@ def cut_runs(block_numels: list[int], limit: int) -> list[range]:
     return runs
 
 
-def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], shards: int) -> list[Bucket]:
-    """Buckets for parameters given with their users, in model order; parameters with equal users and equal pp replicas share one."""
-    groups: dict[tuple[frozenset[tuple[int, int]], frozenset[Replica]], list[int]] = {}
+def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], grid: Grid) -> list[Bucket]:
+    """Buckets for parameters given with their users, in model order; those with equal users, kind and pp replicas share one."""
+    groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, frozenset[Replica]], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
-        groups.setdefault((users, tied), []).append(i)
+        groups.setdefault((users, spec.summed_over, spec.trained, tied), []).append(i)
     buckets: list[Bucket] = []
-    for (users, _), members in groups.items():
+    for (users, axis, trained, _), members in groups.items():
         offset, slots = 0, list[Slot]()
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += -(-numel // ALIGN) * ALIGN
-        unit = ALIGN * shards
-        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users))
+        unit = ALIGN * grid.size(axis)
+        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained))
     return buckets
 
 
@@ -73,8 +76,9 @@ def piece_ranges(slot: Slot) -> list[tuple[int, int]]:
     row = prod(slot.spec.shape[1:])
     ranges = []
     for piece in slot.spec.pieces:
-        for dim, s in enumerate(piece.local[1:], 1):
+        first, *others = piece.slices
+        for dim, s in enumerate(others, 1):
             if (s.start, s.stop, s.step) not in ((0, slot.spec.shape[dim], None), (0, slot.spec.shape[dim], 1)):
                 raise ValueError(f"{piece.name}: a replicated piece must be whole rows of its storage")
-        ranges.append((slot.offset + piece.local[0].start * row, slot.offset + piece.local[0].stop * row))
+        ranges.append((slot.offset + first.start * row, slot.offset + first.stop * row))
     return ranges

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, problem
+from phalanx.base.rules import at_least, divisors, no_effect, problem
 from phalanx.layout.config import LayoutConfig
 
 
-def check(config: LayoutConfig, *, world_size: int, blocks: int) -> list[Problem]:
-    """blocks: transformer layers + 2 (embedding and head are blocks)."""
-    found = at_least("layout", config, 1, "tp", "pp", "virtual_stages", "bucket_mb")
+def check(config: LayoutConfig, *, world_size: int, blocks: int, experts: int = 0, expert_size: int = 0) -> list[Problem]:
+    """blocks: transformer layers + 2 (embedding and head are blocks). experts: per layer, 0 for a dense model; expert_size: their width."""
+    found = at_least("layout", config, 1, "tp", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
     if not found:
         found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks)
+        found += check_experts(config, world_size, experts, expert_size)
+    return found
+
+
+def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_size: int) -> list[Problem]:
+    """Every expert rank has as many experts; ep and etp cut the ranks of a stage."""
+    if not experts:
+        return no_effect("layout", config, ("ep", "etp", "dispatch"), "experts", {"experts of model": 0})
+    found, stage = [], world_size // config.pp
+    if experts % config.ep:
+        because = {"experts per layer": experts}
+        found.append(problem("layout", config, "ep", "must divide the number of experts", because, divisors(config.ep, experts, stage)))
+    if config.etp > expert_size:
+        because = {"width of an expert": expert_size}
+        found.append(problem("layout", config, "etp", "must be <= the width of an expert", because, divisors(config.etp, stage)))
+    if stage % (config.ep * config.etp):
+        because = {"layout.etp": config.etp, "ep * etp": config.ep * config.etp, "ranks of a stage": stage}
+        rule = "ep * etp must divide the number of ranks of a stage (world_size / pp)"
+        found.append(problem("layout", config, "ep", rule, because, divisors(config.ep, max(1, stage // config.etp), experts)))
     return found
 
 

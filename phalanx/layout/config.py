@@ -8,12 +8,19 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """Data-parallel size is what is left: dp = world / (pp * tp)."""
+    """Data-parallel size is what is left: dp = world / (pp * tp). Experts cut the same ranks anew: edp = dp * tp / (ep * etp)."""
 
     tp: int = 1
     """Tensor-parallel size: each layer's weights are cut over this many ranks; activations between blocks are cut along tokens."""
     tp_overlap: Literal["auto", "on", "off"] = "auto"
     """Hide tensor-parallel gathers and scatters in the matmuls through memory shared by the ranks. auto: on GPUs of one host; on, off."""
+    ep: int = 1
+    """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp and dp."""
+    etp: int = 1
+    """Tensor-parallel size inside each expert, whatever tp is elsewhere."""
+    dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
+    """How tokens get to their experts: allgather (every token to every expert rank, no host sync), alltoall (each token to its experts'
+    ranks, one exchange of sizes per layer). auto: alltoall."""
     pp: int = 1
     """Pipeline-parallel size: number of ranks that the layers are spread over."""
     virtual_stages: int = 1

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.layout.buckets import Bucket
+from phalanx.layout.grid import Grid
 
 
 class Allocations(TorchDispatchMode):
@@ -111,16 +112,17 @@ def measure(forward: Callable[[Tensor], Tensor], x: Callable[[], Tensor], params
     return Use(kept, max(0, seen.peak - kept), output)
 
 
-def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, shards: int) -> dict[str, int]:
-    """Bytes by kind of flat buckets whose optimizer state is cut into `shards`; `weight` and `master` are bytes per element.
+def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid) -> dict[str, int]:
+    """Bytes by kind of flat buckets whose optimizer state is cut over their axes of `grid`; `weight` and `master` are bytes per element.
 
-    Where weights have the master dtype they are their own masters.
+    Where weights have the master dtype they are their own masters, as what is not trained always is.
     """
-    numel = sum(b.numel for b in buckets)
-    own = numel // shards
-    return {
-        "weights": numel * weight,
-        "gradients": numel * master,
-        "masters": 0 if weight == master else own * master,
-        "moments": 2 * own * master,
-    }
+    found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
+    for b in buckets:
+        own = b.numel // grid.size(b.axis)
+        found["weights"] += b.numel * (weight if b.trained else master)
+        if b.trained:
+            found["gradients"] += b.numel * master
+            found["masters"] += 0 if weight == master else own * master
+            found["moments"] += 2 * own * master
+    return found

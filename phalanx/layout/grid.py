@@ -1,4 +1,8 @@
-"""Rank <-> coordinates of the mesh (pp, dp, cp, tp): tensor parallel innermost, pipeline outermost."""
+"""Rank <-> coordinates of the mesh: the dense view (pp, dp, cp, tp) and, of the same ranks, the expert view (pp, edp, ep, etp).
+
+Tensor parallel is innermost, pipeline outermost. The ranks of a stage, numbered as in the dense view, are cut anew for experts: so
+expert parallelism may span tensor, context and data parallelism, and experts may be cut otherwise than attention is.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from itertools import product
 from typing import Literal
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
-AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
+ExpertAxis = Literal["edp", "ep", "etp"]
+SumAxis = Literal["dp", "edp"]  # over which a parameter's gradient is summed: dense parameters over dp, experts over edp
 
 
 @dataclass(frozen=True)
@@ -21,19 +26,42 @@ class Coords:
 
 
 @dataclass(frozen=True)
+class ExpertCoords:
+    """Where one rank stands in the expert view of its stage."""
+
+    edp: int = 0
+    ep: int = 0
+    etp: int = 0
+
+
+@dataclass(frozen=True)
 class Grid:
-    """Sizes of the mesh axes. Rank = ((pp * DP + dp) * CP + cp) * TP + tp: neighbours in tp are neighbours on the node."""
+    """Sizes of the mesh axes. Rank = ((pp * DP + dp) * CP + cp) * TP + tp: neighbours in tp are neighbours on the node.
+
+    In the expert view the rank inside its stage is (edp * EP + ep) * ETP + etp; EDP is what is left of the stage.
+    """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
 
-    def size(self, axis: AxisName) -> int:
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        return self.stage // (self.ep * self.etp)
+
+    def size(self, axis: AxisName | SumAxis) -> int:
         return getattr(self, axis)
 
     def coords(self, rank: int) -> Coords:
@@ -53,3 +81,15 @@ class Grid:
     def members(self, at: Coords, axis: AxisName, indices: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks at `indices` along `axis`, everything else as `at`."""
         return tuple(self.rank(replace(at, **{axis: i})) for i in indices)
+
+    def expert_coords(self, at: Coords) -> ExpertCoords:
+        rest, etp = divmod(self.rank(at) % self.stage, self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return ExpertCoords(edp, ep, etp)
+
+    def expert_ranks(self, at: Coords, axes: tuple[ExpertAxis, ...]) -> tuple[int, ...]:
+        """Ranks of this stage that differ from `at` only along `axes` of the expert view, in rank order."""
+        mine, first = self.expert_coords(at), at.pp * self.stage
+        runs = {"edp": self.edp, "ep": self.ep, "etp": self.etp}
+        spans = [range(n) if axis in axes else (getattr(mine, axis),) for axis, n in runs.items()]
+        return tuple(first + (d * self.ep + e) * self.etp + t for d, e, t in product(*spans))

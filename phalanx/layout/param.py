@@ -7,10 +7,11 @@ gate and up), padded (vocabulary) or transposed (GPT-2's Conv1D); nothing outsid
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Any, Literal
 
 from phalanx.layout.box import Box
-from phalanx.layout.grid import AxisName, Coords
+from phalanx.layout.grid import AxisName, Coords, SumAxis
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,34 @@ class Piece:
 
     name, shape   the global tensor
     box           the part of it held here
-    local         one slice per storage dim
-    transposed    the storage's dims are the global dims reversed (2-d only)
+    local         one slice per storage dim; a number picks one of a stack and drops the dim (an expert of many)
+    transposed    the last two dims of the storage are those of the global tensor, swapped
     init, decay   initial values; whether weight decay applies
-    replicas      who else holds it (besides data parallelism, which always does)
+    replicas      who else holds it (besides the ranks of ParamSpec.summed_over, which always do)
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
-    local: tuple[slice, ...]
+    local: tuple[slice | int, ...]
     init: Init
     decay: bool = True
     transposed: bool = False
     replicas: tuple[Replica, ...] = ()
+
+    def of(self, storage: Any) -> Any:
+        """This piece of its storage (anything indexed like a tensor), in global orientation."""
+        view = storage[self.local]
+        return view.mT if self.transposed else view
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """`local` with the numbers written as slices."""
+        return tuple(slice(s, s + 1) if isinstance(s, int) else s for s in self.local)
+
+    def first(self, shape: tuple[int, ...]) -> int:
+        """Number of the piece's first element in a storage of this shape."""
+        return sum(s.start * prod(shape[d + 1 :]) for d, s in enumerate(self.slices))
 
     def is_writer(self, at: Coords) -> bool:
         """Whether this rank's copy counts: in norms once, in checkpoints once (the first member of each replica axis)."""
@@ -57,10 +72,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Storage of one parameter on one rank: its shape and the pieces in it. Elements outside every piece are padding (zero)."""
+    """Storage of one parameter on one rank: its shape and the pieces in it. Elements outside every piece are padding (zero).
+
+    summed_over   the axis whose ranks hold the same storage and see different tokens: dp, or edp for experts
+    trained       False: state of the model that follows from what it sees, not from gradients; kept whole on every rank, in the
+                  masters' dtype
+    exported      whether Hugging Face checkpoints have it
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    summed_over: SumAxis = "dp"
+    trained: bool = True
+    exported: bool = True
 
     @property
     def name(self) -> str:

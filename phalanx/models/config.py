@@ -53,6 +53,11 @@ class LlamaConfig:
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
 
+    @property
+    def routed_experts(self) -> int:
+        """Experts of a layer that tokens are routed to; 0 for a dense model."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
@@ -92,3 +97,8 @@ class GPT2Config:
     """Dropout of attention probabilities (runs on the reference path)."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights; output projections use it / sqrt(2 * layers)."""
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts of a layer that tokens are routed to; 0 for a dense model."""
+        return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from phalanx.base.batch import Batch
@@ -11,8 +14,10 @@ from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
 from phalanx.nn.mlp import SwiGLU
-from phalanx.nn.module import Block
+from phalanx.nn.module import Block, Module
 from phalanx.nn.norm import RMSNorm
+
+MakeMLP = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
 
 
 class LlamaEmbedding(Block):
@@ -26,7 +31,7 @@ class LlamaEmbedding(Block):
 
 
 class LlamaLayer(Block):
-    def __init__(self, config: LlamaConfig, env: Env, layer: int, head_norm: bool = False):
+    def __init__(self, config: LlamaConfig, env: Env, layer: int, head_norm: bool = False, make_mlp: MakeMLP | None = None):
         super().__init__(env)
         c, at = config, f"model.layers.{layer}"
         head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
@@ -38,8 +43,7 @@ class LlamaLayer(Block):
             head_norm=(f"{at}.self_attn.q_norm", f"{at}.self_attn.k_norm", c.rms_norm_eps) if head_norm else None,
         )  # fmt: skip
         self.norm2 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        mlp = tuple(f"{at}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
-        self.mlp = SwiGLU(env, mlp, c.hidden_size, c.intermediate_size, c.initializer_range)  # type: ignore[arg-type]
+        self.mlp = (make_mlp or mlp)(config, env, layer)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)
@@ -47,7 +51,7 @@ class LlamaLayer(Block):
             delta = self.attention(normed, batch)
         x, normed = self.norm2.add(x, delta)
         with self.norm2.remade(x, normed):
-            return x + self.mlp(normed)
+            return x + self.mlp(normed, batch)
 
 
 class LlamaHead(Block):
@@ -67,15 +71,22 @@ class LlamaHead(Block):
         return self.head.logits(self.norm(x), rows)
 
 
-def make_blocks(config: LlamaConfig, env: Env, which: range, head_norm: bool = False) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head. `head_norm`: queries and keys are normalised head by head."""
+def mlp(config: LlamaConfig, env: Env, layer: int) -> SwiGLU:
+    """The dense MLP of a layer."""
+    names = tuple(f"model.layers.{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
+    return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range)  # type: ignore[arg-type]
+
+
+def make_blocks(config: LlamaConfig, env: Env, which: range, head_norm: bool = False, make_mlp: MakeMLP | None = None) -> list[Block]:
+    """Blocks number `which` of layers + 2: embedding, layers, head. `head_norm`: queries and keys are normalised head by head;
+    `make_mlp`: what layers have instead of the dense MLP."""
     made: dict[int, Block] = {}
     last = config.num_hidden_layers + 1
     for i in which:
         if i == 0:
             made[i] = LlamaEmbedding(config, env)
         elif i < last:
-            made[i] = LlamaLayer(config, env, i - 1, head_norm)
+            made[i] = LlamaLayer(config, env, i - 1, head_norm, make_mlp)
         else:
             first = made.get(0)
             made[i] = LlamaHead(config, env, first.embed.weight if config.tie_word_embeddings and isinstance(first, LlamaEmbedding) else None)

@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
-from phalanx.comm.axis import Axis
+from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Replica
+from phalanx.ops.exchange import Dispatch
 from phalanx.ops.kernels import Kernels
 
 
@@ -20,13 +21,18 @@ class Env:
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
-    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    axes: ModelAxes = field(default_factory=ModelAxes)
     dtype: torch.dtype = torch.float32
     seed: int = 0
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     tied_stages: tuple[int, int] = (0, 0)
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
+    dispatch: Dispatch = "alltoall"
+
+    @property
+    def tp(self) -> Axis:
+        return self.axes.tp
 
     def twin(self, op: str) -> Kernels:
         """Which twin of an op (a name of ops.kernels.OPS) its callers ask for."""

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
+from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
@@ -24,7 +25,8 @@ class SwiGLU(Module):
         self.down = self.param(row_spec(names[2], width, inner, a, b, Init("normal", std)))
         self.num_weights = 3 * width * inner
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D), whatever the batch."""
         gate_up = gather_matmul(x, self.gate_up, self.env.tp)
         hidden = swiglu(gate_up, self.env.twin("swiglu"))
         with remade(self.env, hidden, partial(swiglu, gate_up.detach(), self.env.twin("swiglu"))):

@@ -24,7 +24,7 @@ class Module(nn.Module):
         self.env = env
 
     def param(self, spec: ParamSpec) -> nn.Parameter:
-        made = nn.Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"))
+        made = nn.Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"), requires_grad=spec.trained)
         made.spec = spec  # type: ignore[attr-defined]
         return made
 

@@ -68,6 +68,28 @@ class _MatmulScatter(Function):
         return dh, dw, db, None
 
 
+class _WideMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        if x.is_cpu or x.is_meta or x.dtype == torch.float32:
+            return torch.mm(_widened(x), _widened(weight).t())
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        need_x, need_w = ctx.needs_input_grad
+        dx = torch.mm(dy, _widened(weight)).to(x.dtype) if need_x else None
+        dw = add_product_grad(weight, dy, _widened(x)) if need_w else None
+        return dx, dw if dw is None else dw.to(weight.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """out = x weight + bias, the bias added in the GEMM's epilogue."""
     torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
@@ -76,6 +98,11 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
 def _wide(param: Tensor) -> torch.dtype:
     """The dtype in which a parameter's gradient is summed."""
     return param.dtype if param.grad is None else param.grad.dtype
+
+
+def wide_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, in), weight (out, in), whole on each rank -> (T, out) in fp32 (fp64 of fp64): rounding decides nothing (routers)."""
+    return _WideMatmul.apply(x, weight)
 
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:

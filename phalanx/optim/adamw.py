@@ -25,7 +25,7 @@ def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[
     """Runs (start, stop, group) of the bucket's elements lo..hi, neighbours of one group merged. Padding goes with what is before it."""
     found: list[tuple[int, int, tuple[float, float]]] = []
     starts = sorted(
-        (slot.offset + piece.local[0].start * (slot.numel // max(1, slot.spec.shape[0])), group_of(piece, config))
+        (slot.offset + piece.first(slot.spec.shape), group_of(piece, config))
         for slot in bucket.slots
         for piece in slot.spec.pieces
     )

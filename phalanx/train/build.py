@@ -14,6 +14,7 @@ from phalanx.data_parallel.buffers import Buffers, FlatBucket
 from phalanx.layout.buckets import Slot
 from phalanx.layout.param import Piece
 from phalanx.nn.module import Block
+from phalanx.nn.moe import TALLIED, MoE
 from phalanx.ops.kernels import use_triton
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
@@ -22,10 +23,14 @@ from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.schedule.actions import Gather, Instruction, Reduce
 from phalanx.train.plan import Plan
 
+NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
+NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
+
 
 @dataclass
 class State:
-    """What a rank trains with. `programs` caches the instruction lists by (number of micro-batches, backward or not)."""
+    """What a rank trains with. `routed`: its layers with experts. `programs` caches the instruction lists by (number of micro-batches,
+    backward or not)."""
 
     plan: Plan
     mesh: Mesh
@@ -35,6 +40,7 @@ class State:
     scaler: LossScaler
     stages: Stages
     handlers: Handlers
+    routed: tuple[MoE, ...] = ()
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
 
     def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
@@ -58,7 +64,9 @@ class State:
 def build(plan: Plan, mesh: Mesh) -> State:
     """Weights are not set: `init_weights` or a checkpoint does that."""
     train, kind = plan.run.train, precision(plan.run.train.precision)
-    blocks = plan.blocks_of(mesh.at, mesh.tp)
+    if plan.run.model.routed_experts:
+        mesh.prepare_experts()
+    blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
     mesh.overlap(plan.run.layout.tp_overlap, plan.exchange_bytes)
@@ -74,12 +82,23 @@ def build(plan: Plan, mesh: Mesh) -> State:
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
     mesh.warm_up()
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers)
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers, routed_layers(blocks, mesh.device))
+
+
+def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
+    """The layers with experts, each with its tally at zero."""
+    found = tuple(m for run in blocks.values() for block in run for m in block.modules() if isinstance(m, MoE))
+    for layer in found:
+        layer.tally = torch.zeros(layer.router.num_experts + len(TALLIED), dtype=torch.float64, device=device)
+    return found
 
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
-    """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own."""
+    """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own.
+    Never where the host must see how many tokens go where."""
     wanted = plan.run.train.cuda_graphs
+    if plan.waits_for_sizes:
+        return False
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
 
 
@@ -90,14 +109,17 @@ def choices(state: State) -> str:
     plain = f", but plain {', '.join(run.train.plain_ops)}" if triton and run.train.plain_ops else ""
     graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
     if graphs == "off" and run.train.cuda_graphs == "auto":
-        graphs += " (not a GPU)" if mesh.device.type != "cuda" else " (pipeline stages: train.cuda_graphs=on takes more memory)"
+        graphs += " (not a GPU)" if mesh.device.type != "cuda" else f" ({NO_GRAPHS_SIZES if state.plan.waits_for_sizes else NO_GRAPHS_STAGES})"
+    dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping}" if mesh.tp.size > 1 else ""
-    return f"kernels {'triton' + plain if triton else 'plain'}; CUDA graphs {graphs}{overlap}"
+    return f"kernels {'triton' + plain if triton else 'plain'}; CUDA graphs {graphs}{overlap}{dispatch}"
 
 
 def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     """Weights and stages alone: no gradients, masters or moments."""
-    blocks = plan.blocks_of(mesh.at, mesh.tp)
+    if plan.run.model.routed_experts:
+        mesh.prepare_experts()
+    blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
     to_device(params, mesh.device)
@@ -113,7 +135,7 @@ def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:
         spec = p.spec  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device)))
+        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.trained))
         p.spec = spec  # type: ignore[attr-defined]
 
 
@@ -123,8 +145,7 @@ def init_weights(state: State) -> None:
         for slot in flat.bucket.slots:
             storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype, device=flat.weight.device)
             for piece in slot.spec.pieces:
-                view = storage[piece.local]
-                fill(view.t() if piece.transposed else view, piece, state.plan.run.train.seed)
+                fill(piece.of(storage), piece, state.plan.run.train.seed)
             write_slot(flat, slot, storage)
 
 

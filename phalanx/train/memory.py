@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
+from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis, ring_bytes
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure
-from phalanx.layout.grid import Coords
+from phalanx.layout.grid import Coords, Grid
 from phalanx.nn.recompute import run_block
 from phalanx.schedule.actions import Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
-from phalanx.train.plan import Plan, make_blocks, num_blocks
+from phalanx.train.plan import BlockFacts, Plan, make_blocks
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -26,11 +28,11 @@ OVERHEAD = 2 * 2**30
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp in forward and backward, and bytes of
-    what it derives from the batch and shares with its like."""
+    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp and to experts (ep) in forward and backward,
+    and bytes of what it derives from the batch and shares with its like."""
 
     bytes: Use
-    sent: float
+    sent: dict[str, float]
     derived: int
 
 
@@ -69,16 +71,20 @@ def step_costs(plan: Plan) -> Costs:
 
 
 def block_uses(plan: Plan) -> list[BlockUse]:
-    """Of every block of the model. All layers are alike, so one embedding, one layer and one head are measured."""
-    n = num_blocks(plan.run.model)
-    first, layer, last = (_block_use(plan, i) for i in (0, 1, n - 1))
-    return [first, *[layer] * (n - 2), last]
+    """Of every block of the model; of blocks that are alike one is measured."""
+    found: dict[BlockFacts, BlockUse] = {}
+    for number, facts in enumerate(plan.facts):
+        if facts not in found:
+            found[facts] = _block_use(plan, number)
+    return [found[facts] for facts in plan.facts]
 
 
 def _block_use(plan: Plan, number: int) -> BlockUse:
-    run, tp = plan.run, DryAxis("tp", plan.grid.tp)
+    run, grid = plan.run, plan.grid
+    axes = ModelAxes(DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp))
+    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp,), "ep": (axes.ep, axes.etp, axes.experts)}
     kind = precision(run.train.precision)
-    env = replace(plan.env(Coords(), tp), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
+    env = replace(plan.env(Coords(), axes), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
     (block,) = make_blocks(run.model, env, range(number, number + 1))
     batch = _batch(plan)
 
@@ -87,9 +93,11 @@ def _block_use(plan: Plan, number: int) -> BlockUse:
 
     with torch.no_grad(), FusedAttention():
         run_block(block, new_input(), batch)  # makes what all layers share of a batch, so that it does not count as this block's
-    tp.sent.clear()
+    for axis in (a for group in dry.values() for a in group):
+        axis.sent.clear()
     use = measure(lambda x: run_block(block, x, batch), new_input, block.parameters(), kind.master)
-    return BlockUse(use, sum(tp.sent.values()), batch.derived_bytes)
+    sent = {name: float(sum(n for axis in group for n in axis.sent.values())) for name, group in dry.items()}
+    return BlockUse(use, sent, batch.derived_bytes)
 
 
 def _batch(plan: Plan) -> Batch:
@@ -110,15 +118,16 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     sends = _num_sends(trace.program, pp)
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and plan.run.layout.tp_overlap != "off" else 0  # comm.symmetric
     memory = {
-        **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid.dp if sharded else 1),
+        **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid if sharded else Grid()),
         "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
         "working": max(blocks[b].bytes.working for b in mine),
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
     }
     sent = {
-        "tp": num_micro_batches * sum(blocks[b].sent for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),
+        "ep": num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
+        "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),
         "pp": sends * message + _replica_bytes(plan, buckets, "pp", kind.master.itemsize),
-        "dp": _dp_bytes(buckets, grid.dp, sharded, kind.compute.itemsize, kind.master.itemsize),
+        "dp": _dp_bytes(buckets, grid, sharded, kind.compute.itemsize, kind.master.itemsize),
     }
     return RankUse(memory, sent, trace.peak_live[pp], sum(b.numel for b in buckets))
 
@@ -149,9 +158,13 @@ def _replica_bytes(plan: Plan, buckets: Sequence[Bucket], axis: str, itemsize: i
     return sum(ring_bytes("all_reduce", p.box.numel * itemsize, len(r.members)) for p in pieces for r in p.replicas if r.axis == axis)
 
 
-def _dp_bytes(buckets: Sequence[Bucket], dp: int, sharded: bool, weight: int, master: int) -> float:
-    """Level 0: all-reduce of gradients. Level 1: reduce-scatter of gradients, all-gather of weights."""
-    numel = sum(b.numel for b in buckets)
-    if not sharded:
-        return ring_bytes("all_reduce", numel * master, dp)
-    return ring_bytes("reduce_scatter", numel * master, dp) + ring_bytes("all_gather", numel * weight, dp)
+def _dp_bytes(buckets: Sequence[Bucket], grid: Grid, sharded: bool, weight: int, master: int) -> float:
+    """Over dp, of experts over edp. Level 0: all-reduce of gradients. Level 1: reduce-scatter of gradients, all-gather of weights."""
+    total = 0.0
+    for b in (b for b in buckets if b.trained):
+        size = grid.size(b.axis)
+        if sharded:
+            total += ring_bytes("reduce_scatter", b.numel * master, size) + ring_bytes("all_gather", b.numel * weight, size)
+        else:
+            total += ring_bytes("all_reduce", b.numel * master, size)
+    return total

@@ -10,22 +10,26 @@ from math import prod
 from torch import nn
 
 from phalanx.base.dtypes import precision
-from phalanx.comm.axis import Axis
+from phalanx.comm.axis import ModelAxes
 from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.stages import cut_virtual_stages, given_stages
-from phalanx.models import gpt2, llama, qwen3
+from phalanx.models import gpt2, llama, mixtral, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
+from phalanx.ops.exchange import Dispatch
 from phalanx.schedule.actions import Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
 from phalanx.train.config import Run
 
-FAMILIES = {"llama": llama.make_blocks, "gpt2": gpt2.make_blocks, "qwen3": qwen3.make_blocks}
+FAMILIES = {
+    "llama": llama.make_blocks, "gpt2": gpt2.make_blocks, "qwen3": qwen3.make_blocks, "mixtral": mixtral.make_blocks,
+    "qwen3_moe": qwen3_moe.make_blocks,
+}  # fmt: skip
 
 
 def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: range) -> list[Block]:
@@ -38,16 +42,18 @@ def num_blocks(model: LlamaConfig | GPT2Config) -> int:
 
 
 def grid_of(run: Run, world: int) -> Grid:
-    return Grid(pp=run.layout.pp, dp=world // (run.layout.pp * run.layout.tp), tp=run.layout.tp)
+    layout = run.layout
+    return Grid(pp=layout.pp, dp=world // (layout.pp * layout.tp), tp=layout.tp, ep=layout.ep, etp=layout.etp)
 
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Of one whole, uncut block: number of parameters, and forward FLOPs per token."""
+    """Of one whole, uncut block: number of parameters, those of its experts among them, and forward FLOPs per token."""
 
     name: str
     numel: int
     flops: float
+    experts: int = 0
 
 
 @lru_cache(maxsize=8)
@@ -59,7 +65,9 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
     for block in blocks:
         fresh = [p for p in block.parameters() if id(p) not in seen]
         seen.update(id(p) for p in fresh)
-        facts.append(BlockFacts(type(block).__name__, sum(global_numel(spec_of(p)) for p in fresh), block.flops(seq_length)))
+        specs = [spec_of(p) for p in fresh if spec_of(p).trained]
+        experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
+        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), block.flops(seq_length), experts))
     return tuple(facts)
 
 
@@ -110,18 +118,30 @@ class Plan:
         train = self.run.train
         return train.micro_batch * train.seq_length * self.run.model.hidden_size * precision(train.precision).compute.itemsize
 
-    def env(self, at: Coords, tp: Axis | None = None) -> Env:
+    @property
+    def dispatch(self) -> Dispatch:
+        """How tokens get to their experts."""
+        chosen = self.run.layout.dispatch
+        return "alltoall" if chosen == "auto" else chosen
+
+    @property
+    def waits_for_sizes(self) -> bool:
+        """Whether the host waits, in every layer with experts, for the number of tokens that go to each rank."""
+        return self.run.model.routed_experts > 0 and self.dispatch == "alltoall"
+
+    def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
         train = self.run.train
         return Env(
-            grid=self.grid, at=at, tp=tp or Axis("tp"), dtype=precision(train.precision).compute, seed=train.seed,
+            grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
             recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), kernels=train.kernels, plain_ops=tuple(train.plain_ops),
+            dispatch=self.dispatch,
         )  # fmt: skip
 
-    def blocks_of(self, at: Coords, tp: Axis | None = None) -> dict[tuple[int, int], list[Block]]:
+    def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
         """The blocks of one rank on the meta device, by (stage, run)."""
         made = {}
         for stage in self.stages_of(at.pp):
-            blocks = dict(zip(self.stages[stage], make_blocks(self.run.model, self.env(at, tp), self.stages[stage])))
+            blocks = dict(zip(self.stages[stage], make_blocks(self.run.model, self.env(at, axes), self.stages[stage])))
             for number, run in enumerate(self.runs[stage]):
                 made[stage, number] = [blocks[b] for b in run]
         return made
@@ -130,7 +150,7 @@ class Plan:
         """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
         params, users = users_of(blocks)
         specs = [(spec_of(p), u) for p, u in zip(params, users)]
-        return make_buckets(specs, self.grid.dp), params
+        return make_buckets(specs, self.grid), params
 
     def replicas(self, tp: int) -> set[Replica]:
         """Every replica axis of all pipeline ranks with this tp coordinate."""
@@ -168,7 +188,7 @@ def make_plan(run: Run, world: int) -> Plan:
     limit = bucket_numel(run)
     runs = []
     for stage in stages:
-        cut = cut_runs([facts[b].numel // grid.tp for b in stage], limit)
+        cut = cut_runs([(facts[b].numel - facts[b].experts) // grid.tp + facts[b].experts // (grid.ep * grid.etp) for b in stage], limit)
         runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
     return Plan(run, grid, facts, tuple(stages), tuple(runs))
 
@@ -181,7 +201,7 @@ def bucket_numel(run: Run) -> int:
 
 def without_layout(run: Run) -> Run:
     """The same run on one process: what every layout must agree with."""
-    layout = replace(run.layout, tp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
+    layout = replace(run.layout, tp=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
     return replace(run, layout=layout)
 
 

@@ -44,7 +44,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
     rows = {
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         "parameters": f"{num_parameters(plan):,}",
-        "ranks": f"{grid.world:,} = pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, sharding level {run.layout.sharding}",
+        "ranks": f"{grid.world:,} = pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, sharding level {run.layout.sharding}{expert_view(run, grid)}",
         "precision": f"{train.precision}, recompute {train.recompute}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
@@ -54,6 +54,10 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         "FLOP of the run": f"{flops.per_token * samples * train.seq_length:.4g}",
     }
     return "\n".join(f"{name:<16}{text}" for name, text in rows.items())
+
+
+def expert_view(run: Run, grid: Grid) -> str:
+    return f"; experts edp {grid.edp} x ep {grid.ep} x etp {grid.etp}" if run.model.routed_experts else ""
 
 
 def num_parameters(plan: Plan) -> int:
@@ -98,7 +102,8 @@ def fits(uses: Sequence[RankUse], device: Device | None) -> str:
 
 def sent_table(grid: Grid, uses: Sequence[RankUse]) -> str:
     what = {"tp": "tokens gathered and scattered around each matmul", "pp": "activations and their gradients between stages",
-            "dp": "gradients reduced, weights gathered"}  # fmt: skip
+            "dp": "gradients reduced, weights gathered (of experts over edp)", "ep": "tokens to their experts and back"}  # fmt: skip
+    what = {axis: text for axis, text in what.items() if axis != "ep" or grid.ep * grid.etp > 1}
     rows = [("pp rank", *(f"{axis} (of {grid.size(axis)})" for axis in what))]  # type: ignore[arg-type]
     rows += [(str(pp), *(gib(use.sent[axis]) for axis in what)) for pp, use in enumerate(uses)]
     return table(rows) + "\n" + "\n".join(f"{axis}: {text}" for axis, text in what.items())

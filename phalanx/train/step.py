@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.batch import IGNORE, Batch
+from phalanx.nn.moe import TALLIED
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State
 
@@ -22,6 +23,7 @@ class StepResult:
     skipped    1 if the norm was not finite: then nothing was updated
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
+    routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     """
 
     loss: Tensor
@@ -29,6 +31,7 @@ class StepResult:
     skipped: Tensor
     tokens: Tensor
     stop: Tensor
+    routing: Tensor | None = None
 
 
 def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult:
@@ -65,19 +68,40 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     buffers.gather()
     buffers.zero_rest()
     scaler.update(skip)
-    loss, stops = loss_and_stops(state, stop)
-    return StepResult(loss / tokens, norm, skip, tokens, stops)
+    told = tell(state, stop)
+    for layer in state.routed:
+        layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
+    return StepResult(told.loss / tokens, norm, skip, tokens, told.stop, told.routing)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks tell each other at the end of a step: () float64 summed loss and number of ranks that want to stop; routing as of StepResult."""
+
+    loss: Tensor
+    stop: Tensor
+    routing: Tensor | None = None
+
+
+def tell(state: State, stop: bool = False) -> Told:
+    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their part; each has counted its own tokens' routing."""
+    layers, device = state.plan.run.model.num_hidden_layers, state.mesh.device
+    width = state.plan.run.model.routed_experts + len(TALLIED) if state.plan.run.model.routed_experts else 0
+    told = torch.zeros(2 + layers * width, dtype=torch.float64, device=device)
+    told[:2].fill_(float(stop))
+    told[0] = state.stages.loss_sum if state.mesh.at.tp == 0 else 0.0
+    routing = told[2:].view(layers, width)
+    for layer in state.routed:
+        routing[layer.layer] = layer.tally  # type: ignore[assignment]
+        layer.tally.zero_()  # type: ignore[union-attr]
+    state.mesh.world.all_reduce(told).wait()
+    return Told(told[0], told[1], routing if width else None)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
-    """() float64 each: the summed loss of the global batch, and how many ranks want to stop; the same on all ranks.
-
-    The last stage's ranks with tp 0 know the loss of their part.
-    """
-    told = torch.full((2,), float(stop), dtype=torch.float64, device=state.mesh.device)
-    told[0] = state.stages.loss_sum if state.mesh.at.tp == 0 else 0.0
-    told = state.mesh.world.all_reduce(told).wait()
-    return told[0], told[1]
+    """The first two things told."""
+    told = tell(state, stop)
+    return told.loss, told.stop
 
 
 @torch.no_grad()

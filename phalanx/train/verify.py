@@ -215,8 +215,7 @@ def random_weights(state: State) -> None:
         for slot in flat.bucket.slots:
             storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype)
             for piece in slot.spec.pieces:
-                view = storage[piece.local]
-                view = view.t() if piece.transposed else view
+                view = piece.of(storage)
                 fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
                 view.add_(1.0 if piece.init.kind == "ones" else 0.0)
             write_slot(flat, slot, storage)
@@ -231,8 +230,7 @@ def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:
-                view = storage[piece.local]
-                found.setdefault(piece.name, []).append((piece.box, (view.t() if piece.transposed else view).clone()))
+                found.setdefault(piece.name, []).append((piece.box, piece.of(storage).clone()))
     return found
 
 

@@ -1,0 +1,203 @@
+"""Mixture of experts: a router, experts spread over the expert view of the world, shared experts, and what keeps the load even.
+
+Tokens stay cut over tp as between blocks: each rank routes its own. Fedus et al., "Switch transformers", 2021; Dai et al.,
+"DeepSeekMoE", 2024. T tokens of this rank, D model, E experts, K chosen, F width of an expert, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.layout.box import Box, cut
+from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.nn.env import Env
+from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.ops import route as ops
+from phalanx.ops.activation import swiglu
+from phalanx.ops.exchange import DISPATCHERS
+from phalanx.ops.grouped import grouped_matmul
+from phalanx.ops.matmul import wide_matmul
+from phalanx.ops.route import BalanceSums, Choice, Router
+
+Scope = Literal["micro_batch", "sequence", "global_batch"]
+TALLIED = ("entropy", "balance", "z", "tokens")  # summed over tokens: nats of the router's probabilities, the losses, 1
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What keeps the load even: coefficients of losses, the rate of the bias, and the room that an expert has.
+
+    aux, scope      E sum f P over the tokens of a micro-batch or of each sequence, or with f of the whole step before
+    z               of the mean squared log-sum-exp of the logits
+    bias_rate       step of the bias that experts are chosen by
+    capacity        tokens an expert takes of a sequence, over its fair share; None: all that come
+    drop            who is left out: the last, or those that the expert weighs least
+    """
+
+    aux: float = 0.0
+    scope: Scope = "micro_batch"
+    z: float = 0.0
+    bias_rate: float = 0.0
+    capacity: float | None = None
+    drop: Literal["position", "probability"] = "probability"
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Global names of the router's matrix, its bias of choice, and an expert's matrices, `{}` standing for its number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    bias: str = ""
+
+
+class Experts(Module):
+    """This rank's experts: gate and up of each stacked, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp by width."""
+
+    def __init__(self, env: Env, names: ExpertNames, count: int, width: int, inner: int, std: float):
+        super().__init__(env)
+        at = env.grid.expert_coords(env.at)
+        own = range(*cut(count, env.grid.ep)[at.ep])
+        a, b = cut(inner, env.grid.etp)[at.etp]
+        self.gate_up = self.param(_stack(own, [(names.gate, 0), (names.up, b - a)], (inner, width), Box((a, 0), (b, width)), 2 * (b - a), width, std))
+        self.down = self.param(_stack(own, [(names.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D), over etp a part of the sum."""
+        gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"))
+        return grouped_matmul(swiglu(gate_up, self.env.twin("swiglu")), self.down, ends, self.env.twin("grouped"))
+
+
+def _stack(experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float) -> ParamSpec:
+    """Storage (experts, rows, columns): of each expert the same box of matrices (name, first row) of a global `shape`."""
+    height = box.shape[0]
+    pieces = [
+        Piece(name.format(e), shape, box, (i, slice(first, first + height), slice(0, columns)), Init("normal", std))
+        for i, e in enumerate(experts)
+        for name, first in names
+    ]
+    return ParamSpec((len(experts), rows, columns), tuple(pieces), summed_over="edp")
+
+
+class MoE(Module):
+    """x -> the weighted sum of the chosen experts' outputs (and the shared expert's). `tally` counts over the micro-batches of a step."""
+
+    def __init__(self, env: Env, names: ExpertNames, router: Router, width: int, inner: int, std: float, balance: Balance,
+                 shared: Module | None = None, layer: int = 0):  # fmt: skip
+        super().__init__(env)
+        self.router, self.balance, self.layer, self.inner = router, balance, layer, inner
+        count = router.num_experts
+        box = Box.full((count, width))
+        piece = Piece(names.router, (count, width), box, box.slices(), Init("normal", std), replicas=env.everyone)
+        self.gate = self.param(ParamSpec((count, width), (piece,)))
+        self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
+        load = names.router.removesuffix(".weight") + ".load"  # of the step before; no tensor of Hugging Face's
+        self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
+        self.experts = Experts(env, names, count, width, inner, std)
+        self.shared = shared
+        self.tally: Tensor | None = None  # (E + len(TALLIED),) float64: load of each expert and sums; made by whoever trains
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T, D) -> (T, D)."""
+        logits = wide_matmul(x, self.gate)
+        choice = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer)
+        if self.balance.capacity is not None:
+            choice = self._within_capacity(choice, batch)
+        weights = choice.weights_TK
+        if self.training:
+            weights = self._balanced(weights, choice, logits, batch)
+        dispatch = DISPATCHERS[self.env.dispatch]
+        y = dispatch(x, choice.experts_TK, weights, self.router.num_experts, self.experts, self.env.axes, self.env.twin("permute"))
+        return y if self.shared is None else y + self.shared(x, batch)
+
+    def _per_expert(self, name: str, init: Init, ours: bool = False) -> nn.Parameter:
+        """(E,) numbers that follow the load instead of a gradient."""
+        count = self.router.num_experts
+        whole = Piece(name, (count,), Box.full((count,)), (slice(0, count),), init, decay=False, replicas=self.env.everyone)
+        return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours))
+
+    def flops(self, seq_length: int) -> float:
+        count, width = self.gate.shape
+        routed = 2.0 * (count * width + 3 * self.router.top_k * width * self.inner)
+        return routed + (self.shared.flops(seq_length) if self.shared is not None else 0.0)
+
+    def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sample and place in it of this rank's tokens: what a forced choice is drawn by."""
+        places = batch.derive("places", lambda: torch.arange(batch.num_tokens, device=batch.tokens.device) % batch.seq_length)
+        tp = self.env.tp
+        return tp.own_rows(batch.samples), tp.own_rows(places)
+
+    def _within_capacity(self, choice: Choice, batch: Batch) -> Choice:
+        """Without the pairs that find no room. Room is counted by sequence, so it does not depend on who holds which part of one."""
+        tp, count = self.env.tp, self.router.num_experts
+        whole = replace(choice, experts_TK=tp.all_gather(choice.experts_TK).wait(), weights_TK=tp.all_gather(choice.weights_TK.detach()).wait())
+        sequence = torch.arange(batch.num_tokens, device=batch.tokens.device) // batch.seq_length
+        limit = ops.expert_capacity(self.router, batch.seq_length, self.balance.capacity)  # type: ignore[arg-type]
+        kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, batch.num_sequences)
+        return ops.dropping(choice, tp.own_rows(kept), count)
+
+    def _balanced(self, weights: Tensor, choice: Choice, logits: Tensor, batch: Batch) -> Tensor:
+        """The weights, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
+        b, share = self.balance, len(logits) / batch.num_tokens
+        balance, z = self._balance_loss(choice, batch), ops.z_loss(logits) / batch.num_tokens
+        with torch.no_grad():
+            counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
+            sums = torch.stack([ops.entropy(choice), balance * len(logits), z / share * len(logits)]).double()
+        return _Attach.apply(weights, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
+
+    def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
+        """() the same on all tp ranks; its gradient goes to this rank's scores."""
+        count = self.router.num_experts
+        by_sequence = self.balance.scope == "sequence"
+        sequence = self.env.tp.own_rows(torch.arange(batch.num_tokens, device=batch.tokens.device) // batch.seq_length) if by_sequence else None
+        local = ops.balance_sums(choice, sequence, batch.num_sequences if by_sequence else 1)
+        packed = torch.cat((local.counts_SE, local.scores_SE.detach(), local.tokens_S.unsqueeze(1)), 1)
+        counts, scores, tokens = self.env.tp.all_reduce(packed).wait().split((count, count, 1), 1)
+        if self.load is not None:
+            counts = self.load.to(counts.dtype).unsqueeze(0)
+        return ops.balance_loss(local, BalanceSums(counts, scores, tokens.squeeze(1))).mean()
+
+    def _count(self, counts: Tensor, sums: Tensor, tokens: int) -> None:
+        if self.tally is not None:
+            self.tally[: len(counts)] += counts
+            self.tally[len(counts) : -1] += sums
+            self.tally[-1] += tokens
+
+    @torch.no_grad()
+    def settle(self, counts: Tensor, skip: Tensor) -> None:
+        """After a step with these loads (E,) of the whole global batch: the bias moves, unless the step was skipped."""
+        if self.bias is not None:
+            moved = ops.updated_bias(self.bias, counts, self.balance.bias_rate)  # type: ignore[arg-type]
+            self.bias.copy_(torch.where(skip > 0, self.bias, moved))
+        if self.load is not None:
+            self.load.copy_(counts)
+
+
+def loss_weight(batch: Batch) -> Tensor:
+    """() what the mean loss of this micro-batch counts in the gradient: its tokens with a loss, over those of the global batch."""
+    tokens = batch.derive("tokens with a loss", lambda: (batch.labels != IGNORE).sum())
+    return tokens if batch.loss_seed is None else tokens * batch.loss_seed
+
+
+class _Attach(Function):
+    """x unchanged; its backward starts that of `loss` with the gradient `weight`, and calls `then`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor, then: Callable[[], None]) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.then, ctx.dtype = weight, then, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.then()
+        return dx, ctx.weight.to(ctx.dtype), None, None
