@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, loss, norm, rope, swiglu
+from phalanx.ops.kernels import adamw, gated, loss, norm, rope
 
 BF = "*bf16"
 
@@ -31,8 +32,11 @@ def kernels() -> list[tuple]:
         pointers = dict(dy=BF, x=BF, weight=BF, mean_in="*fp32", scale_in="*fp32", dtotal=BF, dx=BF, dw_parts="*fp32", db_parts="*fp32",
                         rows="i32", D="i32", programs="i32")  # fmt: skip
         found.append((norm._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
-    found.append((swiglu._forward, dict(x=BF, y=BF, F="i32"), dict(BLOCK=1024, **wide)))
-    found.append((swiglu._backward, dict(dy=BF, x=BF, dx=BF, F="i32"), dict(BLOCK=1024, **wide)))
+    for gate in (dict(ALPHA=1.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False), dict(ALPHA=1.702, LIMIT=7.0, SHIFT=1.0, CLAMP=True)):
+        some = dict(weights="*fp32", last="*i32")
+        gate |= dict(WEIGH=gate["CLAMP"], SOME=gate["CLAMP"], BLOCK=256, **wide)
+        found.append((gated._forward, dict(x=BF, **some, y=BF, F="i32"), gate))
+        found.append((gated._backward, dict(dy=BF, x=BF, **some, dx=BF, dweights="*fp32", F="i32"), dict(BLOCKS=3, **gate)))
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))
     found.append((rope._pack, pointers, dict(SIGN=1.0, ROTATE=True, **heads)))
     rows = dict(row_of_label="*i64", here="*i1", lse="*fp32")

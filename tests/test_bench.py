@@ -126,7 +126,7 @@ def test_kernels_of_unknown_names_are_unattributed():
 
 def test_our_triton_kernels_are_known():
     pytest.importorskip("triton")
-    import phalanx.ops.kernels.swiglu  # noqa: F401
+    import phalanx.ops.kernels.gated  # noqa: F401
     from phalanx.train.budget import triton_names
 
     name = sorted(triton_names())[0]

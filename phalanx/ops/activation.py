@@ -1,7 +1,9 @@
-"""Activations of MLPs: SwiGLU over stacked gate and up, and GELU's tanh form."""
+"""Activations of MLPs: gated ones over stacked gate and up (SwiGLU, gpt-oss's clamped one), and GELU's tanh form."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,40 +14,94 @@ from torch.autograd import Function
 from phalanx.ops.kernels import Kernels, use_triton
 
 
-def swiglu_forward(x: Tensor) -> Tensor:
-    """The plain twin of kernels.swiglu.swiglu_forward."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+@dataclass(frozen=True)
+class Gate:
+    """y = g sigmoid(alpha g) (u + shift), with g = min(gate, limit), u = up clamped to +-limit."""
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
 
 
-def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """The plain twin of kernels.swiglu.swiglu_backward. silu(a) = a s(a);  silu'(a) = s(a) (1 + a (1 - s(a)))."""
-    gate, up = x.chunk(2, -1)
-    s = torch.sigmoid(gate)
-    return torch.cat((dy * up * s * (1 + gate * (1 - s)), dy * gate * s), -1)
+SWIGLU = Gate()
+"""Shazeer, "GLU variants improve transformer", 2020."""
+CLAMPED_SWIGLU = Gate(1.702, 7.0, 1.0)
+"""gpt-oss's (OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025)."""
 
 
-class _SwiGLU(Function):
+def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+    """The plain twin of kernels.gated.gated_forward."""
+    g, u, s = _clamped(x, gate)
+    y = g * s * (u + gate.shift)
+    y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
+    return y if last is None else torch.where(_before(last, y), y, 0)
+
+
+def gated_backward(dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The plain twin of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 - s)); clamping passes
+    the gradient up to the limit, the limit included."""
+    g, u, s = _clamped(x, gate)
+    raw_g, raw_u = x.chunk(2, -1)
+    u = u + gate.shift
+    dweights = None
+    if weights is not None:
+        products = ((g * s * u).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
+        dweights = products if last is None else torch.where(_before(last, products), products, 0)
+        dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
+    dg = dy * u * s * (1 + gate.alpha * g * (1 - s)) * (raw_g <= gate.limit)
+    du = dy * g * s * (raw_u.abs() <= gate.limit)
+    dx = torch.cat((dg, du), -1)
+    return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
+
+
+def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
+    """Clamped gate, clamped up, sigmoid(alpha gate)."""
+    g, u = x.chunk(2, -1)
+    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    return g, u, torch.sigmoid(gate.alpha * g)
+
+
+def _before(last: Tensor, rows: Tensor) -> Tensor:
+    """Which rows come before row `last`, to be broadcast over the others' dims."""
+    return (torch.arange(len(rows), device=rows.device) < last).view(-1, *(1,) * (rows.dim() - 1))
+
+
+class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, triton: bool) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        ctx.triton = triton
-        forward = swiglu_forward
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor | None, gate: Gate, triton: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weights, last)
+        ctx.gate, ctx.triton = gate, triton
+        forward = gated_forward
         if triton:
-            from phalanx.ops.kernels.swiglu import swiglu_forward as forward
-        return forward(x)
+            from phalanx.ops.kernels.gated import gated_forward as forward
+        return forward(x, gate, weights, last)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        backward = swiglu_backward
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weights, last = ctx.saved_tensors
+        backward = gated_backward
         if ctx.triton:
-            from phalanx.ops.kernels.swiglu import swiglu_backward as backward
-        return backward(dy, *ctx.saved_tensors), None
+            from phalanx.ops.kernels.gated import gated_backward as backward
+        dx, dweights = backward(dy, x, ctx.gate, weights, last)
+        return dx, dweights, None, None, None
 
 
 def swiglu(x: Tensor, kernels: Kernels = "auto") -> Tensor:
-    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F). Shazeer, "GLU variants improve transformer", 2020."""
-    return _SwiGLU.apply(x, use_triton(kernels, x))
+    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F)."""
+    return _Gated.apply(x, None, None, SWIGLU, use_triton(kernels, x))
+
+
+def clamped_swiglu(x: Tensor, gate: Gate = CLAMPED_SWIGLU, kernels: Kernels = "auto") -> Tensor:
+    """x = [gate, up] (T, 2F) -> (T, F), with gpt-oss's gate or another."""
+    return _Gated.apply(x, None, None, gate, use_triton(kernels, x))
+
+
+def gated_rows(x_R2F: Tensor, ends_E: Tensor, weights_R: Tensor | None = None, gate: Gate = SWIGLU, kernels: Kernels = "auto") -> Tensor:
+    """[gate, up] (R, 2F) of rows sorted by expert -> (R, F), times each row's weight; rows past the last end are not read (ops.permute).
+
+    Weighting here rather than in combine_rows keeps the experts' outputs out of the memory of backward.
+    """
+    return _Gated.apply(x_R2F, weights_R, ends_E[-1], gate, use_triton(kernels, x_R2F))
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""Gated activations over stacked gate and up, forward and backward: one pass over memory each. Rows past the last are not touched."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.kernels.common import triton_wide
+
+if TYPE_CHECKING:
+    from phalanx.ops.activation import Gate
+
+BLOCK = 1024
+
+
+@triton.jit
+def _forward(x, weights, last, y, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr,
+             WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if SOME:
+        if row >= tl.load(last):
+            return
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < F
+    gate = tl.load(x + row * 2 * F + cols, mask=mask, other=0.0).to(WIDE)
+    up = tl.load(x + row * 2 * F + F + cols, mask=mask, other=0.0).to(WIDE)
+    if CLAMP:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    out = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + SHIFT)
+    if WEIGH:
+        out = out * tl.load(weights + row).to(WIDE)
+    tl.store(y + row * F + cols, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(dy, x, weights, last, dx, dweights, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr,
+              WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """A program goes over BLOCKS blocks of a row: all of them where the weight's gradient is summed over the row."""
+    row = tl.program_id(0).to(tl.int64)
+    if SOME:
+        if row >= tl.load(last):
+            if WEIGH:
+                tl.store(dweights + row, 0.0)
+            return
+    if WEIGH:
+        weight = tl.load(weights + row).to(WIDE)
+        sums = tl.zeros((BLOCK,), WIDE)
+    for block in range(BLOCKS):
+        cols = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        mask = cols < F
+        d = tl.load(dy + row * F + cols, mask=mask, other=0.0).to(WIDE)
+        raw_gate = tl.load(x + row * 2 * F + cols, mask=mask, other=0.0).to(WIDE)
+        raw_up = tl.load(x + row * 2 * F + F + cols, mask=mask, other=0.0).to(WIDE)
+        gate, up = raw_gate, raw_up
+        if CLAMP:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        s = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+        up = up + SHIFT
+        if WEIGH:
+            sums += d * gate * s * up
+            d = d * weight
+        dgate = d * up * s * (1.0 + ALPHA * gate * (1.0 - s))
+        dup = d * gate * s
+        if CLAMP:
+            dgate = tl.where(raw_gate <= LIMIT, dgate, 0.0)
+            dup = tl.where(tl.abs(raw_up) <= LIMIT, dup, 0.0)
+        tl.store(dx + row * 2 * F + cols, dgate.to(dx.dtype.element_ty), mask=mask)
+        tl.store(dx + row * 2 * F + F + cols, dup.to(dx.dtype.element_ty), mask=mask)
+    if WEIGH:
+        tl.store(dweights + row, tl.sum(sums, 0).to(dweights.dtype.element_ty))
+
+
+def _constants(gate: Gate, weights: Tensor | None, last: Tensor | None, dtype: torch.dtype) -> dict:
+    return dict(ALPHA=gate.alpha, LIMIT=gate.limit, SHIFT=gate.shift, CLAMP=math.isfinite(gate.limit), WEIGH=weights is not None,
+                SOME=last is not None, WIDE=triton_wide(dtype))  # fmt: skip
+
+
+def block_of(inner: int) -> int:
+    """The widest power of two up to BLOCK that wastes at most an eighth of its lanes, or 128."""
+    return next((b for b in (1024, 512, 256) if -(-inner // b) * b <= inner * 9 / 8), 128)
+
+
+def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+    """x = [gate, up] (R, 2F) -> (R, F), times `weights` (R,); rows from row `last` () on are left as they were."""
+    rows, inner = x.shape[0], x.shape[1] // 2
+    x, y = x.contiguous(), torch.empty(rows, inner, dtype=x.dtype, device=x.device)
+    block = block_of(inner)
+    if y.numel():
+        _forward[(rows, triton.cdiv(inner, block))](x, weights, last, y, inner, BLOCK=block, **_constants(gate, weights, last, x.dtype))
+    return y
+
+
+def gated_backward(dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x (R, 2F) and of the weights (R,) from dy (R, F)."""
+    rows, inner = dy.shape
+    dy, x = dy.contiguous(), x.contiguous()
+    dx, dweights = torch.empty_like(x), None if weights is None else torch.empty_like(weights)
+    block = block_of(inner)
+    blocks = triton.cdiv(inner, block)
+    together = 1 if weights is None else blocks
+    if dy.numel():
+        _backward[(rows, blocks // together)](dy, x, weights, last, dx, dweights, inner, BLOCK=block, BLOCKS=together,
+                                              **_constants(gate, weights, last, x.dtype))  # fmt: skip
+    return dx, dweights

@@ -1,0 +1,140 @@
+"""Tokens brought together by expert and summed back: the plan of rows, the gather into them and the weighted sum out of them.
+
+Knows the tokens of one rank and the experts it holds, nothing of other ranks. Nothing here waits for the device. Everything sums in
+a fixed order, so equal inputs give equal bits. Shapes: T tokens, K experts a token, R rows, E experts held here, D model.
+
+A rows tensor has `rows` rows whatever the routing; those past the last end are padding. The plain twins keep them zero, the fast
+ones leave in them what was there, and no op here reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class Rows:
+    """(token, slot) pairs of the experts held here, sorted by expert, within one by token; all int32 on the device."""
+
+    source_R: Tensor
+    """Token of each row; 0 in the padding."""
+    slot_R: Tensor
+    """Position of each row's pair in the T * K pairs; 0 in the padding."""
+    row_TK: Tensor
+    """The row of each pair; -1 where its expert is not here or there was no room."""
+    ends_E: Tensor
+    """One past the last row of each expert, at most the number of rows."""
+    wanted: Tensor
+    """() rows that would have been needed; more than there are: the rest is missing, and the result is wrong."""
+
+    @property
+    def valid_R(self) -> Tensor:
+        """(R,) bool: not padding."""
+        return torch.arange(len(self.source_R), device=self.source_R.device) < self.ends_E[-1]
+
+
+def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> Rows:
+    """Rows of the experts first .. first + count - 1 among the choices (T, K); others (dropped pairs too) get none."""
+    pairs, slots = experts_TK.flatten() - first, experts_TK.shape[1]
+    pairs = torch.where((pairs >= 0) & (pairs < count), pairs, count)
+    by_expert, order = pairs.sort(stable=True)
+    wanted = torch.searchsorted(by_expert, torch.arange(count, device=pairs.device), right=True, out_int32=True)
+    ends = wanted.clamp_max(rows)
+    here = torch.arange(len(order), device=pairs.device) < ends[-1]
+    row = torch.empty_like(order).scatter_(0, order, torch.where(here, torch.arange(len(order), device=pairs.device), -1))
+    slot = torch.zeros(rows, dtype=torch.int64, device=pairs.device)
+    filled = min(rows, len(order))
+    slot[:filled] = torch.where(here, order, 0)[:filled]
+    return Rows((slot // slots).int(), slot.int(), row.int().view_as(experts_TK), ends, wanted[-1])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]; of an empty x, of which nothing is valid, zeros."""
+    return x.index_select(0, index) if len(x) else x.new_zeros(len(index), *x.shape[1:])
+
+
+def gather_forward(x: Tensor, rows: Rows) -> Tensor:
+    """The plain twin of kernels.permute.gather_forward."""
+    return torch.where(rows.valid_R.unsqueeze(-1), _take(x, rows.source_R), 0)
+
+
+def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows) -> Tensor:
+    """The plain twin of kernels.permute.sum_forward: (T, D) sum over slots, in their order, of each pair's weight (or 1) times its row."""
+    total = torch.zeros(len(rows.row_TK), y.shape[1], dtype=_wide(y), device=y.device)
+    for k, row in enumerate(rows.row_TK.unbind(1)):
+        part = _take(y, row.clamp_min(0)).to(total.dtype)
+        part = part if weights is None else part * weights[:, k : k + 1]
+        total = total + torch.where((row >= 0).unsqueeze(-1), part, 0)
+    return total.to(y.dtype)
+
+
+def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The plain twin of kernels.permute.weighted_backward: dy (R, D) = weight * dout of the row's token, and dweights (T, K) = <y, dout>."""
+    wide = _wide(y)
+    dout_R = gather_forward(dout, rows).to(wide)
+    weight_R = _take(weights.flatten(), rows.slot_R).to(wide)
+    products = torch.where(rows.valid_R, (dout_R * y.to(wide)).sum(-1), 0)
+    row = rows.row_TK
+    dweights = torch.where(row >= 0, _take(products, row.clamp_min(0).flatten()).view_as(row), 0)
+    return (dout_R * weight_R.unsqueeze(-1)).to(y.dtype), dweights.to(weights.dtype)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        ctx.rows = rows
+        return gather_forward(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return sum_forward(dy, None, ctx.rows), None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        ctx.rows = rows
+        return sum_forward(y, None, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gather_forward(dout, ctx.rows), None
+
+
+class _WeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(y, weights)
+        ctx.rows = rows
+        return sum_forward(y, weights, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        y, weights = ctx.saved_tensors
+        return *weighted_backward(dout, y, weights, ctx.rows), None
+
+
+def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto") -> Tensor:
+    """x (T, D) -> (R, D): the token of each row."""
+    return _Gather.apply(x_TD, rows)
+
+
+def combine_rows(y_RD: Tensor, weights_TK: Tensor | None, rows: Rows, num_tokens: int, kernels: Kernels = "auto") -> Tensor:
+    """y (R, D) -> (T, D): the sum of each token's rows times its weights (1 without), added in fp32 or wider and in the order of the slots.
+
+    A token with no row gets zeros.
+    """
+    if weights_TK is None:
+        return _Sum.apply(y_RD, rows)
+    return _WeightedSum.apply(y_RD, weights_TK, rows)
