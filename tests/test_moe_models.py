@@ -1,0 +1,149 @@
+"""Families with experts against Hugging Face's: logits, loss and the gradient of every tensor in float64, whoever holds which expert.
+
+Transformers keeps experts stacked in memory and one by one in files, so both weights and gradients go through its own
+`save_pretrained` to get their names.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.moe_config import ExpertsConfig, MixtralConfig
+from phalanx.train.build import build
+from phalanx.train.config import Run, TrainConfig
+from phalanx.train.plan import make_plan
+from phalanx.train.step import accumulate, tell
+from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
+from tests.test_models import all_logits, load_weights
+
+CASES = {
+    "mixtral": replace(MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
+    "mixtral: top 1, tied": replace(
+        MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0, num_experts_per_tok=1, tie_word_embeddings=True
+    ),
+    "qwen3_moe: some layers dense": replace(MODELS["qwen3_moe"], router_aux_loss_coef=0.0),
+    "qwen3_moe: renormalised": replace(
+        MODELS["qwen3_moe"], router_aux_loss_coef=0.0, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=(1,), tie_word_embeddings=False
+    ),
+}  # fmt: skip
+LAYOUTS = {
+    "one rank": (1, {}), "ep2": (2, dict(ep=2)), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "tp2, ep2": (2, dict(tp=2, ep=2)),
+    "pp2, etp2": (4, dict(pp=2, etp=2)), "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather")),
+}  # fmt: skip
+BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
+
+
+def hf_model(config: ExpertsConfig):
+    import transformers
+
+    c = config
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+            "tie_word_embeddings", "rope_theta", "max_position_embeddings", "num_experts_per_tok")  # fmt: skip
+    options = {k: getattr(c, k) for k in same} | dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
+    options["head_dim"] = c.head_dim or c.hidden_size // c.num_attention_heads
+    if isinstance(c, MixtralConfig):
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=c.num_local_experts, **options))
+    more = ("num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+    options |= {k: getattr(c, k) for k in more} | dict(mlp_only_layers=list(c.mlp_only_layers))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+
+
+def widen(model, config: ExpertsConfig) -> None:
+    """Hugging Face computes norms, rotary angles and routers in float32 whatever the weights are: the same formulas in float64."""
+    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    inverse = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def rotary(x, position_ids):
+        angle = position_ids.double().unsqueeze(-1) * torch.cat((inverse, inverse))
+        return angle.cos(), angle.sin()
+
+    def route(h, m, renormalize):
+        logits = F.linear(h.reshape(-1, h.shape[-1]), m.weight)
+        weights, experts = torch.topk(F.softmax(logits, -1), m.top_k, -1)
+        return logits, weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
+
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+        if kind.endswith("TopKRouter"):
+            module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
+    model.model.rotary_emb.forward = rotary
+
+
+def saved(model) -> dict[str, np.ndarray]:
+    """The model's tensors under the names of its files."""
+    from safetensors.numpy import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@lru_cache
+def hugging_face(case: str) -> dict:
+    """Weights, and Hugging Face's logits, loss and gradients on BATCHES."""
+    config = CASES[case]
+    torch.manual_seed(0)
+    model = hf_model(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+    widen(model, config)
+    tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
+    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
+    loss.backward()
+    weights = saved(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    return {"weights": weights, "grads": saved(model), "logits": logits.detach().numpy(), "loss": loss.item()}
+
+
+def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    load_weights(state, weights)
+    state.train()
+    mine = batches[mesh.dp.index :: mesh.dp.size]
+    tokens = accumulate(state, mine)
+    grads = parts_of(state, "grad")
+    return {"loss": (tell(state).loss / tokens).item(), "grads": grads, "logits": all_logits(state, mine), "dp": mesh.dp.index}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_hugging_face(ranks, case, layout):
+    """Truth: transformers in float64, to 1e-10 of each tensor's scale."""
+    truth, (world, options) = hugging_face(case), LAYOUTS[layout]
+    train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
+    arguments = (Run(model=CASES[case], train=train, layout=LayoutConfig(**options)), truth["weights"], BATCHES)
+    results = [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.test_moe_models:run_model", world, *arguments)
+    for result in results:
+        assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
+    dp = 1 + max(r["dp"] for r in results)
+    expected = truth["logits"].reshape(len(BATCHES), -1, truth["logits"].shape[-1])
+    with_logits = [r for r in results if r["logits"]]
+    assert len(with_logits) == dp * options.get("tp", 1)
+    for r in with_logits:
+        for found, right in zip(r["logits"], expected[r["dp"] :: dp], strict=True):
+            assert np.abs(found - right).max() <= 1e-10 * np.abs(right).max()
+    grads = assemble([r["grads"] for r in results])
+    assert grads.keys() == truth["grads"].keys()
+    largest = max(np.abs(g).max() for g in truth["grads"].values())
+    for name, right in truth["grads"].items():
+        off, bound = np.abs(grads[name] - right).max(), 1e-10 * max(np.abs(right).max(), 1e-6 * largest)
+        assert off <= bound, f"gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
