@@ -36,6 +36,10 @@ MODELS = {
         vocab_size=VOCAB, hidden_size=32, intermediate_size=21, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.1, router_z_loss_coef=0.01,
     ),
+    "mixtral-full": MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=21, num_hidden_layers=2, num_attention_heads=4, num_local_experts=4,
+        num_experts_per_tok=2, router_aux_loss_coef=0.1, router_aux_loss_scope="global_batch", expert_capacity_factor=1.0,
+    ),
     "qwen3_moe": Qwen3MoEConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, moe_intermediate_size=14, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=10, num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True,
@@ -94,7 +98,7 @@ Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]
 def parts_of(state: State, what: str) -> Parts:
     """This rank's boxes of every global tensor of its shards ('grad' or 'master'); elements of other ranks are NaN."""
     found: Parts = []
-    for flat in state.buffers.flat:
+    for flat in (f for f in state.buffers.flat if f.bucket.trained or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
         whole[flat.lo : flat.hi] = (flat.grad[flat.lo : flat.hi] if what == "grad" else flat.master).double()
         for slot in flat.bucket.slots:

@@ -24,6 +24,8 @@ LAYOUTS = {
     "llama tp4, 2 kv heads": case("llama", 4, tp=4, global_batch=2),
     "tied llama pp2 x 2 virtual stages": case("llama-tied", 2, pp=2, virtual_stages=2, global_batch=4),
     "llama tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on", global_batch=2),
+    "mixtral tp2, ep2 x etp2, capacity": case("mixtral-full", 4, tp=2, ep=2, etp=2, global_batch=4),
+    "qwen3_moe tp2, ep2 of 4, all-gather": case("qwen3_moe", 4, tp=2, ep=2, dispatch="allgather", global_batch=4),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
 }
 
@@ -62,7 +64,7 @@ def test_each_site_matters(ranks):
     for name in LAYOUTS:
         for site in layout(ranks, name).sites:
             homes.setdefault(site, []).append(name)
-    assert {"tp", "tp part", "dp", "pp", "world", "edge 0->1", "edge 1->0"} == {site.axis for site in homes}
+    assert {"tp", "tp part", "dp", "pp", "world", "ep", "etp", "ep x etp", "edp", "edge 0->1", "edge 1->0"} == {site.axis for site in homes}
     survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(names)).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"
 

@@ -28,7 +28,7 @@ from phalanx.ops.matmul import wide_matmul
 from phalanx.ops.route import BalanceSums, Choice, Router
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
-TALLIED = ("entropy", "balance", "z", "tokens")  # summed over tokens: nats of the router's probabilities, the losses, 1
+TALLIED = ("entropy", "balance", "z", "dropped", "tokens")  # summed over tokens: nats of the router's probabilities, the losses, pairs, 1
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class MoE(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         logits = wide_matmul(x, self.gate)
-        choice = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer)
-        if self.balance.capacity is not None:
-            choice = self._within_capacity(choice, batch)
+        wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer)
+        choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
         weights = choice.weights_TK
         if self.training:
-            weights = self._balanced(weights, choice, logits, batch)
+            dropped = (choice.experts_TK != wanted.experts_TK).sum()
+            weights = self._balanced(weights, wanted, logits, dropped, batch)
         dispatch = DISPATCHERS[self.env.dispatch]
         y = dispatch(x, choice.experts_TK, weights, self.router.num_experts, self.experts, self.env.axes, self.env.twin("permute"))
         return y if self.shared is None else y + self.shared(x, batch)
@@ -146,13 +146,13 @@ class MoE(Module):
         kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, batch.num_sequences)
         return ops.dropping(choice, tp.own_rows(kept), count)
 
-    def _balanced(self, weights: Tensor, choice: Choice, logits: Tensor, batch: Batch) -> Tensor:
+    def _balanced(self, weights: Tensor, choice: Choice, logits: Tensor, dropped: Tensor, batch: Batch) -> Tensor:
         """The weights, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
-        b, share = self.balance, len(logits) / batch.num_tokens
+        b = self.balance
         balance, z = self._balance_loss(choice, batch), ops.z_loss(logits) / batch.num_tokens
         with torch.no_grad():
             counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
-            sums = torch.stack([ops.entropy(choice), balance * len(logits), z / share * len(logits)]).double()
+            sums = torch.stack([ops.entropy(choice).double(), balance.double() * len(logits), z.double() * batch.num_tokens, dropped.double()])
         return _Attach.apply(weights, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:

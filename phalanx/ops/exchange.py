@@ -8,6 +8,7 @@ E experts in all, N of them here, R rows sorted by expert, D model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -92,7 +93,8 @@ def through_all_to_all(x: Tensor, experts: Tensor, weights: Tensor, count: int, 
     sizes = leaving.ends_E.diff(prepend=leaving.ends_E.new_zeros(1)).view(axes.ep.size, -1)  # (ranks, N): rows for each of their experts
     arriving = axes.ep.all_to_all(sizes)
     send, receive = host_sizes(sizes, arriving, tokens * slots)
-    arrived = swap(gather_rows(x, leaving, kernels)[: sum(send)], axes.ep, send, receive)
+    leaving = replace(leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)])  # pairs that were dropped stay
+    arrived = swap(gather_rows(x, leaving, kernels), axes.ep, send, receive)
     sorting = plan_rows(_experts_of(arriving, sum(receive)), 0, sizes.shape[1], sum(receive), kernels)
     made = combine_rows(compute(gather_rows(arrived, sorting, kernels), sorting.ends_E), None, sorting, len(arrived), kernels)
     return scatter(combine_rows(swap(made, axes.ep, receive, send), weights, leaving, tokens, kernels), axes.etp)

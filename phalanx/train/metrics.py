@@ -14,6 +14,7 @@ import torch
 
 from phalanx.base.log import Log
 from phalanx.train.progress import ProgressBar
+from phalanx.train.routing import routing_text, routing_values
 from phalanx.train.step import StepResult
 
 
@@ -44,6 +45,9 @@ class Pending:
         self.step, self.lr = step, lr
         fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop)
         told = torch.stack([f.double() for f in fields])
+        self._routing = None if result.routing is None else result.routing.shape
+        if result.routing is not None:
+            told = torch.cat((told, result.routing.flatten()))
         self._host = told
         if told.is_cuda:
             self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
@@ -53,8 +57,12 @@ class Pending:
     def read(self) -> tuple[float, float, bool, int, bool]:
         """(loss, gradient norm, skipped, tokens with a loss, stop)."""
         self.moment.wait()
-        loss, norm, skipped, tokens, stop = self._host.tolist()
+        loss, norm, skipped, tokens, stop = self._host[:5].tolist()
         return loss, norm, skipped > 0, int(tokens), stop > 0
+
+    def routing(self) -> dict[str, list[Any]] | None:
+        """Per layer, after `read`; None without experts."""
+        return None if self._routing is None else routing_values(self._host[5:].view(self._routing).tolist())
 
 
 @dataclass
@@ -92,7 +100,7 @@ def step_line(values: dict[str, Any]) -> str:
     return (
         f"step={v['step']} loss={v['loss']:.4f} grad_norm={v['grad_norm']:.3g} lr={v['lr']:.3e} tok/s={v['tokens_per_s']:.0f} "
         f"tok/s/gpu={v['tokens_per_s_per_gpu']:.0f} tflops/gpu={v['tflops_per_gpu']:.4g} mfu={mfu} mem={v['memory_gib']:.2f}GiB "
-        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}"
+        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{routing_text(v['experts']) if 'experts' in v else ''}"
     )
 
 
@@ -189,6 +197,7 @@ class Reporter:
 
     def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
         rate = samples * self.speed.seq_length / seconds
+        routing = pending.routing()
         flops = rate * self.speed.flops_per_token / self.speed.ranks
         return {
             "step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens_per_s": rate,
@@ -196,4 +205,5 @@ class Reporter:
             "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": peak_memory(self.device) / 2**30,
             "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
             "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
+            **({} if routing is None else {"experts": routing}),
         }  # fmt: skip

@@ -71,6 +71,17 @@ def pictures(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tu
     made = [("Loss (nats per token)", draw(curves, "loss"))]
     for key, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("tokens_per_s", "Tokens per second")):
         made.append((title, draw({key: ([r["step"] for r in steps], [r[key] for r in steps])}, key, height=1.8)))
+    return made + routing_pictures([r for r in steps if "experts" in r])
+
+
+def routing_pictures(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Of a model with experts: a curve per layer."""
+    made = []
+    titles = {"load_max": "Load of the fullest expert, over the mean", "entropy": "Entropy of the router (nats)", "dropped": "Dropped pairs"}
+    for key, title in titles.items() if steps else ():
+        layers = [i for i, v in enumerate(steps[-1]["experts"][key]) if v is not None]
+        curves = {f"layer {i}": ([r["step"] for r in steps], [r["experts"][key][i] for r in steps]) for i in layers}
+        made.append((title, draw(curves, key, height=2.4)))
     return made
 
 

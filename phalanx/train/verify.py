@@ -224,7 +224,7 @@ def random_weights(state: State) -> None:
 def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
     """This rank's boxes of every global tensor in its shards."""
     found: Boxes = {}
-    for flat in state.buffers.flat:
+    for flat in (f for f in state.buffers.flat if f.bucket.trained or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
         whole[flat.lo : flat.hi] = flat.grad[flat.lo : flat.hi] if what == "grad" else flat.master
         for slot in flat.bucket.slots:

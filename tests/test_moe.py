@@ -1,0 +1,153 @@
+"""Layers with experts in training: what balances them, what is counted and dropped, and that adversarial routing is exact at any ep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.config import LayoutConfig
+from phalanx.nn.moe import TALLIED
+from phalanx.train.build import State, build, write_slot
+from phalanx.train.config import Run
+from phalanx.train.plan import make_plan
+from phalanx.train.routing import routing_text, routing_values
+from phalanx.train.step import accumulate, tell, update
+from tests.parity import SEQ, assemble, base_run, parts_of, set_weights, step_batches
+
+
+def routed(rank: int, world: int, run: Run, undecided: bool = False) -> dict:
+    """One step: gradients, routing and the state that follows the load. `undecided`: routers are zero, so low numbers win for every token."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    set_weights(state)
+    if undecided:
+        clear_routers(state)
+    state.train()
+    tokens = accumulate(state, step_batches(run, mesh, 0, False))
+    grads = parts_of(state, "grad")
+    result = update(state, tokens, lr=1e-2)
+    state.buffers.ready()
+    return {"routing": result.routing.numpy(), "grads": grads, "weights": parts_of(state, "master"), "tokens": tokens.item()}
+
+
+def clear_routers(state: State) -> None:
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            if slot.spec.name.endswith("gate.weight"):
+                write_slot(flat, slot, torch.zeros(slot.spec.shape, dtype=flat.master.dtype))
+
+
+def variant(**model) -> Run:
+    run = base_run("mixtral", global_batch=4)
+    return replace(run, model=replace(run.model, **model))
+
+
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+@pytest.mark.parametrize("ep, etp, tp", [(2, 1, 1), (4, 1, 2), (2, 2, 1), (8, 1, 2)])
+def test_all_tokens_to_the_same_experts(ranks, ep, etp, tp, dispatch):
+    """Truth: one process. With equal logits every token goes to experts 0 and 1, on one rank; all other experts have none."""
+    run, world = variant(), max(ep * etp, 2 * tp)
+    (truth,) = ranks.run("tests.test_moe:routed", 1, run, True)
+    layout = LayoutConfig(ep=ep, etp=etp, tp=tp, dispatch=dispatch)
+    results = ranks.run("tests.test_moe:routed", world, replace(run, layout=layout), True)
+    load = truth["routing"][:, : -len(TALLIED)]
+    assert (load[:, :2] == 4 * SEQ).all() and (load[:, 2:] == 0).all()
+    expected, found = assemble([truth["grads"]]), assemble([r["grads"] for r in results])
+    largest = max(np.abs(g).max() for g in expected.values())
+    for name, right in expected.items():
+        assert np.abs(found[name] - right).max() <= 1e-9 * max(np.abs(right).max(), 1e-6 * largest), name
+        if ".experts." in name and ".experts.0." not in name and ".experts.1." not in name:
+            assert not right.any() and not found[name].any()
+    for r in results:
+        np.testing.assert_allclose(r["routing"], truth["routing"], rtol=1e-10)
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(ep=4, tp=2), dict(pp=2, ep=2), dict(tp=4, etp=2)], ids=str)
+def test_dispatched_and_dropped_are_all(ranks, layout):
+    """Of each layer: load adds up to tokens x k, and no expert keeps more than its room in a sequence."""
+    run = variant(expert_capacity_factor=0.75)
+    results = ranks.run("tests.test_moe:routed", 4 if layout else 1, replace(run, layout=LayoutConfig(**layout)))
+    for result in results:
+        values = dict(zip(TALLIED, result["routing"][:, -len(TALLIED) :].T))
+        load = result["routing"][:, : -len(TALLIED)]
+        assert (values["tokens"] == 4 * SEQ).all() and (load.sum(1) == 4 * SEQ * 2).all()
+        room = 4 * 8 * 3  # sequences x experts x ceil(0.75 * 16 * 2 / 8)
+        assert (values["dropped"] >= 4 * SEQ * 2 - room).all() and (values["dropped"] > 0).all()
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+def test_balance_loss_is_its_formula(ranks, scope):
+    """Truth: E sum f P and the mean squared log-sum-exp by hand, from what the layer was given; autograd makes their gradient."""
+    run = variant(router_aux_loss_coef=0.05, router_aux_loss_scope=scope, num_hidden_layers=1, router_z_loss_coef=0.02)
+    plain = replace(run, model=replace(run.model, router_aux_loss_coef=0.0, router_z_loss_coef=0.0))
+    with_loss, without = (ranks.run("tests.test_moe:routed", 1, r)[0] for r in (run, plain))
+    name = "model.layers.0.block_sparse_moe.gate.weight"
+    got = assemble([with_loss["grads"]])[name] - assemble([without["grads"]])[name]
+    _, expected = by_hand(run, scope)
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-8, atol=1e-9 * np.abs(expected.numpy()).max())
+
+
+def by_hand(run: Run, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The balancing losses of a step, weighted as the step weighs micro-batches, and their gradient to the only router."""
+    state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
+    set_weights(state)
+    layer, seen = state.routed[0], []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    batches = step_batches(run, state.mesh, 0, False)
+    state.train()
+    accumulate(state, batches)
+    weight = layer.gate.detach().clone().requires_grad_()
+    total = sum((b.labels >= 0).sum() for b in batches)
+    loss = torch.zeros((), dtype=torch.float64)
+    for x, b in zip(seen, batches):
+        logits = x @ weight.T
+        p = logits.softmax(-1)
+        chosen = torch.zeros_like(p).scatter_(1, p.topk(2, -1).indices, 1.0)
+        if scope == "global_batch":
+            chosen = layer.load.detach().expand_as(p)
+        f, mean = chosen.sum(0) / chosen.sum(), p.mean(0)  # micro-batches of one sequence: both scopes are the same sum
+        balance, z = 8 * (f * mean).sum(), torch.logsumexp(logits, -1).square().mean()
+        loss = loss + (b.labels >= 0).sum().double() / total * (0.05 * balance + 0.02 * z)
+    loss.backward()
+    return loss.detach(), weight.grad
+
+
+def test_load_of_the_step_before(ranks):
+    """After a step the state that the global-batch loss reads is that step's load, the same whoever counted."""
+    run = variant(router_aux_loss_scope="global_batch")
+    for layout, world in ((dict(), 1), (dict(ep=2, tp=2), 4)):
+        results = ranks.run("tests.test_moe:routed", world, replace(run, layout=LayoutConfig(**layout)))
+        loads = assemble([r["weights"] for r in results])
+        for number, row in enumerate(results[0]["routing"]):
+            np.testing.assert_array_equal(loads[f"model.layers.{number}.block_sparse_moe.gate.load"], row[: -len(TALLIED)])
+
+
+def test_recompute_counts_once(ranks):
+    run = variant()
+    again = replace(run, train=replace(run.train, recompute="full"))
+    a, b = (ranks.run("tests.test_moe:routed", 1, r)[0]["routing"] for r in (run, again))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_routing_in_words():
+    """Truth: made-up counts. A dense layer has none."""
+    rows = [[0.0] * (4 + len(TALLIED)), [10.0, 20.0, 30.0, 20.0, 40.0, 44.0, 8.0, 3.0, 40.0], [20.0] * 4 + [20.0, 40.0, 4.0, 0.0, 40.0]]
+    values = routing_values(rows)
+    assert values["load_max"] == [None, 1.5, 1.0] and values["load_min"] == [None, 0.5, 1.0]
+    assert values["entropy"] == [None, 1.0, 0.5] and values["dropped"] == [None, 3.0, 0.0] and values["balance"] == [None, 1.1, 1.0]
+    assert routing_text(values) == " load=1.50@layer1 entropy=0.5@layer2 dropped=3"
+
+
+def test_tally_starts_again(ranks):
+    """What one step counted is not in the next."""
+    run = variant()
+    state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
+    set_weights(state)
+    state.train()
+    for step in range(2):
+        accumulate(state, step_batches(run, state.mesh, step, False))
+        assert (tell(state).routing[:, -1] == 4 * SEQ).all()
