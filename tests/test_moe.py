@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -52,7 +53,8 @@ def test_all_tokens_to_the_same_experts(ranks, ep, etp, tp, dispatch):
     """Truth: one process. With equal logits every token goes to experts 0 and 1, on one rank; all other experts have none."""
     run, world = variant(), max(ep * etp, 2 * tp)
     (truth,) = ranks.run("tests.test_moe:routed", 1, run, True)
-    layout = LayoutConfig(ep=ep, etp=etp, tp=tp, dispatch=dispatch)
+    room = {"expert_room": math.inf} if dispatch == "allgather" else {}
+    layout = LayoutConfig(ep=ep, etp=etp, tp=tp, dispatch=dispatch, **room)
     results = ranks.run("tests.test_moe:routed", world, replace(run, layout=layout), True)
     load = truth["routing"][:, : -len(TALLIED)]
     assert (load[:, :2] == 4 * SEQ).all() and (load[:, 2:] == 0).all()
@@ -116,6 +118,24 @@ def by_hand(run: Run, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
     return loss.detach(), weight.grad
 
 
+@pytest.mark.parametrize("layout, world", [(dict(ep=4), 4), (dict(ep=4, tp=2, pp=2), 8)], ids=str)
+def test_too_little_room_is_the_same_step(ranks, layout, world):
+    """Truth: one process. With no room to spare ranks lack rows in this step; it is done again, and says so."""
+    run = variant(num_experts_per_tok=4)
+    (truth,) = ranks.run("tests.test_moe:routed", 1, run, True)
+    run = replace(run, layout=LayoutConfig(dispatch="allgather", expert_room=1.0, **layout))
+    results = ranks.run("tests.test_moe:routed", world, run, True)
+    expected, found = assemble([truth["grads"]]), assemble([r["grads"] for r in results])
+    largest = max(np.abs(g).max() for g in expected.values())
+    for name, right in expected.items():
+        assert np.abs(found[name] - right).max() <= 1e-9 * max(np.abs(right).max(), 1e-6 * largest), name
+    missing = TALLIED.index("missing") - len(TALLIED)
+    for r in results:
+        assert r["routing"][:, missing].sum() > 0
+        r["routing"][:, missing] = 0
+        np.testing.assert_allclose(r["routing"], truth["routing"], rtol=1e-10)
+
+
 def test_load_of_the_step_before(ranks):
     """After a step the state that the global-batch loss reads is that step's load, the same whoever counted."""
     run = variant(router_aux_loss_scope="global_batch")
@@ -135,11 +155,11 @@ def test_recompute_counts_once(ranks):
 
 def test_routing_in_words():
     """Truth: made-up counts. A dense layer has none."""
-    rows = [[0.0] * (4 + len(TALLIED)), [10.0, 20.0, 30.0, 20.0, 40.0, 44.0, 8.0, 3.0, 40.0], [20.0] * 4 + [20.0, 40.0, 4.0, 0.0, 40.0]]
+    rows = [[0.0] * (4 + len(TALLIED)), [10.0, 20.0, 30.0, 20.0, 40.0, 44.0, 8.0, 3.0, 0.0, 40.0], [20.0] * 4 + [20.0, 40.0, 4.0, 0.0, 5.0, 40.0]]
     values = routing_values(rows)
     assert values["load_max"] == [None, 1.5, 1.0] and values["load_min"] == [None, 0.5, 1.0]
     assert values["entropy"] == [None, 1.0, 0.5] and values["dropped"] == [None, 3.0, 0.0] and values["balance"] == [None, 1.1, 1.0]
-    assert routing_text(values) == " load=1.50@layer1 entropy=0.5@layer2 dropped=3"
+    assert routing_text(values) == " load=1.50@layer1 entropy=0.5@layer2 dropped=3 again=5"
 
 
 def test_tally_starts_again(ranks):

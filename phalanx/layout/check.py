@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, no_effect, problem
+from phalanx.base.rules import at_least, divisors, no_effect, problem, within
 from phalanx.layout.config import LayoutConfig
 
 
@@ -19,8 +19,8 @@ def check(config: LayoutConfig, *, world_size: int, blocks: int, experts: int = 
 def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_size: int) -> list[Problem]:
     """Every expert rank has as many experts; ep and etp cut the ranks of a stage."""
     if not experts:
-        return no_effect("layout", config, ("ep", "etp", "dispatch"), "experts", {"experts of model": 0})
-    found, stage = [], world_size // config.pp
+        return no_effect("layout", config, ("ep", "etp", "dispatch", "expert_room"), "experts", {"experts of model": 0})
+    found, stage = within("layout", config, "expert_room", "[1, inf]"), world_size // config.pp
     if experts % config.ep:
         because = {"experts per layer": experts}
         found.append(problem("layout", config, "ep", "must divide the number of experts", because, divisors(config.ep, experts, stage)))

@@ -20,7 +20,9 @@ class LayoutConfig:
     """Tensor-parallel size inside each expert, whatever tp is elsewhere."""
     dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
     """How tokens get to their experts: allgather (every token to every expert rank, no host sync), alltoall (each token to its experts'
-    ranks, one exchange of sizes per layer). auto: alltoall."""
+    ranks, one exchange of sizes per layer). auto: the one that sends less, allgather while ep * etp <= experts per token."""
+    expert_room: float = 2.0
+    """allgather: tokens that an expert rank has room for, over its fair share. A step in which that is too little runs again by alltoall."""
     pp: int = 1
     """Pipeline-parallel size: number of ranks that the layers are spread over."""
     virtual_stages: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,7 @@ class Env:
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
+    expert_room: float = math.inf
 
     @property
     def tp(self) -> Axis:

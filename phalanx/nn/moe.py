@@ -22,13 +22,16 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.ops import route as ops
 from phalanx.ops.activation import swiglu
-from phalanx.ops.exchange import DISPATCHERS
+from phalanx.ops.exchange import DISPATCHERS, Dispatch
 from phalanx.ops.grouped import grouped_matmul
 from phalanx.ops.matmul import wide_matmul
 from phalanx.ops.route import BalanceSums, Choice, Router
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
-TALLIED = ("entropy", "balance", "z", "dropped", "tokens")  # summed over tokens: nats of the router's probabilities, the losses, pairs, 1
+# Summed over tokens: nats of the router's probabilities, the losses, pairs that found no room with their expert, pairs that found
+# none on its rank (the step is then wrong, and done again), 1.
+TALLIED = ("entropy", "balance", "z", "dropped", "missing", "tokens")
+MISSING = TALLIED.index("missing") - len(TALLIED)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class MoE(Module):
         self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
         self.experts = Experts(env, names, count, width, inner, std)
         self.shared = shared
+        self.dispatch: Dispatch = env.dispatch
         self.tally: Tensor | None = None  # (E + len(TALLIED),) float64: load of each expert and sums; made by whoever trains
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -112,12 +116,13 @@ class MoE(Module):
         logits = wide_matmul(x, self.gate)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer)
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
-        weights = choice.weights_TK
+        exchange, count = DISPATCHERS[self.dispatch], self.router.num_experts
+        y, missing = exchange(
+            x, choice.experts_TK, choice.weights_TK, count, self.experts, self.env.axes, self.env.twin("permute"), self.env.expert_room
+        )
         if self.training:
             dropped = (choice.experts_TK != wanted.experts_TK).sum()
-            weights = self._balanced(weights, wanted, logits, dropped, batch)
-        dispatch = DISPATCHERS[self.env.dispatch]
-        y = dispatch(x, choice.experts_TK, weights, self.router.num_experts, self.experts, self.env.axes, self.env.twin("permute"))
+            y = self._balanced(y, wanted, logits, torch.stack((dropped, missing)), batch)
         return y if self.shared is None else y + self.shared(x, batch)
 
     def _per_expert(self, name: str, init: Init, ours: bool = False) -> nn.Parameter:
@@ -146,14 +151,15 @@ class MoE(Module):
         kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, batch.num_sequences)
         return ops.dropping(choice, tp.own_rows(kept), count)
 
-    def _balanced(self, weights: Tensor, choice: Choice, logits: Tensor, dropped: Tensor, batch: Batch) -> Tensor:
-        """The weights, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
+    def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
+        """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
         b = self.balance
         balance, z = self._balance_loss(choice, batch), ops.z_loss(logits) / batch.num_tokens
         with torch.no_grad():
             counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
-            sums = torch.stack([ops.entropy(choice).double(), balance.double() * len(logits), z.double() * batch.num_tokens, dropped.double()])
-        return _Attach.apply(weights, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
+            means = torch.stack([ops.entropy(choice), balance * len(logits), z * batch.num_tokens])
+            sums = torch.cat((means.double(), lost.double()))
+        return _Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
         """() the same on all tp ranks; its gradient goes to this rank's scores."""

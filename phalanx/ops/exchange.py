@@ -7,6 +7,7 @@ E experts in all, N of them here, R rows sorted by expert, D model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -67,23 +68,32 @@ def scatter(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _Scatter.apply(x, axis)
 
 
+def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tuple[int, int]:
+    """(rows that a rank of `here` experts gets room for, rows that it may need) of `tokens` gathered over `ranks` expert ranks."""
+    worst = tokens * min(slots, here)
+    return min(worst, math.ceil(room * tokens * slots / ranks)), worst
+
+
 def through_all_gather(x: Tensor, experts: Tensor, weights: Tensor, count: int, compute: Compute, axes: ModelAxes,
-                       kernels: Kernels = "auto") -> Tensor:  # fmt: skip
+                       kernels: Kernels = "auto", room: float = math.inf) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Every token goes to every expert rank, which keeps those that chose its experts; sums come back scattered. The host waits for nothing.
 
-    x (T, D), experts (T, K) int64 (a number >= `count` is nobody's), weights (T, K) -> (T, D).
+    x (T, D), experts (T, K) int64 (a number >= `count` is nobody's), weights (T, K) -> (T, D), and () the number of rows that this
+    rank had no room for: it has room for `room` times its fair share of all rows. With any missing the result is wrong.
     """
     group, here = axes.experts, count // axes.ep.size
     everyones = group.all_gather(experts).wait()
     tokens, slots = everyones.shape
-    rows = plan_rows(everyones, axes.ep.index * here, here, tokens * min(slots, here), kernels)
+    rows = plan_rows(everyones, axes.ep.index * here, here, room_for(tokens, slots, axes.ep.size, here, room)[0], kernels)
     made = compute(gather_rows(gather(x, group), rows, kernels), rows.ends_E)
-    return scatter(combine_rows(made, gather(weights, group), rows, tokens, kernels), group)
+    y = scatter(combine_rows(made, gather(weights, group), rows, tokens, kernels), group)
+    return y, (rows.wanted - len(rows.source_R)).clamp_min(0)
 
 
 def through_all_to_all(x: Tensor, experts: Tensor, weights: Tensor, count: int, compute: Compute, axes: ModelAxes,
-                       kernels: Kernels = "auto") -> Tensor:  # fmt: skip
-    """Each (token, expert) pair goes to the rank of its expert alone. How many go where is exchanged first, and the host waits for it once.
+                       kernels: Kernels = "auto", room: float = math.inf) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each (token, expert) pair goes to the rank of its expert alone. How many go where is exchanged first, and the host waits for it
+    once; so there is always room.
 
     Arguments as of `through_all_gather`. Over etp the tokens are gathered first, since each part of an expert needs them all.
     """
@@ -97,7 +107,8 @@ def through_all_to_all(x: Tensor, experts: Tensor, weights: Tensor, count: int, 
     arrived = swap(gather_rows(x, leaving, kernels), axes.ep, send, receive)
     sorting = plan_rows(_experts_of(arriving, sum(receive)), 0, sizes.shape[1], sum(receive), kernels)
     made = combine_rows(compute(gather_rows(arrived, sorting, kernels), sorting.ends_E), None, sorting, len(arrived), kernels)
-    return scatter(combine_rows(swap(made, axes.ep, receive, send), weights, leaving, tokens, kernels), axes.etp)
+    y = scatter(combine_rows(swap(made, axes.ep, receive, send), weights, leaving, tokens, kernels), axes.etp)
+    return y, leaving.wanted.new_zeros(())
 
 
 def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:

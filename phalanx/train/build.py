@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +16,7 @@ from phalanx.data_parallel.buffers import Buffers, FlatBucket
 from phalanx.layout.buckets import Slot
 from phalanx.layout.param import Piece
 from phalanx.nn.module import Block
-from phalanx.nn.moe import TALLIED, MoE
+from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.ops.kernels import use_triton
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
@@ -53,6 +55,22 @@ class State:
     def model(self) -> nn.ModuleList:
         """This rank's blocks, in order. At sharding level 0 any torch optimizer may update `model.parameters()`."""
         return nn.ModuleList(block for run in self.blocks.values() for block in run)
+
+    @contextmanager
+    def by_all_to_all(self) -> Iterator[None]:
+        """To do a step's gradients once more: inside, tokens get to their experts by all-to-all, which always has room."""
+        self.buffers.zero_grads()
+        runner, self.stages.runner = self.stages.runner, Eager()
+        tallies = [layer.tally for layer in self.routed if layer.tally is not None]
+        missing = [tally[MISSING].clone() for tally in tallies]
+        for layer, tally in zip(self.routed, tallies):
+            tally.zero_()
+            layer.dispatch = "alltoall"
+        yield
+        self.stages.runner = runner
+        for layer, tally, rows in zip(self.routed, tallies, missing):
+            layer.dispatch = layer.env.dispatch
+            tally[MISSING] += rows  # for the log
 
     def train(self, mode: bool = True) -> None:
         """Dropout and recompute on or off."""

@@ -19,7 +19,7 @@ from phalanx.models import gpt2, llama, mixtral, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
-from phalanx.ops.exchange import Dispatch
+from phalanx.ops.exchange import Dispatch, room_for
 from phalanx.schedule.actions import Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
@@ -120,9 +120,21 @@ class Plan:
 
     @property
     def dispatch(self) -> Dispatch:
-        """How tokens get to their experts."""
-        chosen = self.run.layout.dispatch
-        return "alltoall" if chosen == "auto" else chosen
+        """How tokens get to their experts. A token has `top_k` pairs, each on another rank with probability 1 - 1 / ep."""
+        layout = self.run.layout
+        if layout.dispatch == "auto":
+            return "allgather" if layout.ep * layout.etp <= getattr(self.run.model, "num_experts_per_tok", 0) else "alltoall"
+        return layout.dispatch
+
+    @property
+    def room_may_lack(self) -> bool:
+        """Whether an expert rank could get more tokens than layout.expert_room allows it."""
+        run, grid = self.run, self.grid
+        if not run.model.routed_experts or self.dispatch != "allgather":
+            return False
+        tokens = run.train.micro_batch * run.train.seq_length // grid.tp * grid.ep * grid.etp
+        given, worst = room_for(tokens, run.model.num_experts_per_tok, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)  # type: ignore[union-attr]
+        return given < worst
 
     @property
     def waits_for_sizes(self) -> bool:
@@ -134,7 +146,7 @@ class Plan:
         return Env(
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
             recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), kernels=train.kernels, plain_ops=tuple(train.plain_ops),
-            dispatch=self.dispatch,
+            dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
         )  # fmt: skip
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:

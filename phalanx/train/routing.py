@@ -13,15 +13,16 @@ def routing_values(rows: list[list[float]]) -> dict[str, list[float | None]]:
     load_max, load_min  tokens of the fullest and the emptiest expert, over the mean
     entropy             nats of the router's probabilities, mean over tokens
     dropped             (token, expert) pairs that found no room
+    missing             pairs that found no room with the expert's rank: the step was done again (layout.expert_room)
     balance, z          the losses before their coefficients
     """
-    found: dict[str, list[float | None]] = {k: [] for k in ("load_max", "load_min", "entropy", "dropped", "balance", "z")}
+    found: dict[str, list[float | None]] = {k: [] for k in ("load_max", "load_min", "entropy", "dropped", "missing", "balance", "z")}
     for row in rows:
         load, sums = row[: -len(TALLIED)], dict(zip(TALLIED, row[-len(TALLIED) :]))
         tokens, mean = sums["tokens"], sum(load) / len(load)
         made: dict[str, float | None] = dict.fromkeys(found)
         if tokens:
-            made = {"load_max": max(load) / mean, "load_min": min(load) / mean, "dropped": sums["dropped"]}
+            made = {"load_max": max(load) / mean, "load_min": min(load) / mean, "dropped": sums["dropped"], "missing": sums["missing"]}
             made |= {k: sums[k] / tokens for k in ("entropy", "balance", "z")}
         for key, values in found.items():
             values.append(made[key])
@@ -29,9 +30,11 @@ def routing_values(rows: list[list[float]]) -> dict[str, list[float | None]]:
 
 
 def routing_text(values: dict[str, list[Any]]) -> str:
-    """The end of a step line: the fullest expert, the least entropy (with their layers) and all dropped pairs."""
+    """The end of a step line: the fullest expert, the least entropy (with their layers), all dropped pairs, and those for which the step
+    was done again."""
     layers = [i for i, v in enumerate(values["load_max"]) if v is not None]
     full = max(layers, key=lambda i: values["load_max"][i])
     sure = min(layers, key=lambda i: values["entropy"][i])
-    dropped = sum(int(values["dropped"][i]) for i in layers)
-    return f" load={values['load_max'][full]:.2f}@layer{full} entropy={values['entropy'][sure]:.3g}@layer{sure} dropped={dropped}"
+    dropped, missing = (sum(int(values[k][i]) for i in layers) for k in ("dropped", "missing"))
+    again = f" again={missing}" if missing else ""
+    return f" load={values['load_max'][full]:.2f}@layer{full} entropy={values['entropy'][sure]:.3g}@layer{sure} dropped={dropped}{again}"

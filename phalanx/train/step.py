@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.batch import IGNORE, Batch
-from phalanx.nn.moe import TALLIED
+from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State
 
@@ -43,11 +43,26 @@ def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = F
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
     tokens = count_tokens(state, batches)
+    forward_backward(state, batches, tokens)
+    if state.plan.room_may_lack and lacked_room(state):
+        with state.by_all_to_all():
+            forward_backward(state, batches, tokens)
+    return tokens
+
+
+def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
     state.stages.begin(batches, seed=state.scaler.scale / tokens)
     execute(state.program(len(batches)), state.handlers)
     state.stages.end()
     state.buffers.finish()
-    return tokens
+
+
+def lacked_room(state: State) -> bool:
+    """Whether any rank had too little room for its experts' tokens; the one question that the host waits for at the end of a step."""
+    missing = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
+    for layer in state.routed:
+        missing += layer.tally[MISSING]  # type: ignore[index]
+    return state.mesh.world.all_reduce(missing).wait().item() > 0
 
 
 def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
