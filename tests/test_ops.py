@@ -27,7 +27,8 @@ from phalanx.ops.dropout import dropout
 from phalanx.ops.embedding import embedding, learned_positions
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from phalanx.ops.rope import inverse_frequencies, rope, rotary_table
+from phalanx.ops.rope import rope, rotary_table
+from phalanx.ops.rope_scaling import inverse_frequencies
 
 ONE = Axis("tp")
 

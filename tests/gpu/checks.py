@@ -23,7 +23,8 @@ from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.embedding import embedding
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-from phalanx.ops.rope import inverse_frequencies, rotary_table
+from phalanx.ops.rope import rotary_table
+from phalanx.ops.rope_scaling import inverse_frequencies
 from phalanx.train.build import build, init_weights
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
