@@ -310,7 +310,8 @@ def test_rotary_scaling_in_both_spellings():
     (dict(attention_bias=True), "attention_bias=True"), (dict(mlp_bias=True), "mlp_bias=True"),
     (dict(hidden_act="gelu"), "hidden_act='gelu'"),
     (dict(rope_parameters=dict(rope_type="axial")), "rope_type='axial'"),
-    (dict(rope_scaling=dict(type="mrope")), "rope_type='mrope'"), (dict(rope_parameters=dict(rope_type="yarn"), rope_scaling=None), "factor is missing"),
+    (dict(rope_scaling=dict(type="mrope"), rope_parameters=None), "rope_type='mrope'"),
+    (dict(rope_parameters=dict(rope_type="yarn"), rope_scaling=None), "factor is missing"),
     (dict(sliding_window=64), "sliding_window=64"), (dict(model_type="mamba"), "model_type='mamba'"),
     (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(vocab_size=None), None),
 ])  # fmt: skip
