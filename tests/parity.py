@@ -12,7 +12,7 @@ from phalanx.base.rng import fill_normal_
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
-from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config, RopeScaling
+from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.moe_config import MixtralConfig, Qwen3MoEConfig
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
@@ -44,6 +44,14 @@ MODELS = {
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, moe_intermediate_size=14, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=10, num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True,
         norm_topk_prob=False, router_aux_loss_coef=0.1, router_aux_loss_scope="sequence",
+    ),
+    "mistral": MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, sliding_window=5,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
+    "qwen2": Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=9, max_window_layers=2,
     ),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=SEQ, dropout=0.1, attention_dropout=0.1,

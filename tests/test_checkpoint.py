@@ -170,6 +170,8 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
     ("gpt2", "fp32", 4, dict(tp=2), 1 << 30),
     ("gpt2", "bf16", 2, dict(pp=2), 20000),
     ("qwen3", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
+    ("mistral", "bf16", 2, dict(tp=2), 20000),
+    ("qwen2", "fp32", 4, dict(tp=4), 1 << 30),
 ])  # fmt: skip
 def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
     ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
@@ -188,9 +190,9 @@ def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, l
     assert theirs.generation_config.eos_token_id is None
     assert model_config_from_hf(folder) == comparable(MODELS[model])
     if model == "llama":
-        from phalanx.ops.rope import inverse_frequencies
+        from phalanx.ops.rope_scaling import Rotation
 
-        ours = inverse_frequencies(MODELS[model].head_dim, MODELS[model].rope_theta, MODELS[model].rope_scaling)
+        ours, _ = Rotation(MODELS[model].head_dim, MODELS[model].rope_theta, MODELS[model].rope_scaling).frequencies(8)
         torch.testing.assert_close(theirs.model.rotary_emb.inv_freq, ours.float(), rtol=1e-6, atol=0)
 
 
@@ -225,6 +227,8 @@ def their_config(model: str) -> dict:
     ("gpt2", torch.float32, "10KB", 4, dict(tp=2)),
     ("gpt2", torch.float16, "5GB", 1, dict()),
     ("qwen3", torch.bfloat16, "10KB", 4, dict(tp=4)),
+    ("mistral", torch.bfloat16, "5GB", 2, dict(tp=2)),
+    ("qwen2", torch.float32, "10KB", 4, dict(tp=2, pp=2)),
 ])  # fmt: skip
 def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
     theirs = their_model(model, dtype)
@@ -305,7 +309,10 @@ def test_rotary_scaling_in_both_spellings():
 @pytest.mark.parametrize("change, named", [
     (dict(attention_bias=True), "attention_bias=True"), (dict(mlp_bias=True), "mlp_bias=True"),
     (dict(hidden_act="gelu"), "hidden_act='gelu'"),
-    (dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "rope_type='yarn'"), (dict(model_type="mamba"), "model_type='mamba'"),
+    (dict(rope_parameters=dict(rope_type="axial")), "rope_type='axial'"),
+    (dict(rope_scaling=dict(type="mrope"), rope_parameters=None), "rope_type='mrope'"),
+    (dict(rope_parameters=dict(rope_type="yarn"), rope_scaling=None), "factor is missing"),
+    (dict(sliding_window=64), "sliding_window=64"), (dict(model_type="mamba"), "model_type='mamba'"),
     (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(vocab_size=None), None),
 ])  # fmt: skip
 def test_what_we_cannot_compute_is_refused_by_name(change, named):

@@ -58,6 +58,17 @@ RULES = [
     ("model.num_hidden_layers=0", 1, "model.num_hidden_layers", 0, ">= 1", set(), (1, 2)),
     ("model.rope_scaling={factor: 8, low_freq_factor: 4, high_freq_factor: 1, original_max_position_embeddings: 64}", 1, "model.rope_scaling.high_freq_factor", 1, "must be > low_freq_factor", {"model.rope_scaling.low_freq_factor"}, (16,)),
     ("model.rope_scaling={factor: 0, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64}", 1, "model.rope_scaling.factor", 0, "(0, inf)", set(), (8.0,)),
+    ("model.rope_scaling={rope_type: yarn, factor: 2}", 1, "model.rope_scaling.original_max_position_embeddings", None, "is needed by rope_type yarn", {"model.rope_scaling.rope_type"}, (8192,)),
+    ("model.rope_scaling={rope_type: dynamic}", 1, "model.rope_scaling.factor", None, "is needed by rope_type dynamic", {"model.rope_scaling.rope_type"}, (8.0,)),
+    ("model.rope_scaling={rope_type: linear, factor: 2, truncate: false}", 1, "model.rope_scaling.truncate", False, "has no effect without rope_type yarn", {"model.rope_scaling.rope_type"}, (True,)),
+    ("model.rope_scaling={rope_type: linear, factor: 2, attention_factor: 2}", 1, "model.rope_scaling.attention_factor", 2, "has no effect without rope_type yarn or longrope", {"model.rope_scaling.rope_type"}, (None,)),
+    ("model.rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 64, beta_slow: 40}", 1, "model.rope_scaling.beta_fast", 32.0, "must be >= beta_slow", {"model.rope_scaling.beta_slow"}, (1280,)),
+    ("model.rope_scaling={rope_type: longrope, short_factor: [1, 2], long_factor: [1, 1, 1, 1, 1, 1, 1, 1], original_max_position_embeddings: 64}", 1, "model.rope_scaling.short_factor", (1, 2), "a number per pair of rotated features", {"pairs"}, ((1.0,) * 8,)),
+    ("model.rope_scaling={rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 0], long_factor: [1, 1, 1, 1, 1, 1, 1, 1], original_max_position_embeddings: 64}", 1, "model.rope_scaling.short_factor", (1, 1, 1, 1, 1, 1, 1, 0), "must be numbers in (0, inf)", set(), ((1.0,) * 8,)),
+    # windows
+    ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
+    ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),
+    ("model.family=qwen2 model.max_window_layers=2", 1, "model.max_window_layers", 2, "has no effect without model.sliding_window", {"model.sliding_window"}, (0,)),
     # pipeline (13, stages)
     ("layout.virtual_stages=2", 1, "layout.virtual_stages", 2, "needs pp >= 2", {"layout.pp"}, (1,)),
     ("layout.schedule=interleaved", 1, "layout.schedule", "interleaved", "needs virtual_stages >= 2", {"layout.virtual_stages"}, ("auto", "1f1b")),
@@ -310,7 +321,7 @@ FORM = [
     ("train.precision=bf61", "train.precision", 'must be one of "fp32", "bf16"', ("bf16", "fp64")),
     ("train.precision=no", "train.precision", "must be one of", ("fp32", "bf16", "fp16", "fp64")),
     ("optim.name=adamm", "optim.name", 'must be one of "adamw"', ("adamw",)),
-    ("model.family=lama", "model.family", 'must be one of "llama", "qwen3", "gpt2"', ("llama",)),
+    ("model.family=lama", "model.family", 'must be one of "llama", "mistral", "qwen2", "qwen3", ', ("llama",)),
     ("data.tokenizer=3", "data.tokenizer", "must be str or null, got int", ("3",)),
     ("data.paths=3", "data.paths", "must be list of str, got int", ([],)),
     ("layout.stages=[1,x]", "layout.stages.1", "must be int, got string", ()),
@@ -482,7 +493,7 @@ def test_explain():
         "blocks are cut along tokens."
     )
     assert "optim.lr: float, default 0.0003" in explain("optim") and "optim.eps" in explain("optim")
-    assert "model.rope_scaling.factor: float, required" in explain("model.rope_scaling")
+    assert "model.rope_scaling.factor: float or null, default null" in explain("model.rope_scaling")
     assert 'one of "fp32", "bf16", "fp16", "fp64", default "fp32"' in explain("train.precision")
     with pytest.raises(ConfigError) as raised:
         explain("layout.pt")

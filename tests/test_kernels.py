@@ -22,7 +22,8 @@ from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.kernels import use_triton
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from phalanx.ops.rope import inverse_frequencies, rotary_table
+from phalanx.ops.rope import rotary_table
+from phalanx.ops.rope_scaling import inverse_frequencies
 from tests.test_ops import normal, rotated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() and sys.platform != "linux", reason="triton has wheels for Linux alone")

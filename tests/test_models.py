@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.base.batch import IGNORE, Batch
+from phalanx.checkpoint.hf import to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config
-from phalanx.ops.rope import inverse_frequencies
+from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, RopeScaling
+from phalanx.ops.rope import rotary_table
+from phalanx.ops.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
@@ -29,15 +31,19 @@ CASES = {
     "llama: MQA, theta": replace(MODELS["llama"], num_key_value_heads=1, head_dim=None, rope_scaling=None, rope_theta=500000.0),
     "qwen3": MODELS["qwen3"],
     "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
+    "mistral: window, yarn": MODELS["mistral"],
+    "mistral: no window, MQA, tied": replace(
+        MODELS["mistral"], num_key_value_heads=1, head_dim=6, sliding_window=None, rope_scaling=None, tie_word_embeddings=True
+    ),
+    "qwen2: window in upper layers": MODELS["qwen2"],
+    "qwen2: no window, tied, linear scaling": replace(
+        MODELS["qwen2"], sliding_window=None, max_window_layers=0, tie_word_embeddings=True, rope_scaling=RopeScaling(rope_type="linear", factor=2.0)
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2),
 }
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
-
-
-def scaling_of(config: LlamaConfig) -> dict:
-    return {} if config.rope_scaling is None else {"rope_scaling": dict(vars(config.rope_scaling))}
 
 
 def hf_config(config: LlamaConfig | GPT2Config):
@@ -51,14 +57,23 @@ def hf_config(config: LlamaConfig | GPT2Config):
         )  # fmt: skip
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
             "tie_word_embeddings", "rope_theta", "max_position_embeddings")  # fmt: skip
-    head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
-    cls = transformers.Qwen3Config if isinstance(c, Qwen3Config) else transformers.LlamaConfig
-    return cls(**{k: getattr(c, k) for k in same}, head_dim=head_dim, **scaling_of(c), **options)
+    written = to_hf(c, torch.float64)
+    scaling = {k: written[k] for k in ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers") if written.get(k) is not None}
+    cls = getattr(transformers, type(c).__name__)
+    return cls(**{k: getattr(c, k) for k in same}, head_dim=head_dim_of(c), **{"sliding_window": None, **scaling}, **options)
+
+
+def head_dim_of(config: LlamaConfig) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def rotation_of(config: LlamaConfig) -> Rotation:
+    return Rotation(head_dim_of(config), config.rope_theta, config.rope_scaling, config.max_position_embeddings)
 
 
 def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
-    """Hugging Face's formulas (modeling_rope_utils.py) in float64."""
-    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    """Hugging Face's formulas (modeling_rope_utils.py) in float64, unscaled and of llama3."""
+    dim = head_dim_of(config)
     found = []
     for i in range(0, dim, 2):
         f = 1.0 / config.rope_theta ** (i / dim)
@@ -76,15 +91,14 @@ def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 
 def widen(model, config: LlamaConfig) -> None:
     """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in float64."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    inv, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
 
     def rotary(x, position_ids):
-        angle = position_ids.double().unsqueeze(-1) * torch.cat([hf_inverse_frequencies(config)] * 2)
-        return angle.cos(), angle.sin()
+        angle = position_ids.double().unsqueeze(-1) * torch.cat([inv, inv])
+        return angle.cos() * factor, angle.sin() * factor
 
     for module in model.modules():
-        if isinstance(module, LlamaRMSNorm | Qwen3RMSNorm):
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
     model.model.rotary_emb.forward = rotary
 
@@ -95,8 +109,7 @@ def hugging_face(case: str) -> dict:
     import transformers
 
     config = CASES[case]
-    others = {GPT2Config: transformers.GPT2LMHeadModel, Qwen3Config: transformers.Qwen3ForCausalLM}
-    cls = others.get(type(config), transformers.LlamaForCausalLM)
+    cls = getattr(transformers, to_hf(config, torch.float64)["architectures"][0])
     torch.manual_seed(0)
     model = cls(hf_config(config)).double().eval()
     with torch.no_grad():
@@ -166,26 +179,55 @@ def test_equal_to_hugging_face(ranks, case, layout):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.startswith("llama")])
-def test_frequencies_equal_hugging_face(case):
-    """Truth: the float32 frequencies that transformers itself computes, to float32 rounding."""
+def test_frequencies_equal_the_formula(case):
+    """Truth: the formulas of transformers, feature by feature in float64."""
+    torch.testing.assert_close(rotation_of(CASES[case]).frequencies(SEQ)[0], hf_inverse_frequencies(CASES[case]), rtol=1e-14, atol=0)
+
+
+LONG, SHORT = tuple(1.0 + i / 7 for i in range(32)), tuple(1.0 + i / 90 for i in range(32))
+SCALINGS = {
+    "none": None,
+    "linear": RopeScaling(rope_type="linear", factor=2.5),
+    "dynamic": RopeScaling(rope_type="dynamic", factor=2.0),
+    "llama3": RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+    "yarn": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
+    "yarn of gpt-oss": RopeScaling(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    "yarn of DeepSeek": RopeScaling(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7),
+    "yarn, all given": RopeScaling(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=1.3, beta_fast=24.0, beta_slow=2.0
+    ),
+    "longrope": RopeScaling(rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024),
+    "longrope, factor": RopeScaling(rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024, factor=9.0),
+    "longrope, attention factor": RopeScaling(
+        rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024, attention_factor=1.5
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [64, 1024, 1025, 5000])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scalings_equal_transformers(name, theta, length):
+    """Truth: cos and sin that transformers' Llama makes for positions up to this length, to float32 rounding of its angles."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = CASES[case]
-    theirs = LlamaRotaryEmbedding(hf_config(config)).inv_freq
-    ours = inverse_frequencies(config.head_dim or config.hidden_size // config.num_attention_heads, config.rope_theta, config.rope_scaling)
-    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=0)
-    torch.testing.assert_close(ours, hf_inverse_frequencies(config), rtol=1e-14, atol=0)
+    config = replace(MODELS["llama"], head_dim=64, rope_theta=theta, rope_scaling=SCALINGS[name], max_position_embeddings=2048)
+    theirs = LlamaRotaryEmbedding(hf_config(config))
+    cos, sin = (t[0] for t in theirs(torch.zeros(1), torch.arange(length)[None]))
+    inv, factor = rotation_of(config).frequencies(length)
+    torch.testing.assert_close(inv.float(), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-14)
+    ours = rotary_table(torch.arange(length), inv, torch.float64, factor)
+    for a, b in zip(ours, (cos, sin)):
+        torch.testing.assert_close(a.float(), b[:, : 64 // 2], rtol=0, atol=2e-7 * length)
+
+
+def test_every_scaling_is_tested():
+    assert {s.rope_type for s in SCALINGS.values() if s} == set(ROPE_FIELDS)
 
 
 def test_scaling_has_all_three_regimes():
-    """The real Llama 3.1 values (head 128, theta 500000): kept, blended and divided frequencies all occur, as in transformers."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    from phalanx.models.config import RopeScaling
-
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    config = replace(MODELS["llama"], head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
-    ours, plain = inverse_frequencies(128, 500000.0, scaling), inverse_frequencies(128, 500000.0)
-    torch.testing.assert_close(ours.float(), LlamaRotaryEmbedding(hf_config(config)).inv_freq, rtol=1e-6, atol=0)
+    """The real Llama 3.1 values (head 128, theta 500000): kept, blended and divided frequencies all occur."""
+    ours, plain = Rotation(128, 500000.0, SCALINGS["llama3"]).frequencies(8)[0], Rotation(128, 500000.0).frequencies(8)[0]
     ratio = (plain / ours).round(decimals=12)
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1) & (ratio < 8)).any()

@@ -42,8 +42,8 @@ def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
     blocks = make_blocks(config, env, range(num_blocks(config)))
     for block in blocks:
         for module in block.modules():
-            if getattr(module, "inv_freq", None) is not None:
-                module.inv_freq = module.inv_freq.to("meta")
+            if getattr(module, "rotary", None) is not None:
+                module.rotary.frequencies(SEQ, torch.device("meta"))
         for p in block.parameters():
             p.grad = torch.empty_like(p)
     ids = torch.empty(2 * SEQ, dtype=torch.int64, device="meta")

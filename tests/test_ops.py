@@ -16,16 +16,19 @@ from phalanx.base.rng import keep_mask
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import cut
+from phalanx.layout.estimate import Allocations
 from phalanx.layout.grid import Grid
 from phalanx.ops import cross_entropy
+from phalanx.ops import sinks as sink_ops
 from phalanx.ops.activation import gelu, swiglu
-from phalanx.ops.attention import attention, attention_with_dropout
+from phalanx.ops.attention import CAUSAL, Kind, attention, attention_with_dropout
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.dropout import dropout
 from phalanx.ops.embedding import embedding, learned_positions
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from phalanx.ops.rope import inverse_frequencies, rope, rotary_table
+from phalanx.ops.rope import rope, rotary_table
+from phalanx.ops.rope_scaling import inverse_frequencies
 
 ONE = Axis("tp")
 
@@ -93,19 +96,24 @@ def make_batch(sequences: int, length: int, documents: list[int] | None = None) 
 
 
 UNIFORM, PACKED = make_batch(2, 5), make_batch(2, 5, [0, 0, 1, 1, 1, 1, 2, 3, 3, 3])  # document 1 runs on into sequence 2 by number
+ODD, ODD_PACKED = make_batch(2, 7), make_batch(1, 8, [0, 0, 0, 0, 0, 1, 2, 2])
 
 
-def plain_attention(qkv: Tensor, heads: int, kv_heads: int, batch: Batch, keep: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v token by token; `keep` (sequences, heads, S, S)."""
+def plain_attention(qkv: Tensor, heads: int, kv_heads: int, batch: Batch, keep: Tensor | None = None, p: float = 0.0,
+                    kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+    """softmax(q k^T scale) v token by token; `keep` (sequences, heads, S, S); a sink is one more score, whose value is zero."""
     rows, length = [], batch.seq_length
+    scale = 1 / math.sqrt(qkv.shape[-1]) if kind.scale is None else kind.scale
     for t in range(batch.num_tokens):
         s, i = divmod(t, length)
         sees = [s * length + j for j in range(i + 1) if batch.documents is None or batch.documents[s * length + j] == batch.documents[t]]
+        sees = [j for j in sees if kind.window is None or t - j < kind.window]
         out = []
         for h in range(heads):
             g = h // (heads // kv_heads)
-            scores = torch.stack([qkv[t, h] @ qkv[j, heads + g] for j in sees]) / math.sqrt(qkv.shape[-1])
-            probs = torch.softmax(scores, 0)
+            scores = torch.stack([qkv[t, h] @ qkv[j, heads + g] for j in sees]) * scale
+            more = [] if sinks is None else [sinks[h : h + 1]]
+            probs = torch.softmax(torch.cat([scores, *more]), 0)[: len(sees)]
             if keep is not None:
                 probs = probs * keep[s, h, i, [j % length for j in sees]] / (1 - p)
             out.append(sum(a * qkv[j, heads + kv_heads + g] for a, j in zip(probs, sees)))
@@ -118,8 +126,21 @@ def rotated(x: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[T
     return torch.cat(rope(x, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
 
 
-def attend(x: Tensor, heads: int, kv_heads: int, batch: Batch) -> Tensor:
-    return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch)
+def attend(x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:
+    return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, kind, sinks)
+
+
+def attending(heads: int, kv_heads: int, name: str, width: int, sinks: bool = False, **kind) -> Op:
+    """Attention of one kind; documents and odd lengths come with the batch, a global of this module."""
+
+    def op(x: Tensor, s: Tensor | None = None) -> Tensor:
+        return attend(x, heads, kv_heads, globals()[name], Kind(**kind), s)
+
+    def plain(x: Tensor, s: Tensor | None = None) -> Tensor:
+        return plain_attention(x, heads, kv_heads, globals()[name], kind=Kind(**kind), sinks=s)
+
+    shapes = ((globals()[name].num_tokens, heads + 2 * kv_heads, width), *([(heads,)] if sinks else []))
+    return Op(op, plain, shapes, (1,) if sinks else ())
 
 
 def attend_dropping(x: Tensor, heads: int, kv_heads: int, batch: Batch, *dropout: float) -> Tensor:
@@ -163,6 +184,16 @@ OPS = {
     "attention": Op(lambda x: attend(x, 2, 2, UNIFORM), lambda x: plain_attention(x, 2, 2, UNIFORM), ((10, 6, 3),)),
     "attention, grouped": Op(lambda x: attend(x, 6, 2, UNIFORM), lambda x: plain_attention(x, 6, 2, UNIFORM), ((10, 10, 3),)),
     "attention, grouped, documents": Op(lambda x: attend(x, 4, 2, PACKED), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)),
+    "attention, window": attending(2, 2, "UNIFORM", 3, window=3),
+    "attention, window, documents": attending(4, 2, "PACKED", 2, window=3, scale=0.9),
+    "attention, window as long as the sequence": attending(2, 1, "UNIFORM", 2, window=5),
+    "attention, window of 1": attending(2, 2, "UNIFORM", 3, window=1),
+    "attention, window, blocks": attending(4, 2, "ODD", 2, window=2, scale=0.3),
+    "attention, window, blocks, documents": attending(4, 2, "ODD_PACKED", 2, window=3),
+    "attention, sinks": attending(4, 2, "UNIFORM", 3, sinks=True),
+    "attention, sinks, documents": attending(6, 2, "PACKED", 2, sinks=True, scale=0.8),
+    "attention, sinks, window": attending(2, 2, "UNIFORM", 3, sinks=True, window=4),
+    "attention, sinks, blocks, documents": attending(4, 2, "ODD_PACKED", 2, sinks=True, window=2),
     "attention_with_dropout, p = 0": Op(
         lambda x: attend_dropping(x, 4, 2, PACKED, 0.0, 1, 2, 0), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)
     ),
@@ -270,6 +301,36 @@ def test_cross_entropy_without_any_label():
     x, w = normal(3, 5).requires_grad_(), normal(13, 5, seed=1).requires_grad_()
     loss, grads = gradients(lambda x, w: linear_cross_entropy(x, w, torch.full((3,), IGNORE), 0, 11, ONE), [x, w])
     assert loss == 0 and all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if "sinks" in n])
+def test_plain_sinks(name, monkeypatch):
+    """The plain twin, which GPUs use for float64 and odd widths, is the same function."""
+    monkeypatch.setattr(sink_ops, "choose_backend", lambda q, mask: sink_ops.PLAIN)
+    test_forward_and_gradients(name)
+    test_low_precision_with_fp32_gradients(name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend, masked", [("FLASH", False), ("EFFICIENT", False), ("EFFICIENT", True)])
+def test_gpu_backends_of_sinks_take_what_torch_wants(backend, masked):
+    """On the meta device: torch checks types and number of arguments and gives the shapes that its kernels would."""
+    shape = (2, 8, 40, 64)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
+    s = torch.empty(8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    mask = torch.empty(1, 1, 40, 40, dtype=torch.bfloat16, device="meta") if masked else None
+    y = sink_ops._SinkAttention.apply(q, k, v, s, mask, 0.1, getattr(sink_ops, backend))
+    y.backward(torch.empty_like(y))
+    assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)
+
+
+def test_long_windows_make_no_square():
+    """Truth: the full mask, at a length where the square would show in what forward makes."""
+    long = make_batch(1, 300, [t // 70 for t in range(300)])
+    x = normal(300, 4, 2)
+    with Allocations() as seen:
+        found = attend(x, 2, 1, long, Kind(window=16))
+    assert seen.peak < 300 * 300 * 8 / 3
+    torch.testing.assert_close(found, plain_attention(x, 2, 1, long, kind=Kind(window=16)), rtol=1e-12, atol=1e-12)
 
 
 P = 0.25

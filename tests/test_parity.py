@@ -34,6 +34,10 @@ NAMED = {
     "qwen3 tp4 with 2 kv heads, overlapped, pointwise recompute, documents": case(
         "qwen3", 4, tp=4, tp_overlap="on", recompute="pointwise", documents=True
     ),
+    "mistral tp2 pp2 dp2, documents": case("mistral", 8, tp=2, pp=2, documents=True),
+    "mistral tp4 with 2 kv heads, overlapped, selective recompute": case("mistral", 4, tp=4, tp_overlap="on", recompute="selective"),
+    "qwen2 tp4 with 2 kv heads, documents": case("qwen2", 4, tp=4, documents=True),
+    "qwen2 pp2 x 2 virtual stages, dp2": case("qwen2", 4, pp=2, virtual_stages=2),
     "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
     "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
     "tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on"),
@@ -64,14 +68,15 @@ def build_run(c: dict):
 def generated() -> dict[str, dict]:
     """Factorisations of up to 8 ranks over pp, dp, tp; schedules; sharding levels; recompute; bucket sizes."""
     cases = {}
-    for model, (pp, dp, tp) in itertools.product(("llama", "llama-tied", "gpt2"), itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))):
+    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2")
+    for model, (pp, dp, tp) in itertools.product(models, itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))):
         if not 1 < pp * dp * tp <= 8:
             continue
         for number in range(3):
             pick = random.Random(f"{model} {pp} {dp} {tp} {number}")
             layout: dict = {"pp": pp, "tp": tp, "sharding": pick.choice([0, 1])}
             if pp > 1:
-                layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model != "llama" else [1])
+                layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model in ("llama-tied", "gpt2") else [1])
                 layout["schedule"] = pick.choice(["auto", "gpipe"])
             options = dict(global_batch=dp * pick.choice([1, 2, 3, 4]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
                            recompute=pick.choice(["none", "pointwise", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip

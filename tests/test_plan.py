@@ -17,7 +17,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import train_loader
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.estimate import Allocations, FusedAttention, measure
-from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config
+from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import run_block
 from phalanx.schedule.simulate import LiveChange
@@ -32,7 +32,7 @@ from phalanx.train.plan import make_blocks, make_plan, num_blocks
 from phalanx.train.plan_text import contents, num_parameters, plan_text
 from phalanx.train.step import train_step
 from phalanx.train.verify import step_batches
-from recipes import gpt3_175b, llama3_8b, llama3_70b, qwen3_8b
+from recipes import gpt3_175b, llama3_8b, llama3_70b, mistral_7b, qwen2_5_7b, qwen3_8b
 
 H200 = find_device("NVIDIA H200")
 
@@ -66,6 +66,9 @@ MODELS = {
     "qwen3": Qwen3Config(
         vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=16
     ),
+    "qwen2": Qwen2Config(
+        vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2
+    ),
     "gpt2": GPT2Config(vocab_size=640, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=128),
 }
 
@@ -87,6 +90,18 @@ def test_flops_agree_with_torchs_counter(family):
     logits_again = 2 * run.model.vocab_size * run.model.hidden_size * 256
     assert counter.get_total_flops() == pytest.approx(step_flops(run) + other_half + logits_again, rel=0.01)
     assert other_half > 0.02 * step_flops(run) and logits_again > 0.02 * step_flops(run)  # the corrections matter here
+
+
+@pytest.mark.parametrize("window", [1, 5, 31, 32, 40])
+def test_flops_of_a_window_count_the_keys_that_are_read(window):
+    """Truth: keys counted query by query, of a query's own half (so that a whole triangle is half a square); two of three layers have it."""
+    model = Qwen2Config(vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, sliding_window=window,
+                        max_window_layers=1)  # fmt: skip
+    train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=32)
+    keys = sum(min(i + 0.5, window) for i in range(32)) / 32
+    run, full = Run(model=model, train=train), Run(model=replace(model, sliding_window=None, max_window_layers=0), train=train)
+    fewer = flops_of(full).per_token - flops_of(run).per_token
+    assert fewer == pytest.approx(2 * 12 * (16 - keys) * 64, rel=1e-12)
 
 
 def test_mfu_and_its_line():
@@ -254,6 +269,8 @@ RECIPES = {
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
     "qwen3_8b on 8": (qwen3_8b.run(), 8, 8_190_735_360),
+    "mistral_7b on 8": (mistral_7b.run(), 8, 7_241_732_096),
+    "qwen2_5_7b on 8": (qwen2_5_7b.run(), 8, 7_615_616_512),
     "gpt3_175b on 128": (gpt3_175b.run(), 128, GPT3),
 }
 
@@ -299,7 +316,7 @@ def test_plan_of_kernels_that_do_not_run_here():
     assert plan_text(chosen[0], 2) == plan_text(chosen[1], 2)
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2", "tiny_qwen3"])
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2", "tiny_mistral", "tiny_qwen2", "tiny_qwen3"])
 def test_tiny_recipes(name):
     run = load_run(f"recipes/{name}.yaml")
     assert check(run, Facts(files=False)) == []

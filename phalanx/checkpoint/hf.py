@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,22 @@ import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.manifest import missing
-from phalanx.models.config import GPT2Config, LlamaConfig, Qwen3Config, RopeScaling
+from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 
 ModelConfig = LlamaConfig | GPT2Config
-ROPE_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMAS: dict[str, tuple[type[LlamaConfig], str]] = {
+    "llama": (LlamaConfig, "LlamaForCausalLM"), "mistral": (MistralConfig, "MistralForCausalLM"), "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
+    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+}  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 # key -> the only values that our model computes; a key that is absent means the first
 LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
-    "quantization_config": (None,), "sliding_window": (None,), "use_sliding_window": (False,), "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,), "partial_rotary_factor": (1.0, None),
 }  # fmt: skip
+FULL_ONLY: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # families without a window
 GPT2_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,), "tie_word_embeddings": (True,), "quantization_config": (None,),
@@ -51,10 +54,10 @@ def model_config_from_hf(folder: str | Path) -> ModelConfig:
 def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The model that a config.json describes; `where` names it in errors."""
     family = config.get("model_type")
-    if family not in ("llama", "qwen3", "gpt2"):
-        raise CheckpointError(f"{where}: model_type={family!r} is not one of gpt2, llama, qwen3")
+    if family not in (*LLAMAS, "gpt2"):
+        raise CheckpointError(f"{where}: model_type={family!r} is not one of {', '.join(sorted((*LLAMAS, 'gpt2')))}")
     try:
-        return _gpt2(config, where) if family == "gpt2" else _llama(config, where, Qwen3Config if family == "qwen3" else LlamaConfig)
+        return _gpt2(config, where) if family == "gpt2" else _llama(config, where, LLAMAS[family][0])
     except KeyError as error:
         raise CheckpointError(f"{where}: {error.args[0]} is missing") from error
 
@@ -70,21 +73,53 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 
 def _llama(c: dict[str, Any], where: str, cls: type[LlamaConfig]) -> LlamaConfig:
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    odd = [] if kind in ("default", "llama3") else [f"rope_type={kind!r} (supported: 'default', 'llama3')"]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        odd.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} (supported: 1.0)")
-    _refuse(c, LLAMA_ONLY, where, odd)
+    theta, scaling, odd = _rope(c)
+    _refuse(c, LLAMA_ONLY, where, [*odd, *_odd_layer_types(c)])
+    if cls in (LlamaConfig, Qwen3Config):
+        _refuse(c, FULL_ONLY if c.get("use_sliding_window") is not False else {}, where)
     return cls(
         vocab_size=c["vocab_size"], hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
         num_hidden_layers=c["num_hidden_layers"], num_attention_heads=c["num_attention_heads"],
         num_key_value_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim", 128 if cls is Qwen3Config else None),
         max_position_embeddings=c.get("max_position_embeddings", 2048), rms_norm_eps=c.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
-        rope_scaling=RopeScaling(**{k: rope[k] for k in ROPE_FIELDS}) if kind == "llama3" else None,
-        tie_word_embeddings=c.get("tie_word_embeddings", False), initializer_range=c.get("initializer_range", 0.02),
+        rope_theta=theta, rope_scaling=scaling,
+        tie_word_embeddings=c.get("tie_word_embeddings", False), initializer_range=c.get("initializer_range", 0.02), **_window(c, cls),
     )  # fmt: skip
+
+
+def _window(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
+    """Mistral has a window unless it says null; Qwen2 only if it says so, in the layers from max_window_layers on."""
+    if cls is MistralConfig:
+        return {"sliding_window": c.get("sliding_window", 4096)}
+    if cls is Qwen2Config and c.get("use_sliding_window", False):
+        return {"sliding_window": c.get("sliding_window", 4096), "max_window_layers": c.get("max_window_layers", 28)}
+    return {}
+
+
+def _odd_layer_types(c: dict[str, Any]) -> list[str]:
+    """transformers 5 writes the kind of each layer; it must say what the other keys say."""
+    first = c.get("max_window_layers", 28) if c.get("use_sliding_window", False) and c.get("sliding_window", 4096) else c["num_hidden_layers"]
+    expected = ["sliding_attention" if i >= first else "full_attention" for i in range(c["num_hidden_layers"])]
+    given = c.get("layer_types")
+    return [] if given in (None, expected) else [f"layer_types={given!r} (supported: {expected!r})"]
+
+
+def _rope(c: dict[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
+    """Base, scaling, and what of the rotary embedding we cannot compute. Both spellings are read; `type` is the old name of `rope_type`."""
+    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope.get("rope_theta", c.get("rope_theta", 10000.0)))
+    odd = [] if kind in ("default", *ROPE_FIELDS) else [f"rope_type={kind!r} (supported: {_shown(('default', *ROPE_FIELDS))})"]
+    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        odd.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} (supported: 1.0)")
+    if odd or kind == "default":
+        return theta, None, odd
+    needed, optional = ROPE_FIELDS[kind]
+    longest = c.get("original_max_position_embeddings", c.get("max_position_embeddings", 2048))
+    rope = {"original_max_position_embeddings": longest, **rope}
+    given = {k: rope[k] for k in needed} | {k: rope[k] for k in optional if rope.get(k) is not None}
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return theta, RopeScaling(rope_type=kind, **plain), []
 
 
 def _gpt2(c: dict[str, Any], where: str) -> GPT2Config:
@@ -112,19 +147,31 @@ def generation_config(token_ids: dict[str, int] | None = None) -> dict[str, Any]
 
 
 def _to_llama(m: LlamaConfig) -> dict[str, Any]:
-    """Rotary parameters in both spellings: transformers 5 reads `rope_parameters`, others `rope_theta` and `rope_scaling`."""
-    scaling = asdict(m.rope_scaling) if m.rope_scaling else None
     return {
-        "architectures": ["Qwen3ForCausalLM" if isinstance(m, Qwen3Config) else "LlamaForCausalLM"], "model_type": m.family,
-        "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
+        "architectures": [LLAMAS[m.family][1]], "model_type": m.family, "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
         "intermediate_size": m.intermediate_size, "num_hidden_layers": m.num_hidden_layers, "num_attention_heads": m.num_attention_heads,
         "num_key_value_heads": m.num_key_value_heads or m.num_attention_heads,
         "head_dim": m.head_dim or m.hidden_size // m.num_attention_heads, "max_position_embeddings": m.max_position_embeddings,
-        "rms_norm_eps": m.rms_norm_eps, "rope_theta": m.rope_theta, "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": m.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rms_norm_eps": m.rms_norm_eps, **_to_rope(m.rope_theta, m.rope_scaling), **_to_window(m),
         "tie_word_embeddings": m.tie_word_embeddings, "initializer_range": m.initializer_range, "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        **({} if isinstance(m, Qwen2Config) else {"attention_bias": False}), "mlp_bias": False, "attention_dropout": 0.0,
     }  # fmt: skip
+
+
+def _to_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """Rotary parameters in both spellings: transformers 5 reads `rope_parameters`, others `rope_theta` and `rope_scaling`."""
+    used = {} if scaling is None else {k: getattr(scaling, k) for names in ROPE_FIELDS[scaling.rope_type] for k in names}
+    written = {k: list(v) if isinstance(v, tuple) else v for k, v in used.items() if v is not None}
+    old = None if scaling is None else {"rope_type": scaling.rope_type, **written}
+    return {"rope_theta": theta, "rope_scaling": old, "rope_parameters": {"rope_theta": theta, **(old or {"rope_type": "default"})}}
+
+
+def _to_window(m: LlamaConfig) -> dict[str, Any]:
+    if isinstance(m, MistralConfig):
+        return {"sliding_window": m.sliding_window}
+    if isinstance(m, Qwen2Config):
+        return {"use_sliding_window": m.sliding_window is not None, "sliding_window": m.sliding_window, "max_window_layers": m.max_window_layers}
+    return {}
 
 
 def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
@@ -140,7 +187,7 @@ def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
 def resolved(model: dict[str, Any]) -> dict[str, Any]:
     """A model config's dict with the defaults that depend on other fields filled in, so that two spellings of one model are equal."""
     m = dict(model)
-    if m.get("family") in ("llama", "qwen3"):
+    if m.get("family") in LLAMAS:
         m["num_key_value_heads"] = m.get("num_key_value_heads") or m.get("num_attention_heads")
         m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
     if m.get("family") == "gpt2":
@@ -151,7 +198,7 @@ def resolved(model: dict[str, Any]) -> dict[str, Any]:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`field old -> new` of every field in which two model configs differ, those that a run may change left out."""
     may_change = {"dropout", "attention_dropout", "initializer_range"}
-    if new.get("family") in ("llama", "qwen3"):
+    if new.get("family") in LLAMAS:
         may_change.add("max_position_embeddings")  # of rotary positions it is no shape
     a, b = resolved(old), resolved(new)
     return [f"model.{k} {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and k not in may_change]

@@ -194,7 +194,7 @@ def adapt(index: Index, wanted: Shapes, where: str) -> Index:
 def _check_tied(where: str) -> None:
     """A head beside a tied embedding is a copy of it; of an untied model it is weights that must not get lost."""
     config = read_config(where) if (Path(where) / "config.json").is_file() else {}
-    if config.get("model_type") == "llama" and not config.get("tie_word_embeddings", False):
+    if config.get("model_type", "gpt2") != "gpt2" and not config.get("tie_word_embeddings", False):
         raise CheckpointError(f"{where} has a {HEAD} of its own; set model.tie_word_embeddings=false")
 
 

@@ -62,8 +62,8 @@ class _FusedAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
-        sequences, heads, length, width = q.shape
-        out = q.new_empty(sequences, length, heads, width).transpose(1, 2)
+        sequences, heads, length, _ = q.shape
+        out = q.new_empty(sequences, length, heads, v.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(sequences, heads, length, dtype=torch.float32))
         return out
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
+from typing import Any
+
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, multiples, problem, within
-from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
+from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
+from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
 
 
 def check(config: LlamaConfig | GPT2Config, *, tp: int, seq_length: int) -> list[Problem]:
@@ -21,7 +25,9 @@ def check_llama(config: LlamaConfig) -> list[Problem]:
     found = at_least("model", config, 1, "num_key_value_heads", "head_dim")
     found += within("model", config, "rms_norm_eps", "(0, inf)") + within("model", config, "rope_theta", "(0, inf)")
     if config.rope_scaling is not None:
-        found += check_rope_scaling(config.rope_scaling)
+        heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
+        found += check_rope_scaling(config.rope_scaling, (config.head_dim or config.hidden_size // config.num_attention_heads) if heads_known else 0)
+    found += check_window(config)
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
         return found
     return check_heads(config) + check_head_dim(config)
@@ -52,14 +58,54 @@ def check_head_dim(config: LlamaConfig | GPT2Config) -> list[Problem]:
     return []
 
 
-def check_rope_scaling(config: RopeScaling) -> list[Problem]:
+ROPE_EXAMPLES: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def check_rope_scaling(config: RopeScaling, dim: int) -> list[Problem]:
+    """`dim`: rotated features per head; 0 where that is itself wrong."""
+    at, because = "model.rope_scaling", {"model.rope_scaling.rope_type": config.rope_type}
+    needed, optional = ROPE_FIELDS[config.rope_type]
+    found = []
+    for name in needed:
+        if getattr(config, name) is None:
+            example = ROPE_EXAMPLES.get(name, (1.0,) * (dim // 2))
+            found.append(problem(at, config, name, f"is needed by rope_type {config.rope_type}", because, (example,) if example else ()))
+    others = [f.name for f in fields(config) if f.name not in ("rope_type", *needed, *optional)]
+    of_type = {name: [kind for kind, names in ROPE_FIELDS.items() if name in names[0] + names[1]] for name in others}
+    for name in others:
+        found += no_effect(at, config, [name], f"rope_type {' or '.join(of_type[name])}", because)
+    return found + check_rope_values(config, dim)
+
+
+def check_rope_values(config: RopeScaling, dim: int) -> list[Problem]:
     at = "model.rope_scaling"
     found = at_least(at, config, 1, "original_max_position_embeddings")
-    for name, valid in (("factor", 8.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0)):
-        found += within(at, config, name, "(0, inf)", (valid,))
-    if not found and config.high_freq_factor <= config.low_freq_factor:
-        because = {f"{at}.low_freq_factor": config.low_freq_factor}
-        found.append(problem(at, config, "high_freq_factor", "must be > low_freq_factor", because, (4 * config.low_freq_factor,)))
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"):
+        found += within(at, config, name, "(0, inf)", (ROPE_EXAMPLES.get(name, 1.0),))
+    for name in ("short_factor", "long_factor"):
+        given = getattr(config, name)
+        if given is not None and dim and len(given) != dim // 2:
+            found.append(problem(at, config, name, "must have a number per pair of rotated features", {"pairs": dim // 2}, ((1.0,) * (dim // 2),)))
+        elif given is not None and not all(0 < x < math.inf for x in given):
+            found.append(problem(at, config, name, "must be numbers in (0, inf)", {}, ((1.0,) * len(given),)))
+    low, high = config.low_freq_factor, config.high_freq_factor
+    if not found and low is not None and high is not None and high <= low:
+        found.append(problem(at, config, "high_freq_factor", "must be > low_freq_factor", {f"{at}.low_freq_factor": low}, (4 * low,)))
+    if not found and config.beta_fast < config.beta_slow:
+        because = {f"{at}.beta_slow": config.beta_slow}
+        found.append(problem(at, config, "beta_fast", "must be >= beta_slow", because, (32 * config.beta_slow,)))
+    return found
+
+
+def check_window(config: LlamaConfig) -> list[Problem]:
+    """Of the families that have one."""
+    if not isinstance(config, MistralConfig | Qwen2Config):
+        return []
+    found = at_least("model", config, 1, "sliding_window")
+    if isinstance(config, Qwen2Config):
+        found += at_least("model", config, 0, "max_window_layers")
+        if config.sliding_window is None:
+            found += no_effect("model", config, ["max_window_layers"], "model.sliding_window", {"model.sliding_window": None})
     return found
 
 

@@ -8,19 +8,44 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's frequency scaling (Llama 3.1 model card; `rope_type: llama3` in transformers)."""
+    """How the rotary embedding of a longer context is made from a shorter one: `rope_scaling` (or `rope_parameters`) of transformers."""
 
-    factor: float
-    """Low frequencies are divided by this."""
-    low_freq_factor: float
-    """Wavelengths longer than the original length / this are scaled in full."""
-    high_freq_factor: float
-    """Wavelengths shorter than the original length / this stay as they are."""
-    original_max_position_embeddings: int
-    """Context length before the scaling."""
-    rope_type: Literal["llama3"] = "llama3"
-    """The kind of scaling: llama3."""
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """llama3 (Llama 3.1), linear (positions divided), dynamic (a base that grows with the sequence), yarn (YaRN), longrope (LongRoPE)."""
+    factor: float | None = None
+    """How many times longer the context is made; longrope: unset, max_position_embeddings / the original length."""
+    original_max_position_embeddings: int | None = None
+    """llama3, yarn, longrope: context length before the scaling."""
+    low_freq_factor: float | None = None
+    """llama3: wavelengths longer than the original length / this are scaled in full."""
+    high_freq_factor: float | None = None
+    """llama3: wavelengths shorter than the original length / this stay as they are."""
+    attention_factor: float | None = None
+    """yarn, longrope: cos and sin are multiplied by this; unset: from factor, as the papers have it."""
+    beta_fast: float = 32.0
+    """yarn: features that turn more often than this in the original length stay as they are."""
+    beta_slow: float = 1.0
+    """yarn: features that turn less often than this in the original length are divided by factor."""
+    mscale: float | None = None
+    """yarn, DeepSeek: weight of ln(factor) in the attention factor, over that of mscale_all_dim."""
+    mscale_all_dim: float | None = None
+    """yarn, DeepSeek: weight of ln(factor) in the scale of the scores (latent attention) and below the line of the attention factor."""
+    truncate: bool = True
+    """yarn: round the first and last feature of the ramp outwards."""
+    short_factor: tuple[float, ...] | None = None
+    """longrope: a divisor per pair of features, for sequences up to the original length."""
+    long_factor: tuple[float, ...] | None = None
+    """longrope: a divisor per pair of features, for longer sequences."""
 
+
+# fields of RopeScaling that each type must be given, and those that it may be given
+ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "longrope": (("short_factor", "long_factor", "original_max_position_embeddings"), ("factor", "attention_factor")),
+}
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -47,7 +72,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None = None
-    """Llama-3 rotary scaling."""
+    """Scaling of the rotary embedding for longer contexts; unset: none."""
     tie_word_embeddings: bool = False
     """Use the input embedding as output head."""
     initializer_range: float = 0.02
@@ -71,6 +96,30 @@ class Qwen3Config(LlamaConfig):
     """Epsilon of RMSNorm."""
     rope_theta: float = 1000000.0
     """Base of the rotary embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(LlamaConfig):
+    """Llama's fields and a window."""
+
+    family: Literal["mistral"] = "mistral"  # type: ignore[assignment]
+    """Which model this section describes: mistral."""
+    sliding_window: int | None = None
+    """A token reads itself and so many tokens less one before it; unset: all before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Config(LlamaConfig):
+    """Llama's fields; queries, keys and values have biases; layers above some number may read in a window."""
+
+    family: Literal["qwen2"] = "qwen2"  # type: ignore[assignment]
+    """Which model this section describes: qwen2."""
+    rms_norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    sliding_window: int | None = None
+    """In the upper layers a token reads itself and so many tokens less one before it; unset: all before it."""
+    max_window_layers: int = 0
+    """The first so many layers have no window."""
 
 
 @dataclass(frozen=True, kw_only=True)

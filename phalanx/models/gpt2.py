@@ -62,7 +62,7 @@ class GPT2Layer(_Dropping):
         self.norm1 = LayerNorm(env, f"{at}.ln_1", c.hidden_size, c.layer_norm_epsilon)
         self.attention = Attention(
             env, names, c.hidden_size, heads, heads, c.hidden_size // heads, std, std_out,  # type: ignore[arg-type]
-            bias=True, transposed=True, dropout=c.attention_dropout, layer=layer,
+            bias="all", transposed=True, dropout=c.attention_dropout, layer=layer,
         )  # fmt: skip
         self.norm2 = LayerNorm(env, f"{at}.ln_2", c.hidden_size, c.layer_norm_epsilon)
         inner = c.intermediate_size or 4 * c.hidden_size

@@ -16,8 +16,9 @@ from phalanx.nn.head import Head
 from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
 from phalanx.nn.norm import RMSNorm
+from phalanx.ops.rope_scaling import Rotation
 
-MakeMLP = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
+MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
 
 
 class LlamaEmbedding(Block):
@@ -31,17 +32,13 @@ class LlamaEmbedding(Block):
 
 
 class LlamaLayer(Block):
-    def __init__(self, config: LlamaConfig, env: Env, layer: int, head_norm: bool = False, make_mlp: MakeMLP | None = None):
+    """`make_attention`, `make_mlp`: what a family has instead of Llama's."""
+
+    def __init__(self, config: LlamaConfig, env: Env, layer: int, make_attention: MakePart | None = None, make_mlp: MakePart | None = None):
         super().__init__(env)
         c, at = config, f"model.layers.{layer}"
-        head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
-        names = tuple(f"{at}.self_attn.{n}_proj.weight" for n in "qkvo")
         self.norm1 = RMSNorm(env, f"{at}.input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(
-            env, names, c.hidden_size, c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads, head_dim,  # type: ignore[arg-type]
-            c.initializer_range, c.initializer_range, c.rope_theta, c.rope_scaling, layer=layer,
-            head_norm=(f"{at}.self_attn.q_norm", f"{at}.self_attn.k_norm", c.rms_norm_eps) if head_norm else None,
-        )  # fmt: skip
+        self.attention = (make_attention or attention)(config, env, layer)
         self.norm2 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp = (make_mlp or mlp)(config, env, layer)
 
@@ -71,22 +68,32 @@ class LlamaHead(Block):
         return self.head.logits(self.norm(x), rows)
 
 
+def attention(config: LlamaConfig, env: Env, layer: int, **more: Any) -> Attention:
+    """The attention of a layer; `more`: what a family adds to it (norms of heads, biases, a window)."""
+    c, at = config, f"model.layers.{layer}.self_attn"
+    head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
+    return Attention(
+        env, (f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"), c.hidden_size, c.num_attention_heads,
+        c.num_key_value_heads or c.num_attention_heads, head_dim, c.initializer_range, c.initializer_range,
+        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings), layer=layer, **more,
+    )  # fmt: skip
+
+
 def mlp(config: LlamaConfig, env: Env, layer: int) -> SwiGLU:
     """The dense MLP of a layer."""
     names = tuple(f"model.layers.{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
     return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range)  # type: ignore[arg-type]
 
 
-def make_blocks(config: LlamaConfig, env: Env, which: range, head_norm: bool = False, make_mlp: MakeMLP | None = None) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head. `head_norm`: queries and keys are normalised head by head;
-    `make_mlp`: what layers have instead of the dense MLP."""
+def make_blocks(config: LlamaConfig, env: Env, which: range, make_attention: MakePart | None = None, make_mlp: MakePart | None = None) -> list[Block]:
+    """Blocks number `which` of layers + 2: embedding, layers, head. `make_attention`, `make_mlp`: what layers have instead of Llama's."""
     made: dict[int, Block] = {}
     last = config.num_hidden_layers + 1
     for i in which:
         if i == 0:
             made[i] = LlamaEmbedding(config, env)
         elif i < last:
-            made[i] = LlamaLayer(config, env, i - 1, head_norm, make_mlp)
+            made[i] = LlamaLayer(config, env, i - 1, make_attention, make_mlp)
         else:
             first = made.get(0)
             made[i] = LlamaHead(config, env, first.embed.weight if config.tie_word_embeddings and isinstance(first, LlamaEmbedding) else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.models import llama
+from phalanx.models import llama, qwen3
 from phalanx.models.mixtral import balance_of, router_of
 from phalanx.models.moe_config import Qwen3MoEConfig
 from phalanx.nn.env import Env
@@ -13,7 +13,7 @@ from phalanx.nn.moe import ExpertNames, MoE
 
 def make_blocks(config: Qwen3MoEConfig, env: Env, which: range) -> list[Block]:
     """Blocks number `which` of layers + 2: embedding, layers, head."""
-    return llama.make_blocks(config, env, which, head_norm=True, make_mlp=mlp)
+    return llama.make_blocks(config, env, which, make_attention=qwen3.attention, make_mlp=mlp)
 
 
 def mlp(config: Qwen3MoEConfig, env: Env, layer: int) -> MoE | SwiGLU:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.rotary import Rotary
 from phalanx.ops import attention as ops
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.rope import inverse_frequencies, rope, rotary_table
+from phalanx.ops.rope import rope
+from phalanx.ops.rope_scaling import Rotation
 
 
 @dataclass(frozen=True)
@@ -40,28 +43,29 @@ class Heads:
 
 
 class Attention(Module):
-    """qkv -> rotary (if any) -> causal attention -> output projection.
+    """qkv -> norm of heads (if any) -> rotary (if any) -> causal attention, in a window or with sinks if so asked -> output projection.
 
     names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's c_attn).
+    bias: which projections have one. sinks: global name of a logit per query head that joins the softmax.
     head_norm: names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon.
     """
 
     def __init__(self, env: Env, names: tuple[str, str, str, str], width: int, heads: int, kv_heads: int, head_dim: int, std: float, std_out: float,
-                 rope_theta: float | None = None, rope_scaling: object = None, bias: bool = False, transposed: bool = False,
-                 dropout: float = 0.0, layer: int = 0, head_norm: tuple[str, str, float] | None = None):  # fmt: skip
+                 rotation: Rotation | None = None, bias: Literal["none", "qkv", "all"] = "none", transposed: bool = False, dropout: float = 0.0,
+                 layer: int = 0, head_norm: tuple[str, str, float] | None = None, kind: ops.Kind = ops.CAUSAL, sinks: str | None = None):  # fmt: skip
         super().__init__(env)
         own = Heads.of(env, heads, kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, dropout, layer
-        self.inv_freq: Tensor | None = None if rope_theta is None else inverse_frequencies(head_dim, rope_theta, rope_scaling)
-        self.rotary_key = ("rotary", head_dim, rope_theta, repr(rope_scaling))
+        self.rotary, self.kind = None if rotation is None else Rotary(rotation), kind
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
         self.qkv = self.param(column_spec(rows, width, Init("normal", std), transposed))
         a, b = own.q0 * head_dim, own.q1 * head_dim
         self.out = self.param(row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed))
         biases = [Rows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
-        self.qkv_bias = self.param(bias_spec(biases)) if bias else None
-        self.out_bias = self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias else None
+        self.qkv_bias = self.param(bias_spec(biases)) if bias != "none" else None
+        self.out_bias = self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias == "all" else None
+        self.sinks = self.param(bias_spec([Rows(sinks, heads, own.q0, own.q1)], Init("normal", std))) if sinks else None
         self.q_norm = RMSNorm(env, head_norm[0], head_dim, head_norm[2]) if head_norm else None
         self.k_norm = RMSNorm(env, head_norm[1], head_dim, head_norm[2]) if head_norm else None
         self.num_weights = width * (2 * heads + 2 * kv_heads) * head_dim
@@ -93,16 +97,11 @@ class Attention(Module):
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
             q, k = (norm(x.reshape(-1, self.head_dim)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             qkv = torch.cat((q, k, v), 1)
-        table = None
-        if self.inv_freq is not None:
-            if qkv.device.type != "meta" and self.inv_freq.device != qkv.device:
-                self.inv_freq = self.inv_freq.to(qkv.device)  # once: a copy from the host in every step would make it wait
-            inv, dtype = self.inv_freq, qkv.dtype
-            table = batch.derive((self.rotary_key, dtype), lambda: rotary_table(batch.positions, inv, dtype))
+        table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         q, k, v = rope(qkv, self.heads, self.kv_heads, batch.num_sequences, table, self.env.twin("rope"))
         if self.dropout > 0 and self.training:
             return ops.attention_with_dropout(q, k, v, batch, self.dropout, self.env.seed, self.layer, self.first_head)
-        return ops.attention(q, k, v, batch)
+        return ops.attention(q, k, v, batch, self.kind, self.sinks)
 
     def flops(self, seq_length: int) -> float:
-        return 2.0 * self.num_weights + 2.0 * seq_length * self.all_heads * self.head_dim
+        return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim

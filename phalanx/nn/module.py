@@ -71,12 +71,12 @@ def column_spec(rows: list[Rows], inputs: int, init: Init, transposed: bool = Fa
     return ParamSpec((at, inputs), tuple(pieces))
 
 
-def bias_spec(rows: list[Rows]) -> ParamSpec:
-    """Storage of the biases that belong to `column_spec(rows)`; no weight decay."""
+def bias_spec(rows: list[Rows], init: Init = ZEROS) -> ParamSpec:
+    """Storage of numbers per output feature, such as the biases that belong to `column_spec(rows)`; no weight decay."""
     pieces, at = [], 0
     for r in rows:
         n = r.stop - r.start
-        pieces.append(Piece(r.name, (r.size,), Box((r.start,), (r.stop,)), (slice(at, at + n),), ZEROS, False, False, r.replicas))
+        pieces.append(Piece(r.name, (r.size,), Box((r.start,), (r.stop,)), (slice(at, at + n),), init, False, False, r.replicas))
         at += n
     return ParamSpec((at,), tuple(pieces))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,28 +11,18 @@ from torch.autograd import Function
 from phalanx.ops.kernels import Kernels, use_triton
 
 
-def inverse_frequencies(head_dim: int, theta: float, llama3: Any = None) -> Tensor:
-    """(head_dim / 2,) float64 angles per position. Su et al., "RoFormer", 2021; `llama3` has Llama-3.1's scaling fields.
-
-    Llama 3.1 divides low frequencies by `factor`, keeps high ones, and blends in between (by wavelength against the original
-    context length).
-    """
-    inv = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    if llama3 is None:
-        return inv
-    wavelength = 2 * math.pi / inv
-    low = llama3.original_max_position_embeddings / llama3.low_freq_factor
-    high = llama3.original_max_position_embeddings / llama3.high_freq_factor
-    span = llama3.high_freq_factor - llama3.low_freq_factor
-    smooth = (llama3.original_max_position_embeddings / wavelength - llama3.low_freq_factor) / span
-    blended = (1 - smooth) * inv / llama3.factor + smooth * inv
-    return torch.where(wavelength > low, inv / llama3.factor, torch.where(wavelength < high, inv, blended))
-
-
-def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, K / 2) of positions (T,), in `dtype`, computed in float64."""
+def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, K / 2) of positions (T,), times `factor`, in `dtype`, computed in float64."""
     angle = positions.to(torch.float64).unsqueeze(-1) * inv.to(positions.device)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def turn(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+    """x (T, heads, K) turned by the table's angles. `interleaved`: features 2i and 2i + 1 are a pair (DeepSeek's weights), which come
+    out as i and i + K/2; else i and i + K/2 are one, as everywhere. Queries and keys laid out alike have the same scores."""
+    cos, sin = (t.unsqueeze(1) for t in table)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ class Flops:
     """FLOPs per token, forward and backward: 6 N + 6 A S (Narayanan et al., 2021; causal attention counted as half the square).
 
     N  weights that multiply activations: attention, MLP and head; neither the embedding table nor norms nor biases
-    A  layers * heads * head_dim
+    A  layers * heads * head_dim; a layer with a sliding window of W < S tokens counts for 2 (W - W^2 / 2S) / S, the keys it reads
     S  tokens per sequence
     """
 

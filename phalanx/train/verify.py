@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from phalanx.data.loader import Loader, micro_batch_samples, train_loader
 from phalanx.layout.box import Box
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run
 from phalanx.train.plan import grid_of, make_plan, without_layout
@@ -128,10 +128,30 @@ def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:
         return replace(model, vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
                        intermediate_size=inner_or_default, max_position_embeddings=16)  # fmt: skip
     own_dim = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
+    own = head_dim + 2 if own_dim else None
     return replace(
         model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim + 2 if own_dim else None,
+        num_key_value_heads=kv_heads, head_dim=own, rope_scaling=small_scaling(model.rope_scaling, (own or head_dim) // 2),
+        **small_window(model, run.train.seq_length, layers),
     )  # fmt: skip
+
+
+def small_scaling(scaling: RopeScaling | None, pairs: int) -> RopeScaling | None:
+    """longrope has a number per pair of features."""
+    if scaling is None or scaling.short_factor is None or scaling.long_factor is None:
+        return scaling
+    return replace(scaling, short_factor=scaling.short_factor[:pairs], long_factor=scaling.long_factor[:pairs])
+
+
+def small_window(model: LlamaConfig, seq_length: int, layers: int) -> dict[str, Any]:
+    """A window that is shorter than the sequence stays so; layers with and without one stay."""
+    if not isinstance(model, MistralConfig | Qwen2Config) or model.sliding_window is None:
+        return {}
+    window = 5 if model.sliding_window < seq_length else model.sliding_window
+    if isinstance(model, MistralConfig):
+        return {"sliding_window": window}
+    without = min(model.max_window_layers, layers if model.max_window_layers >= model.num_hidden_layers else layers - 1)
+    return {"sliding_window": window, "max_window_layers": without}
 
 
 def small_heads(model: LlamaConfig | GPT2Config, old_tp: int, tp: int) -> tuple[int, int]:

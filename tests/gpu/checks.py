@@ -18,20 +18,23 @@ from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Grid
 from phalanx.ops.activation import swiglu
 from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.attention import Kind
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.embedding import embedding
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-from phalanx.ops.rope import inverse_frequencies, rotary_table
+from phalanx.ops.rope import rotary_table
+from phalanx.ops.rope_scaling import inverse_frequencies
 from phalanx.train.build import build, init_weights
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
 from tests import test_ops
 from tests.parity import base_run, sample_batch
-from tests.test_ops import OPS, attend, gradients, normal, rotated
+from tests.test_ops import OPS, attend, gradients, make_batch, normal, rotated
 
 ONE = Axis("tp")
-CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "SEED")  # tensors that the ops of tests.test_ops close over
+# tensors that the ops of tests.test_ops close over
+CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "ODD", "ODD_PACKED", "SEED")
 ROUNDINGS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 8 * 2.0**-7, torch.float16: 8 * 2.0**-10}
 
 
@@ -110,6 +113,22 @@ def cross_entropy_large(device: torch.device) -> str:
     loss.backward()
     worst = within("loss", loss, truth.detach(), 1e-3)
     return f"{max(worst, *(within('gradient', a.grad, b.grad, 0.03) for a, b in zip(moved, exact))):.1e}"
+
+
+def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable[[torch.device], str]:
+    """Sinks (and a window) over grouped heads of gpt-oss's width against float64 on the CPU, all gradients."""
+
+    def check(device: torch.device) -> str:
+        found = []
+        for place, kind in ((torch.device("cpu"), torch.float64), (device, dtype)):
+            x, s = (normal(*shape, seed=i, dtype=dtype).to(place).to(kind).requires_grad_() for i, shape in enumerate(((2 * length, 12, 64), (8,))))
+            s.grad_dtype, s.grad = (torch.float64 if kind == torch.float64 else torch.float32), None
+            y = attend(x, 8, 2, make_batch(2, length).to(place), Kind(window=window), s)
+            y.backward(normal(*y.shape, seed=99, dtype=dtype).to(place).to(kind))
+            found.append((y.detach(), x.grad, s.grad))
+        return f"{max(within(f'sinks {i}', b, a, 4 * ROUNDINGS[dtype]) for i, (a, b) in enumerate(zip(*found))):.1e}"
+
+    return check
 
 
 def twins(name: str, op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...],
@@ -319,6 +338,9 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
             found[f"attention S={length} bfloat16, {backend.name}"] = attention_check(length, torch.bfloat16, backend)
+    for window in (None, 128, 800):
+        for dtype in (torch.bfloat16, torch.float32):
+            found[f"sinks S=1001 window {window}, {str(dtype)[6:]}"] = sinks_check(1001, window, dtype)
     found["embedding backward is deterministic"] = embedding_is_deterministic
     found["fused AdamW"] = fused_adamw
     found["normal initial values"] = normals

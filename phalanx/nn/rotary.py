@@ -1,0 +1,30 @@
+"""Rotary: the table of angles of a batch's positions, made once per micro-batch for all layers that turn alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.base.batch import Batch
+from phalanx.ops.rope import rotary_table
+from phalanx.ops.rope_scaling import Rotation
+
+
+class Rotary:
+    """Keeps the frequencies on the device: a copy from the host in every step would make it wait."""
+
+    def __init__(self, rotation: Rotation):
+        self.rotation = rotation
+        self._made: dict[tuple[int, torch.device], tuple[Tensor, float]] = {}
+
+    def frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
+        key = (length if self.rotation.by_length else 0, device)
+        if key not in self._made:
+            inv, factor = self.rotation.frequencies(length)
+            self._made[key] = inv.to(device), factor
+        return self._made[key]
+
+    def table(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin (T, dim / 2) of the batch's positions, times the scaling's factor."""
+        inv, factor = self.frequencies(batch.seq_length, batch.positions.device)
+        return batch.derive(("rotary", self.rotation, dtype), lambda: rotary_table(batch.positions, inv, dtype, factor))
