@@ -71,7 +71,7 @@ def scatter(x: Tensor, axis: Axis) -> Tensor:
 def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tuple[int, int]:
     """(rows that a rank of `here` experts gets room for, rows that it may need) of `tokens` gathered over `ranks` expert ranks."""
     worst = tokens * min(slots, here)
-    return min(worst, math.ceil(room * tokens * slots / ranks)), worst
+    return math.ceil(min(room * tokens * slots / ranks, worst)), worst
 
 
 def through_all_gather(x: Tensor, experts: Tensor, weights: Tensor, count: int, compute: Compute, axes: ModelAxes,
