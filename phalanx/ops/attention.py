@@ -14,10 +14,14 @@ from torch import Tensor
 
 from phalanx.base.batch import Batch
 from phalanx.base.rng import keep_mask
+from phalanx.ops.flash import flash_attention, use_flash
+from phalanx.ops.kernels import Kernels
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kernels: Kernels = "plain") -> Tensor:
     """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) -> (T, heads * K). Query head h reads kv head h // (heads / kv_heads)."""
+    if batch.documents is None and use_flash(kernels, q):
+        return flash_attention(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     if batch.documents is None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
