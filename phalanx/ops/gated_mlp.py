@@ -13,12 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.activation import swiglu_backward
+from phalanx.ops.activation import SWIGLU, gated_backward, gated_forward
 from phalanx.ops.grads import add_product_grad
 from phalanx.ops.kernels import Kernels
 from phalanx.ops.wheels import use_wheel
@@ -30,28 +29,30 @@ class PlainGemms:
     @staticmethod
     def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:
         """pre = x gate_up^T, interleaved; hidden = silu(gate) * up."""
-        gate, up = (x @ gate_up.t()).chunk(2, -1)
-        pre.copy_(torch.stack((gate, up), -1).flatten(1))
-        hidden.copy_(F.silu(gate) * up)
+        stacked = x @ gate_up.t()
+        pre.copy_(torch.stack(stacked.chunk(2, -1), -1).flatten(1))
+        hidden.copy_(gated_forward(stacked, SWIGLU))
 
     @staticmethod
     def gated_backward(dy: Tensor, down: Tensor, pre: Tensor, d_pre: Tensor, hidden: Tensor) -> None:
         """d_pre from dy through y = hidden down^T; hidden is made again."""
-        stacked = torch.cat((pre[:, ::2], pre[:, 1::2]), -1)
-        d_gate, d_up = swiglu_backward(dy @ down, stacked).chunk(2, -1)
-        d_pre.copy_(torch.stack((d_gate, d_up), -1).flatten(1))
-        hidden.copy_(F.silu(pre[:, ::2]) * pre[:, 1::2])
+        d_stacked, _ = gated_backward(dy @ down, _stacked(pre), SWIGLU)
+        d_pre.copy_(torch.stack(d_stacked.chunk(2, -1), -1).flatten(1))
+        hidden.copy_(gated_forward(_stacked(pre), SWIGLU))
 
     @staticmethod
     def times(d_pre: Tensor, gate_up: Tensor, out: Tensor) -> None:
         """out = d_pre times the weight, features of d_pre taken apart."""
-        torch.mm(torch.cat((d_pre[:, ::2], d_pre[:, 1::2]), -1), gate_up, out=out)
+        torch.mm(_stacked(d_pre), gate_up, out=out)
 
     @staticmethod
     def add_product(d_pre: Tensor, x: Tensor, gradient: Tensor) -> None:
         """gradient += d_pre^T x, rows taken apart; in the dtype of the gradient, unrounded."""
-        rows = torch.cat((d_pre[:, ::2], d_pre[:, 1::2]), -1).t()
-        gradient.addmm_(rows.to(gradient.dtype), x.to(gradient.dtype))
+        gradient.addmm_(_stacked(d_pre).t().to(gradient.dtype), x.to(gradient.dtype))
+
+
+def _stacked(pre: Tensor) -> Tensor:
+    return torch.cat((pre[:, ::2], pre[:, 1::2]), -1)
 
 
 class _GatedMLP(Function):
