@@ -261,6 +261,8 @@ def forward_flop(call: Call, run: Run, forward: Callable[[], Any]) -> float:
     if "attention" in call.name:
         size = getattr(m, "head_dim", None) or m.hidden_size // m.num_attention_heads
         return attention_flop(run.train.micro_batch, max(1, m.num_attention_heads // tp), run.train.seq_length, size)
+    if call.name == "gated_mlp":  # not torch's GEMMs
+        return 2.0 * len(call.args[0]) * tp * (call.args[1].numel() + call.args[2].numel())
     with FlopCounterMode(display=False) as counter:
         forward()
     return float(counter.get_total_flops())

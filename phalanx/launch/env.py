@@ -92,10 +92,12 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
     if gpus == 0:
         return Facts(device_count=0, missing=missing)
     from phalanx.ops.kernels import has_triton
+    from phalanx.ops.wheels import WHEELS, absent, incapable
 
-    name, (major, _) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     hip = torch.version.hip is not None
+    wheels = ((op, incapable((major, minor), not hip) or absent(op)) for op in WHEELS)
     return Facts(
         device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6,
-        triton_ok=not hip and major >= 8 and has_triton(), missing=missing,
+        triton_ok=not hip and major >= 8 and has_triton(), no_wheels=tuple((op, why) for op, why in wheels if why), missing=missing,
     )  # fmt: skip

@@ -101,7 +101,7 @@ class Attention(Module):
         q, k, v = rope(qkv, self.heads, self.kv_heads, batch.num_sequences, table, self.env.twin("rope"))
         if self.dropout > 0 and self.training:
             return ops.attention_with_dropout(q, k, v, batch, self.dropout, self.env.seed, self.layer, self.first_head)
-        return ops.attention(q, k, v, batch, self.kind, self.sinks)
+        return ops.attention(q, k, v, batch, self.kind, self.sinks, self.env.twin("attention"))
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim

@@ -37,8 +37,12 @@ class Env:
         return self.axes.tp
 
     def twin(self, op: str) -> Kernels:
-        """Which twin of an op (a name of ops.kernels.OPS) its callers ask for."""
-        return "plain" if op in self.plain_ops else self.kernels
+        """Which twin of an op (a name of ops.kernels.OPS or ops.wheels.WHEELS) its callers ask for.
+
+        The whole MLP as one op has an activation inside: it is not taken where that is to be plain.
+        """
+        parts = {op, "swiglu"} if op == "mlp" else {op}
+        return "plain" if parts & set(self.plain_ops) else self.kernels
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""

@@ -12,6 +12,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.nn.recompute import remade
 from phalanx.ops.activation import gelu, swiglu
+from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 
 
@@ -27,6 +28,8 @@ class SwiGLU(Module):
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """x (T / tp, D) -> (T / tp, D), whatever the batch."""
+        if use_gated_mlp(self.env.twin("mlp"), x, self.down):
+            return gated_mlp(x, self.gate_up, self.down, self.env.tp)
         gate_up = gather_matmul(x, self.gate_up, self.env.tp)
         hidden = swiglu(gate_up, self.env.twin("swiglu"))
         with remade(self.env, hidden, partial(swiglu, gate_up.detach(), self.env.twin("swiglu"))):

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from phalanx.base.batch import Batch
 from phalanx.base.rng import keep_mask
+from phalanx.ops.flash import flash_attention, use_flash
+from phalanx.ops.kernels import Kernels
 from phalanx.ops.sinks import attention_with_sinks
 
 
@@ -36,7 +38,7 @@ class Kind:
 CAUSAL = Kind()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None, kernels: Kernels = "plain") -> Tensor:
     """q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (sequences, kv_heads, S, V) -> (T, heads * V).
 
     Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit per head that joins the softmax's denominator.
@@ -44,6 +46,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL
     sequences with documents), or T * 2 * window where that is smaller, and then a copy of k and v twice as long.
     """
     window = kind.window
+    if batch.documents is None and sinks is None and kind == CAUSAL and use_flash(kernels, q):
+        return flash_attention(q, k, v)
     if window is not None and 2 * window < batch.seq_length:
         out = _in_blocks(q, k, v, batch, kind, window, sinks)
     else:

@@ -18,11 +18,13 @@ from phalanx.layout.param import Piece
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.ops.kernels import use_triton
+from phalanx.ops.wheels import WHEELS, unusable
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.schedule.actions import Gather, Instruction, Reduce
+from phalanx.train.checks import unfit_for_wheels
 from phalanx.train.plan import Plan
 
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
@@ -125,12 +127,26 @@ def choices(state: State) -> str:
     run, mesh = state.plan.run, state.mesh
     triton = use_triton(run.train.kernels, torch.empty(0, device=mesh.device))
     plain = f", but plain {', '.join(run.train.plain_ops)}" if triton and run.train.plain_ops else ""
+    wheels = wheels_chosen(state.plan, mesh.device) if triton else ""
     graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
     if graphs == "off" and run.train.cuda_graphs == "auto":
         graphs += " (not a GPU)" if mesh.device.type != "cuda" else f" ({NO_GRAPHS_SIZES if state.plan.waits_for_sizes else NO_GRAPHS_STAGES})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping}" if mesh.tp.size > 1 else ""
-    return f"kernels {'triton' + plain if triton else 'plain'}; CUDA graphs {graphs}{overlap}{dispatch}"
+    return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}"
+
+
+def wheels_chosen(plan: Plan, device: torch.device) -> str:
+    """Which ops run twins from optional packages, and why others do not."""
+    train, said = plan.run.train, []
+    for op, unfit in unfit_for_wheels(plan.run).items():
+        wheel = WHEELS[op]
+        if train.kernels == "triton" or op in train.plain_ops:
+            continue
+        why = unusable(op, device.index or 0) if device.type == "cuda" else "not a GPU"
+        why = why or (f"not for {', '.join(f'{k}={v}' for k, v in unfit.items())}" if unfit else None)
+        said.append(f"{op} from {wheel.package} {wheel.version}" if why is None else f"{op} not from a wheel ({why})")
+    return "".join(f"; {text}" for text in said)
 
 
 def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:

@@ -19,7 +19,10 @@ from phalanx.checkpoint.check import check as check_checkpoint
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
+from phalanx.ops.flash import flash_fits
+from phalanx.ops.gated_mlp import gated_mlp_fits
 from phalanx.ops.kernels import OPS
+from phalanx.ops.wheels import EXTRA, WHEELS
 from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 from phalanx.train.record import BUDGET_AT, profiled_steps
@@ -32,6 +35,7 @@ class Facts:
     device_count  GPUs of this machine; None: unknown. local_ranks: ranks that share them
     env           problems already found in the environment or in options
     missing       optional packages that are not installed
+    no_wheels     (op, why): ops whose twin from phalanx[wheels] cannot run
     files         look whether paths exist
     """
 
@@ -43,6 +47,7 @@ class Facts:
     bf16_ok: bool = True
     fp16_ok: bool = True
     triton_ok: bool = True
+    no_wheels: tuple[tuple[str, str], ...] = ()
     env: tuple[Problem, ...] = ()
     missing: tuple[str, ...] = ()
     files: bool = True
@@ -180,14 +185,50 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
-    unknown = [op for op in c.plain_ops if op not in OPS]
+    if c.kernels == "wheels":
+        found += check_wheels(run, facts, no_gpu)
+    known = (*OPS, *WHEELS)
+    unknown = [op for op in c.plain_ops if op not in known]
     if unknown:
-        found.append(problem("train", c, "plain_ops", f"must name ops among {', '.join(OPS)}", {"unknown": ", ".join(unknown)}, ([],)))
+        found.append(problem("train", c, "plain_ops", f"must name ops among {', '.join(known)}", {"unknown": ", ".join(unknown)}, ([],)))
     able = {"bf16": facts.bf16_ok, "fp16": facts.fp16_ok}
     if not able.get(c.precision, True):
         others = tuple(name for name in ("bf16", "fp16", "fp32") if able.get(name, True))
         found.append(problem("train", c, "precision", "must be a dtype of the device", {"device": facts.device_name}, others))
     return found
+
+
+def check_wheels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem]:
+    """Kernels of optional packages, asked for by name: they are here, run on this device, and have this run's dtype and shapes."""
+    c, others = run.train, ("auto", "triton")
+    absent = {op: why for op, why in facts.no_wheels if op not in c.plain_ops}
+    if no_gpu or absent:
+        rule = f"kernels of wheels need an NVIDIA GPU of compute capability 9.0 and their packages: {EXTRA}"
+        device = {"device": "CPU" if no_gpu else facts.device_name, **({} if no_gpu else absent)}
+        return [problem("train", c, "kernels", rule, device, others)]
+    unfit = {name: value for op, names in unfit_for_wheels(run).items() if op not in c.plain_ops for name, value in names.items()}
+    if not unfit:
+        return []
+    rule = "kernels of wheels must have the dtype and the shapes of the run (or their op must be in train.plain_ops)"
+    return [problem("train", c, "kernels", rule, unfit, others)]
+
+
+def unfit_for_wheels(run: Run) -> dict[str, dict[str, Any]]:
+    """By op of the model that has a twin from a wheel, what that twin cannot do in this run."""
+    c, m, tp = run.train, run.model, run.layout.tp
+    head_dim = getattr(m, "head_dim", None) or m.hidden_size // max(1, m.num_attention_heads)
+    inner, gated, dropout = m.intermediate_size or 0, m.family != "gpt2" and not m.routed_experts, getattr(m, "attention_dropout", 0.0)
+    dtype = {"train.precision": c.precision} if c.precision not in ("bf16", "fp16") else {}
+    attention = {
+        **({} if flash_fits(head_dim) else {"width of a head": head_dim}),
+        **({"data.document_attention": True} if run.data.document_attention else {}),
+        **({"model.attention_dropout": dropout} if dropout else {}),
+    }
+    if not gated:
+        return {"attention": {**dtype, **attention}}
+    fits = inner % tp == 0 and gated_mlp_fits(m.hidden_size, inner // tp)
+    mlp = {} if fits else {"model.hidden_size": m.hidden_size, "model.intermediate_size": inner, "layout.tp": tp}
+    return {"attention": {**dtype, **attention}, "mlp": {**dtype, **mlp}}
 
 
 def check_log(run: Run, facts: Facts) -> list[Problem]:

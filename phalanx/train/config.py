@@ -37,10 +37,10 @@ class TrainConfig:
     """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     """Activations made again in backward: none, pointwise (norms and MLP activations: cheap), selective (inside attention), full (whole blocks)."""
-    kernels: Literal["auto", "plain", "triton"] = "auto"
-    """Twins of the ops: auto (Triton on GPUs that can, plain PyTorch elsewhere), plain, or triton (refused where it cannot run)."""
+    kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"
+    """Twins of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, wheels (triton, attention and MLP from phalanx[wheels])."""
     plain_ops: list[str] = field(default_factory=list)
-    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw. For comparisons."""
+    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, attention, mlp. For comparisons."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay blocks as CUDA graphs: auto (on a GPU without pipeline stages), on, off. Same numbers, less work for the host."""
     seed: int = 1234

@@ -14,13 +14,22 @@ from torch.nn.attention import SDPBackend
 from phalanx import __version__
 from phalanx.base.devices import find_device
 from phalanx.ops.kernels import has_triton, use_triton
+from phalanx.ops.wheels import EXTRA, WHEELS, unusable
 
 Rows = list[tuple[str, str]]
 
 OPTIONAL = {
     "triton": "fast twins of norm, SwiGLU, RoPE, loss and AdamW on a GPU",
+    "flash-attn-4": f"attention by its kernels on Hopper and newer ({EXTRA})",
+    "quack-kernels": f"SwiGLU inside the GEMMs on Hopper and newer ({EXTRA})",
     "tensorboard": "log.tensorboard=true (pip install 'phalanx[tensorboard]')",
     "wandb": "log.wandb=PROJECT (pip install 'phalanx[wandb]')",
+}
+
+
+WHEEL_COSTS = {  # benchmarks/results/README.md
+    "attention": "attention is torch's",
+    "mlp": "SwiGLU is a kernel between two GEMMs: two more passes over memory",
 }
 
 
@@ -130,8 +139,9 @@ def fast_paths() -> Rows:
     if cuda and torch.cuda.device_count() > 1:
         near = all(torch.cuda.can_device_access_peer(0, i) for i in range(1, torch.cuda.device_count()))
         rows.append(("GPU to GPU", None if near else "no peer access", "messages go through main memory; tensor parallelism suffers most"))
-    told = [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
-    return [*told, ("flash-attn", "not used by any op yet, installed or not; attention is torch's")]
+    for op, cost in WHEEL_COSTS.items():
+        rows.append((WHEELS[op].package, no_gpu or unusable(op), cost))
+    return [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
 
 
 def attention() -> str:

@@ -16,15 +16,19 @@ from phalanx.base.rng import fill_normal_, keep_mask
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Grid
+from phalanx.ops import attention as plain_attention
 from phalanx.ops.activation import swiglu
 from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
 from phalanx.ops.attention import Kind
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.embedding import embedding
+from phalanx.ops.flash import flash_attention
+from phalanx.ops.gated_mlp import PlainGemms, gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-from phalanx.ops.rope import rotary_table
+from phalanx.ops.rope import rope, rotary_table
 from phalanx.ops.rope_scaling import inverse_frequencies
+from phalanx.ops.wheels import unusable
 from phalanx.train.build import build, init_weights
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
@@ -202,6 +206,79 @@ def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None)
     return check
 
 
+def flash_check(heads: int, kv_heads: int, width: int, length: int, sequences: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
+    """flash-attn-4 on heads that are views of the packed qkv, turned by rope, against torch's attention in float64 on the same device."""
+
+    def check(device: torch.device) -> str:
+        why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)
+        n = length * sequences if why is None else 32 * sequences
+        batch = Batch(*(torch.zeros(n, dtype=torch.int64, device=device) for _ in range(4)), sequences, n // sequences)
+        table = rotary_table(torch.arange(n, device=device) % batch.seq_length, inverse_frequencies(width, 500000.0), torch.float64)
+        found = []
+        for wide in (True, False):
+            qkv = normal(n, heads + 2 * kv_heads, width, dtype=dtype).to(device)
+            qkv = (qkv.double() if wide else qkv).requires_grad_()
+            split = rope(qkv, heads, kv_heads, sequences, tuple(t.to(qkv.dtype) for t in table))
+            y = plain_attention.attention(*split, batch) if wide or why else flash_attention(*split)
+            y.backward(normal(*y.shape, seed=1, dtype=dtype).to(device).to(y.dtype))
+            found.append((y.detach(), qkv.grad))
+        worst = max(within(what, b, a.cpu(), ROUNDINGS[dtype]) for what, a, b in zip(("output", "gradient"), *found))
+        return f"{worst:.1e}" if why is None else f"torch's instead ({why})"
+
+    return check
+
+
+def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.device], str]:
+    """The wheel's MLP against its plain twins in float64 on the same device: output, gradients, fp32 accumulation into ones."""
+
+    def check(device: torch.device) -> str:
+        why = "not a GPU" if device.type != "cuda" else unusable("mlp", device.index or 0)
+        shapes = ((tokens, width), (2 * inner, width), (width, inner)) if why is None else ((6, 16), (48, 16), (16, 24))
+        found = []
+        for wide in (True, False):
+            drawn = [normal(*s, seed=i, dtype=torch.bfloat16) * (1.0 if i == 0 else 0.05) for i, s in enumerate(shapes)]
+            x, gate_up, down = ((t.double() if wide else t).to(device).requires_grad_() for t in drawn)
+            for p in (gate_up, down):
+                p.grad_dtype = torch.float64 if wide else torch.float32
+                p.grad = torch.ones(p.shape, dtype=p.grad_dtype, device=device)
+            y = gated_mlp(x, gate_up, down, ONE, PlainGemms if wide or why else None)
+            y.backward(normal(*y.shape, seed=9, dtype=torch.bfloat16).to(device).to(y.dtype))
+            found.append((y.detach(), x.grad, gate_up.grad, down.grad))
+        names = ("output", "d_x", "d_gate_up", "d_down")
+        worst = max(within(what, b, a.cpu(), ROUNDINGS[torch.bfloat16]) for what, a, b in zip(names, *found))
+        return f"{worst:.1e}" if why is None else f"plain GEMMs instead ({why})"
+
+    return check
+
+
+def wheels_train(device: torch.device) -> str:
+    """10 bf16 steps with attention and MLP from wheels against fp32 on the CPU; CUDA graphs change nothing beyond the order of sums."""
+    why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0) or unusable("mlp", device.index or 0)
+    if why is not None:
+        return f"not run ({why})"
+    shape = {"head_dim": 16, "intermediate_size": 48}
+    truth = losses(torch.device("cpu"), "llama", "fp32", shape=shape)
+    worst = 0.0
+    for graphs in ("off", "on"):
+        found = losses(device, "llama", "bf16", shape=shape, kernels="wheels", cuda_graphs=graphs)
+        worst = max(worst, *(abs(a / b - 1) for a, b in zip(found, truth)))
+        if not worst <= 2.0**-7:
+            raise AssertionError(f"graphs {graphs}: losses off by {worst:.2e}: {found} against {truth}")
+    return f"{worst:.1e}"
+
+
+def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
+    cases: dict[str, Callable[[torch.device], str]] = {}
+    shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1), (3, 3, 40, 130, 2))
+    for heads, kv_heads, width, length, sequences in shapes:
+        for dtype in (torch.bfloat16, torch.float16):
+            name = f"wheels: attention {heads}/{kv_heads} heads of {width}, {sequences} x {length}, {str(dtype)[6:]}"
+            cases[name] = flash_check(heads, kv_heads, width, length, sequences, dtype)
+    for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
+        cases[f"wheels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
+    return {**cases, "wheels: 10 steps, bf16": wheels_train}
+
+
 def embedding_is_deterministic(device: torch.device) -> str:
     """Many equal ids: two runs give equal bits, near the float64 sum."""
     ids = torch.randint(0, 50, (8192,), generator=torch.Generator().manual_seed(0))
@@ -278,10 +355,12 @@ def masks(device: torch.device) -> str:
     return "bit-equal"
 
 
-def losses(device: torch.device, model: str, precision: str, recompute: str = "none") -> list[float]:
-    """10 steps on the same samples."""
-    run = base_run(model, 4, 2, precision=precision, recompute=recompute)
-    run = replace(run, model=replace(run.model, initializer_range=0.1))
+def losses(
+    device: torch.device, model: str, precision: str, recompute: str = "none", shape: dict[str, int] | None = None, **train: str
+) -> list[float]:  # fmt: skip
+    """10 steps on the same samples. `shape`: other sizes of the model."""
+    run = base_run(model, 4, 2, precision=precision, recompute=recompute, **train)
+    run = replace(run, model=replace(run.model, initializer_range=0.1, **(shape or {})))
     state = build(make_plan(run, 1), Mesh(Grid(), 0, device))
     init_weights(state)
     state.train()
@@ -332,7 +411,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found.update({f"{name}, {str(dtype)[6:]}": op_check(name, dtype) for name in OPS})
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
-    found |= twin_cases()
+    found |= twin_cases() | wheel_cases()
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)

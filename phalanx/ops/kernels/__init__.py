@@ -1,4 +1,5 @@
-"""Triton twins of the ops. Which twin runs is decided here: `auto` takes Triton on a GPU and plain PyTorch elsewhere.
+"""Triton twins of the ops. Whether they run is decided here: `auto` takes Triton on a GPU and plain PyTorch elsewhere. The few twins
+that come in optional packages are chosen in ops/wheels.py.
 
 The modules beside this one import triton, so they are imported only when a kernel is to run. On the CPU they run in Triton's
 interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests compare them with the plain twins.
@@ -12,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kernels = Literal["auto", "plain", "triton"]
+Kernels = Literal["auto", "plain", "triton", "wheels"]
 OPS = ("norm", "swiglu", "rope", "loss", "adamw")  # the ops that have a Triton twin
 
 
@@ -25,7 +26,7 @@ def use_triton(kernels: Kernels, x: Tensor) -> bool:
     """Whether the op on `x` is to run its Triton twin. `auto`: on a GPU of compute capability 8.0 or newer, where triton is installed."""
     if kernels == "auto":
         return x.is_cuda and has_triton() and _capable(x.device.index or 0)
-    return kernels == "triton"
+    return kernels in ("triton", "wheels")
 
 
 @cache

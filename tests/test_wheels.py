@@ -1,0 +1,151 @@
+"""Twins from optional packages, on a machine without them: who is asked, what is refused, and the op around the wheel's GEMMs.
+
+Their kernels themselves run on GPUs alone: tests/gpu/checks.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.comm.axis import Axis
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.grid import Grid
+from phalanx.ops import wheels
+from phalanx.ops.activation import swiglu
+from phalanx.ops.flash import flash_fits
+from phalanx.ops.gated_mlp import PlainGemms, gated_mlp, gated_mlp_fits
+from phalanx.ops.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.wheels import CAPABILITY, WHEELS, absent, incapable, use_wheel
+from phalanx.train.checks import Facts, check
+from phalanx.train.load import load_run
+from tests.test_ops import normal
+
+ONE = Axis("tp")
+LLAMA = "recipes/tiny_llama.yaml"
+
+
+def problems(overrides: list[str], facts: Facts) -> list:
+    return check(load_run(LLAMA, overrides), facts)
+
+
+def test_auto_leaves_them_alone_where_they_cannot_run():
+    x = torch.zeros(4, 8, dtype=torch.bfloat16)
+    for op in WHEELS:
+        assert not use_wheel(op, "auto", x, True)  # not a GPU
+        assert not use_wheel(op, "plain", x, True) and not use_wheel(op, "triton", x, True)
+        assert use_wheel(op, "wheels", x, True)  # asked for by name: no silent fallback
+
+
+def test_the_tested_version_alone_is_taken(monkeypatch):
+    found = {"flash-attn-4": WHEELS["attention"].version, "quack-kernels": "0.0.1"}
+    monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name: found[name])
+    absent.cache_clear()
+    try:
+        assert absent("attention") is None
+        assert "0.0.1" in absent("mlp") and WHEELS["mlp"].version in absent("mlp")
+    finally:
+        absent.cache_clear()
+
+
+def test_the_extra_pins_the_tested_versions():
+    tomllib = pytest.importorskip("tomllib")
+    with open("pyproject.toml", "rb") as file:
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["wheels"]
+    for wheel in WHEELS.values():
+        assert f"{wheel.package}=={wheel.version}" in extra
+
+
+def test_devices_are_judged_by_capability():
+    assert incapable(CAPABILITY) is None and incapable((10, 0)) is None and incapable((12, 0)) is None
+    assert "8.0" in incapable((8, 0)) and "NVIDIA" in incapable((9, 4), nvidia=False)
+
+
+HERE = [w for w in WHEELS.values() if importlib.metadata.packages_distributions().get(w.module.split(".")[0])]
+
+
+@pytest.mark.skipif(bool(HERE), reason="the packages are installed")
+def test_absent_packages_are_named():
+    for op, wheel in WHEELS.items():
+        assert absent(op) == f"{wheel.package} {wheel.version} is not installed"
+
+
+def test_refused_by_name():
+    hopper = Facts(device="cuda", device_count=1, device_name="NVIDIA H200", files=False)
+    bf16 = ["train.kernels=wheels", "train.precision=bf16"]
+    assert problems(bf16, hopper) == []
+    assert problems(bf16, Facts(files=False)) == []  # a plan on a laptop
+    [none] = problems(bf16, Facts(device_count=0, files=False))
+    assert (none.field, none.valid, none.because) == ("train.kernels", ("auto",), {"device": "CPU"})
+    lacking = replace(hopper, no_wheels=(("attention", "compute capability 8.0, 9.0 or newer is needed"),))
+    [old] = problems(bf16, lacking)
+    assert old.field == "train.kernels" and "8.0" in old.because["attention"] and "triton" in old.valid
+    assert problems([*bf16, "train.plain_ops=[attention]"], lacking) == []
+    [dtype] = problems(["train.kernels=wheels", "train.precision=fp32"], hopper)
+    assert dtype.because == {"train.precision": "fp32"}
+    [heads] = problems([*bf16, "model.head_dim=20"], hopper)
+    assert heads.because == {"width of a head": 20}
+    assert problems([*bf16, "model.head_dim=20", "train.plain_ops=[attention]"], hopper) == []
+    [documents] = problems([*bf16, "data.document_attention=true"], hopper)
+    assert documents.because == {"data.document_attention": True}
+    [inner] = problems([*bf16, "model.intermediate_size=100"], hopper)
+    assert inner.because["model.intermediate_size"] == 100
+
+
+def test_shapes():
+    assert flash_fits(64) and flash_fits(128) and not flash_fits(20) and not flash_fits(256)
+    assert gated_mlp_fits(4096, 14336) and not gated_mlp_fits(4096, 14340) and not gated_mlp_fits(100, 64)
+
+
+# ---- the op around the wheel's GEMMs, with their plain twins --------------------------------------------------------------------
+
+
+def both(tp: Axis, tokens: int, width: int, inner: int, dtype: torch.dtype, buffers: bool) -> list[list[torch.Tensor]]:
+    """Output and gradients of the MLP in three ops and in one; this rank's tokens and features are drawn by its index."""
+    found = []
+    for fused in (False, True):
+        x = normal(tokens, width, seed=tp.index, dtype=dtype).requires_grad_()
+        gate_up, down = (normal(*s, seed=10 * i + tp.index, dtype=dtype).requires_grad_() for i, s in ((1, (2 * inner, width)), (2, (width, inner))))
+        if buffers:
+            for p in (gate_up, down):
+                p.grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+                p.grad = torch.ones(p.shape, dtype=p.grad_dtype)
+        if fused:
+            y = gated_mlp(x, gate_up, down, tp, PlainGemms)
+        else:
+            y = matmul_scatter(swiglu(gather_matmul(x, gate_up, tp), "plain"), down, tp)
+        y.backward(normal(*y.shape, seed=99 + tp.index, dtype=dtype))
+        found.append([y.detach(), x.grad, gate_up.grad, down.grad])
+    return found
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_one_op_equals_three(buffers):
+    for tokens, width, inner in ((7, 5, 3), (16, 8, 24)):
+        for a, b in zip(*both(ONE, tokens, width, inner, torch.float64, buffers)):
+            assert a.dtype == b.dtype and (a - b).abs().max() <= 1e-12 * a.abs().max()
+
+
+def test_one_op_keeps_less():
+    kept = []
+    for fused in (False, True):
+        seen: list[int] = []
+        x, gate_up, down = (normal(*s, seed=i).requires_grad_() for i, s in enumerate(((16, 8), (48, 8), (8, 24))))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t.nbytes) or t, lambda t: t):
+            gated_mlp(x, gate_up, down, ONE, PlainGemms) if fused else matmul_scatter(swiglu(gather_matmul(x, gate_up, ONE), "plain"), down, ONE)
+        kept.append(sum(seen))
+    assert kept[0] - kept[1] == 16 * 24 * x.element_size()  # the hidden tokens
+
+
+def over_tp(rank: int, world: int) -> float:
+    mesh = Mesh(Grid(tp=world), rank, torch.device("cpu"))
+    worst = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*both(mesh.tp, 6, 5, 3, torch.float64, True)))
+    mesh.close()
+    return worst
+
+
+def test_one_op_equals_three_over_tp(ranks):
+    assert max(ranks.run("tests.test_wheels:over_tp", 2)) <= 1e-12
