@@ -40,7 +40,7 @@ class TrainConfig:
     kernels: Literal["auto", "plain", "triton"] = "auto"
     """Twins of the ops: auto (Triton on GPUs that can, plain PyTorch elsewhere), plain, or triton (refused where it cannot run)."""
     plain_ops: list[str] = field(default_factory=list)
-    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw. For comparisons."""
+    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped. For comparisons."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay blocks as CUDA graphs: auto (on a GPU without pipeline stages), on, off. Same numbers, less work for the host."""
     seed: int = 1234
