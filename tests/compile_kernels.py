@@ -7,18 +7,19 @@ import os
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, gated, loss, norm, rope
+from phalanx.ops.kernels import adamw, gated, grouped, loss, norm, permute, rope
 
 BF = "*bf16"
 
 
 def kernels() -> list[tuple]:
-    """(kernel, types of its pointers and integers, its constants)"""
+    """(kernel, types of its pointers and integers, its constants[, options of the compiler])"""
     import triton.language as tl
 
     wide = {"WIDE": tl.float32}
@@ -43,13 +44,46 @@ def kernels() -> list[tuple]:
     found.append((loss._stats, dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((loss._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
+    found += experts(wide)
     flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
     found.append((adamw._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
     return found
 
 
+def experts(wide: dict) -> list[tuple]:
+    """Those of mixtures of experts. A tile on tensor cores needs the number of warps it was made for: the fourth entry."""
+    import triton.language as tl
+
+    found = []
+    for dtype, tma in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True), (torch.float64, False)):
+        c = grouped.tiles_of(dtype)
+        name = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}[dtype]
+        sizes = dict(TMA=tma, WIDE=tl.float64 if name == "fp64" else tl.float32, BM=c.m, BN=c.n, BK=c.k, GROUP=c.group)
+        run, sums = dict(num_warps=c.warps, num_stages=c.stages), "*fp64" if name == "fp64" else "*fp32"
+
+        def tile(*shape: int, tma: bool = tma, name: str = name) -> str:
+            return f"tensordesc<{name}[{','.join(map(str, shape))}]>" if tma else f"*{name}"
+
+        for turned in (True, False):
+            pointers = dict(x=tile(c.m, c.k), weight=tile(1, c.n, c.k) if turned else tile(1, c.k, c.n), bias=f"*{name}", y=f"*{name}", ends="*i32")
+            more = dict(TURNED=turned, BIAS=turned, E_BLOCK=16, FLATTEN=c.flatten)
+            found.append((grouped._grouped_gemm, dict(**pointers, R="i32", N="i32", K="i32", E="i32"), sizes | more, run))
+        pointers = dict(dy=tile(c.k, c.m), x=tile(c.k, c.n), dw=sums, ends="*i32")
+        found.append((grouped._grouped_gemm_dw, dict(**pointers, R="i32", M="i32", N="i32"), sizes, run))
+    found.append((grouped._grouped_sum, dict(dy=BF, db="*fp32", ends="*i32", N="i32"), dict(BR=64, BC=64, **wide)))
+    sort = dict(COUNT=16, COUNT_BLOCK=16, BLOCK=256)
+    found.append((permute._count, dict(experts="*i64", counts="*i32", pairs="i32", first="i32"), sort))
+    pointers = dict.fromkeys(("counts", "sums", "source", "slot", "row", "ends"), "*i32")
+    found.append((permute._place, dict(experts="*i64", **pointers, **dict.fromkeys(("pairs", "first", "rows", "slots"), "i32")), sort))
+    found.append((permute._gather, dict(x=BF, y=BF, row="*i32", D="i32"), dict(SLOTS=8, BLOCK=2048)))
+    found.append((permute._sum, dict(y=BF, weights="*fp32", out=BF, row="*i32", D="i32"), dict(SLOTS=8, WEIGH=True, BLOCK=2048, **wide)))
+    pointers = dict(dout=BF, y=BF, weights="*fp32", dy=BF, dweights="*fp32", row="*i32", D="i32")
+    found.append((permute._weighted_backward, pointers, dict(SLOTS=8, BLOCK=2048, **wide)))
+    return found
+
+
 if __name__ == "__main__":
-    for kernel, signature, constants in kernels():
+    for kernel, signature, constants, *options in kernels():
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
-        made = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
+        made = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32), options=dict(*options))
         print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")

@@ -511,3 +511,72 @@ def test_low_precision_sums_are_wide():
 
 def test_forced_key_is_not_that_of_dropout():
     assert key_of(0, "forced experts") != key_of(0, "dropout")
+
+
+# The Triton twins, interpreted. The checks are those above.
+
+
+@pytest.mark.parametrize("first, count, room", [(0, E, 0), (0, E, 9), (2, 3, 0), (5, 1, 4), (0, E, -7)])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_plan_by_triton(name, first, count, room):
+    check_plan(ROUTINGS[name](), first, count, room, "triton")
+
+
+def test_plan_of_many_pairs_by_triton():
+    """Several programs, each with several passes over the padding; then so little room that whole programs have none."""
+    experts = torch.rand(700, 40, generator=torch.Generator().manual_seed(0)).argsort(-1)[:, :3]
+    check_plan(experts, 3, 33, 5000, "triton")
+    check_plan(experts, 0, 40, -1500, "triton")
+
+
+@pytest.mark.parametrize("name, first, count", [("drawn", 0, E), *((name, 2, 3) for name in ROUTINGS), ("all to one", 5, 1)])
+def test_mixture_by_triton(name, first, count):
+    check_mixture(ROUTINGS[name](), first, count, "triton", 1e-12)
+
+
+@pytest.mark.parametrize("inner, outer", [(72, 40), (36, 20)], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_grouped_matmul_by_triton(dtype, inner, outer):
+    """Truth: the plain twin in float64 on the same rounded inputs, within a few roundings. Several tiles of rows and steps of the sum,
+    an expert with none, padding of NaN; the weight gradient comes on top of what is in its fp32 buffer. (Interpreted, tl.dot multiplies
+    the bits of bf16 as integers: bf16 is checked in tests/gpu.)"""
+    ends, rows = torch.tensor([10, 150, 150, 293], dtype=torch.int32), 300
+    spoiled = slice(293, rows)
+    values = [normal(*s, seed=i, dtype=dtype) for i, s in enumerate(((rows, inner), (4, outer, inner), (4, outer), (rows, outer)))]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = []
+    for kernels, kind, buffer in (("triton", dtype, wide), ("plain", torch.float64, torch.float64)):
+        x, weight, bias, dy = (v.to(kind).clone() for v in values)
+        x[spoiled], dy[spoiled] = torch.nan, torch.nan
+        for p in (weight, bias):
+            p.grad_dtype, p.grad = buffer, torch.full(p.shape, 3.0, dtype=buffer)
+        x, weight, bias = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+        y = grouped_matmul(x, weight, ends, kernels, bias)
+        y.backward(dy)
+        found.append([y.detach()[:293], x.grad[:293], weight.grad, bias.grad])
+    rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 4 * torch.finfo(dtype).eps)
+    for bound, a, b in zip((rounding, rounding, max(1e-13, min(rounding, 2e-6)), max(1e-13, min(rounding, 2e-6))), *found):
+        assert (a.double() - b).abs().max() <= bound * b.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_by_triton(dtype):
+    """Truth: the plain twins in float64 on the same inputs, within a rounding. Wider than one program's columns, weighed and not."""
+    experts = ROUTINGS["some dropped"]()[:5]
+    plan, width = plan_rows(experts, 1, 6, 20), 4100
+    x, weights, dy = normal(5, width, dtype=dtype), normal(5, K, seed=1, dtype=torch.float32), normal(5, width, seed=2, dtype=dtype)
+    for weigh in (True, False):
+        found = []
+        for kernels, kind in (("triton", None), ("plain", torch.float64)):
+            a, w, g = (t.detach().to(kind or t.dtype).requires_grad_() for t in (x, weights, dy))
+            rows = gather_rows(a, plan, kernels)
+            y = combine_rows(spoil(rows, plan), w if weigh else None, plan, 5, kernels)
+            found.append([y.detach(), *torch.autograd.grad(y, [a, w] if weigh else [a], g.detach())])
+        for a, b in zip(*found):
+            assert (a.double() - b).abs().max() <= 2 * torch.finfo(a.dtype).eps * K * b.abs().max()
+
+
+@pytest.mark.parametrize("inner", [6, 1030])
+def test_weighing_rows_by_triton(inner):
+    for gate in (SWIGLU, CLAMPED_SWIGLU):
+        check_weighing(gate, inner, "triton", 1e-12)

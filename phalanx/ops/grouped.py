@@ -7,14 +7,13 @@ into the parameter's gradient buffer (ops.grads). Shapes: R rows sorted by exper
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.grads import add_grad
-from phalanx.ops.kernels import Kernels
+from phalanx.ops.kernels import Kernels, is_hopper, use_triton
 
 
 def _segments(ends: Tensor) -> list[slice]:
@@ -35,41 +34,83 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None
     return y
 
 
-def add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
-    """Account for the gradient dy^T x (E, O, I) of `param`; what a backward must return for it. See ops.grads.add_product_grad."""
-    buffer = torch.zeros_like(param) if param.grad is None else param.grad
+def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+    """The plain twin of kernels.grouped.add_grouped_product_: buffer[e] (O, I) += dy^T x over the rows of e, widened before multiplying."""
     for e, rows in enumerate(_segments(ends)):
         buffer[e].addmm_(dy[rows].t().to(buffer.dtype), x[rows].to(buffer.dtype))
+
+
+def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
+    """The plain twin of kernels.grouped.add_grouped_sum_: buffer[e] (O,) += the sum of the rows of e."""
+    for e, rows in enumerate(_segments(ends)):
+        buffer[e] += dy[rows].sum(0, dtype=buffer.dtype)
+
+
+Twin = Literal["plain", "library", "triton"]
+
+
+def twin_for(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Twin:
+    """Which twin multiplies forward and backward to the input. `auto`: torch's grouped matmul where its rules hold, else Triton on a GPU."""
+    if kernels == "auto" and bias is None and library_takes(x, weight):
+        return "library"
+    return "triton" if use_triton(kernels, x) else "plain"
+
+
+def library_takes(x: Tensor, weight: Tensor) -> bool:
+    """torch._grouped_mm takes bf16 rows of a multiple of 16 bytes; before Hopper it waits for the device, so there it is not asked."""
+    aligned = all(size % 8 == 0 for size in weight.shape[1:])
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm") and is_hopper(x.device.index or 0)
+
+
+def _product(twin: Twin, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    if twin == "library":
+        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
+    if twin == "triton":
+        from phalanx.ops.kernels import grouped
+
+        return grouped.grouped_product(x, weight, ends, bias)
+    return grouped_product(x, weight, ends, bias)
+
+
+def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
+    """Account for the gradient dy^T x (E, O, I) of `param`; what a backward must return for it. See ops.grads."""
+    buffer = torch.zeros_like(param) if param.grad is None else param.grad
+    add_product = add_grouped_product_
+    if triton:
+        from phalanx.ops.kernels.grouped import add_grouped_product_ as add_product
+    add_product(buffer, dy, x, ends)
     return buffer if param.grad is None else None
 
 
-def _sums(dy: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """(E, O) sums of each expert's rows."""
-    out = dy.new_zeros(len(ends), dy.shape[1], dtype=dtype)
-    for e, rows in enumerate(_segments(ends)):
-        out[e] = dy[rows].sum(0, dtype=dtype)
-    return out
+def _add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
+    """The same for the bias (E, O), the sum of each expert's rows of dy."""
+    buffer = torch.zeros_like(param) if param.grad is None else param.grad
+    add_sum = add_grouped_sum_
+    if triton:
+        from phalanx.ops.kernels.grouped import add_grouped_sum_ as add_sum
+    add_sum(buffer, dy, ends)
+    return buffer if param.grad is None else None
 
 
 class _GroupedMatmul(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, twin: Twin, triton: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, ends)
         ctx.weight, ctx.bias = weight, bias  # the slots, read in backward; not the values, which may move
-        return grouped_product(x, weight.transpose(1, 2), ends, bias)
+        ctx.twin, ctx.triton = twin, triton
+        return _product(twin, x, weight.transpose(1, 2), ends, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, ends), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        need_x, need_w, _, need_b = ctx.needs_input_grad
-        dx = grouped_product(dy, weight, ends) if need_x else None
-        dw = add_grouped_grad(weight, dy, x, ends) if need_w else None
-        db = None
-        if need_b:
-            db = add_grad(bias, _sums(dy, ends, bias.dtype if bias.grad is None else bias.grad.dtype))
-        return dx, dw, None, db
+        need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
+        dx = _product(ctx.twin, dy, weight, ends) if need_x else None
+        dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton) if need_w else None
+        db = _add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
+        return dx, dw, None, db, None, None
 
 
 def grouped_matmul(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels = "auto", bias_EO: Tensor | None = None) -> Tensor:
     """x (R, I) -> (R, O): row r of expert e times weight[e]^T, plus bias[e]; `ends_E` (E,) int32 on the device: one past each expert's last row."""
-    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO)
+    twin = twin_for(kernels, x_RI, weight_EOI, bias_EO)
+    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, twin, use_triton(kernels, x_RI))

@@ -9,6 +9,7 @@ ones leave in them what was there, and no op here reads them.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.kernels import Kernels
+from phalanx.ops.kernels import Kernels, use_triton
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Rows:
 
 def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> Rows:
     """Rows of the experts first .. first + count - 1 among the choices (T, K); others (dropped pairs too) get none."""
+    if use_triton(kernels, experts_TK):
+        from phalanx.ops.kernels import permute
+
+        return Rows(*permute.plan_rows(experts_TK, first, count, rows))
     pairs, slots = experts_TK.flatten() - first, experts_TK.shape[1]
     pairs = torch.where((pairs >= 0) & (pairs < count), pairs, count)
     by_expert, order = pairs.sort(stable=True)
@@ -90,51 +95,53 @@ def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> t
     return (dout_R * weight_R.unsqueeze(-1)).to(y.dtype), dweights.to(weights.dtype)
 
 
+def _twins(triton: bool) -> Any:
+    """The module whose gather_forward, sum_forward and weighted_backward are to run."""
+    if triton:
+        from phalanx.ops.kernels import permute
+
+        return permute
+    return sys.modules[__name__]
+
+
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
-        ctx.rows = rows
-        return gather_forward(x, rows)
+    def forward(ctx: Any, x: Tensor, rows: Rows, triton: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.triton = rows, triton
+        return _twins(triton).gather_forward(x, rows)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return sum_forward(dy, None, ctx.rows), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _twins(ctx.triton).sum_forward(dy, None, ctx.rows), None, None
 
 
-class _Sum(Function):
+class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
-        ctx.rows = rows
-        return sum_forward(y, None, rows)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gather_forward(dout, ctx.rows), None
-
-
-class _WeightedSum(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(y, weights)
-        ctx.rows = rows
-        return sum_forward(y, weights, rows)
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Rows, triton: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.triton = rows, triton
+        if weights is not None:
+            ctx.save_for_backward(y, weights)
+        return _twins(triton).sum_forward(y, weights, rows)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        twins = _twins(ctx.triton)
+        if not ctx.saved_tensors:
+            return twins.gather_forward(dout, ctx.rows), None, None, None
         y, weights = ctx.saved_tensors
-        return *weighted_backward(dout, y, weights, ctx.rows), None
+        return *twins.weighted_backward(dout, y, weights, ctx.rows), None, None
 
 
 def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto") -> Tensor:
     """x (T, D) -> (R, D): the token of each row."""
-    return _Gather.apply(x_TD, rows)
+    return _Gather.apply(x_TD, rows, use_triton(kernels, x_TD))
 
 
 def combine_rows(y_RD: Tensor, weights_TK: Tensor | None, rows: Rows, num_tokens: int, kernels: Kernels = "auto") -> Tensor:
     """y (R, D) -> (T, D): the sum of each token's rows times its weights (1 without), added in fp32 or wider and in the order of the slots.
 
-    A token with no row gets zeros.
+    A token with no row gets zeros. `num_tokens` is that of the plan.
     """
-    if weights_TK is None:
-        return _Sum.apply(y_RD, rows)
-    return _WeightedSum.apply(y_RD, weights_TK, rows)
+    if num_tokens != len(rows.row_TK):
+        raise ValueError(f"the rows were planned for {len(rows.row_TK)} tokens, not {num_tokens}")
+    return _Combine.apply(y_RD, weights_TK, rows, use_triton(kernels, y_RD))

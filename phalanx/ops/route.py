@@ -125,11 +125,11 @@ class BalanceSums:
 def balance_sums(choice: Choice, sequence_T: Tensor | None = None, sequences: int = 1) -> BalanceSums:
     """What the balancing losses are made of. `sequence_T` (T,) in [0, sequences): which sequence a token is of; without it, all are of one."""
     scores = choice.scores_TE
+    counts = expert_counts(choice.experts_TK, scores.shape[1], sequence_T, sequences).to(scores.dtype)
     if sequence_T is None:
-        sequence_T = scores.new_zeros(len(scores), dtype=torch.int64)
+        return BalanceSums(counts, scores.sum(0, keepdim=True), scores.new_full((1,), len(scores)))
     member_ST = (sequence_T == torch.arange(sequences, device=scores.device).unsqueeze(-1)).to(scores.dtype)
-    counts = expert_counts(choice.experts_TK, scores.shape[1], sequence_T, sequences)
-    return BalanceSums(counts.to(scores.dtype), member_ST @ scores, member_ST.sum(-1))  # a product sums in a fixed order; index_add_ does not
+    return BalanceSums(counts, member_ST @ scores, member_ST.sum(-1))  # a product sums in a fixed order; index_add_ does not
 
 
 def expert_counts(experts_TK: Tensor, experts: int, sequence_T: Tensor | None = None, sequences: int = 1) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 Kernels = Literal["auto", "plain", "triton", "wheels"]
-OPS = ("norm", "swiglu", "rope", "loss", "adamw")  # the ops that have a Triton twin
+OPS = ("norm", "swiglu", "rope", "loss", "adamw", "route", "permute", "grouped")  # the ops that have a Triton twin
 
 
 @cache
@@ -34,3 +34,11 @@ def _capable(index: int) -> bool:
     import torch
 
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+@cache
+def is_hopper(index: int) -> bool:
+    """Whether GPU number `index` is of NVIDIA's Hopper generation or newer."""
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
