@@ -11,19 +11,23 @@ import torch
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.manifest import missing
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
+from phalanx.models.moe_config import ExpertsConfig, MixtralConfig, Qwen3MoEConfig
 
 ModelConfig = LlamaConfig | GPT2Config
 LLAMAS: dict[str, tuple[type[LlamaConfig], str]] = {
     "llama": (LlamaConfig, "LlamaForCausalLM"), "mistral": (MistralConfig, "MistralForCausalLM"), "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
-    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"), "mixtral": (MixtralConfig, "MixtralForCausalLM"),
+    "qwen3_moe": (Qwen3MoEConfig, "Qwen3MoeForCausalLM"),
 }  # fmt: skip
+# how the load of experts is kept even: a run may go on with another way
+BALANCE = ("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "expert_capacity_factor", "expert_capacity_drop")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 # key -> the only values that our model computes; a key that is absent means the first
 LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
-    "quantization_config": (None,), "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,), "partial_rotary_factor": (1.0, None), "router_jitter_noise": (0.0, None),
 }  # fmt: skip
 FULL_ONLY: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # families without a window
 GPT2_ONLY: dict[str, tuple[Any, ...]] = {
@@ -75,7 +79,7 @@ def _shown(values: tuple[Any, ...]) -> str:
 def _llama(c: dict[str, Any], where: str, cls: type[LlamaConfig]) -> LlamaConfig:
     theta, scaling, odd = _rope(c)
     _refuse(c, LLAMA_ONLY, where, [*odd, *_odd_layer_types(c)])
-    if cls in (LlamaConfig, Qwen3Config):
+    if cls not in (MistralConfig, Qwen2Config):
         _refuse(c, FULL_ONLY if c.get("use_sliding_window") is not False else {}, where)
     return cls(
         vocab_size=c["vocab_size"], hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
@@ -84,6 +88,7 @@ def _llama(c: dict[str, Any], where: str, cls: type[LlamaConfig]) -> LlamaConfig
         max_position_embeddings=c.get("max_position_embeddings", 2048), rms_norm_eps=c.get("rms_norm_eps", 1e-6),
         rope_theta=theta, rope_scaling=scaling,
         tie_word_embeddings=c.get("tie_word_embeddings", False), initializer_range=c.get("initializer_range", 0.02), **_window(c, cls),
+        **_experts(c, cls),
     )  # fmt: skip
 
 
@@ -94,6 +99,21 @@ def _window(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
     if cls is Qwen2Config and c.get("use_sliding_window", False):
         return {"sliding_window": c.get("sliding_window", 4096), "max_window_layers": c.get("max_window_layers", 28)}
     return {}
+
+
+def _experts(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
+    """transformers 5 spells the number of experts `num_local_experts` in every family."""
+    if not issubclass(cls, ExpertsConfig):
+        return {}
+    common = {k: c[k] for k in ("num_experts_per_tok", "router_aux_loss_coef") if c.get(k) is not None}
+    if cls is MixtralConfig:
+        return {**common, "num_local_experts": c.get("num_local_experts", 8)}
+    count = c["num_experts"] if "num_experts" in c else c["num_local_experts"]
+    layers = tuple(c.get("mlp_only_layers") or ())
+    return {
+        **common, "num_experts": count, "moe_intermediate_size": c["moe_intermediate_size"], "norm_topk_prob": c.get("norm_topk_prob", False),
+        "decoder_sparse_step": c.get("decoder_sparse_step", 1), "mlp_only_layers": layers,
+    }  # fmt: skip
 
 
 def _odd_layer_types(c: dict[str, Any]) -> list[str]:
@@ -154,7 +174,7 @@ def _to_llama(m: LlamaConfig) -> dict[str, Any]:
         "head_dim": m.head_dim or m.hidden_size // m.num_attention_heads, "max_position_embeddings": m.max_position_embeddings,
         "rms_norm_eps": m.rms_norm_eps, **_to_rope(m.rope_theta, m.rope_scaling), **_to_window(m),
         "tie_word_embeddings": m.tie_word_embeddings, "initializer_range": m.initializer_range, "hidden_act": "silu",
-        **({} if isinstance(m, Qwen2Config) else {"attention_bias": False}), "mlp_bias": False, "attention_dropout": 0.0,
+        **_to_experts(m), **({} if isinstance(m, Qwen2Config) else {"attention_bias": False}), "mlp_bias": False, "attention_dropout": 0.0,
     }  # fmt: skip
 
 
@@ -172,6 +192,18 @@ def _to_window(m: LlamaConfig) -> dict[str, Any]:
     if isinstance(m, Qwen2Config):
         return {"use_sliding_window": m.sliding_window is not None, "sliding_window": m.sliding_window, "max_window_layers": m.max_window_layers}
     return {}
+
+
+def _to_experts(m: LlamaConfig) -> dict[str, Any]:
+    if not isinstance(m, ExpertsConfig):
+        return {}
+    common = {"num_experts_per_tok": m.num_experts_per_tok, "router_aux_loss_coef": m.router_aux_loss_coef, "output_router_logits": False}
+    if not isinstance(m, Qwen3MoEConfig):
+        return {**common, "num_local_experts": m.routed_experts, "router_jitter_noise": 0.0}
+    return {
+        **common, "num_experts": m.num_experts, "moe_intermediate_size": m.moe_intermediate_size, "norm_topk_prob": m.norm_topk_prob,
+        "decoder_sparse_step": m.decoder_sparse_step, "mlp_only_layers": list(m.mlp_only_layers),
+    }  # fmt: skip
 
 
 def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
@@ -197,7 +229,7 @@ def resolved(model: dict[str, Any]) -> dict[str, Any]:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`field old -> new` of every field in which two model configs differ, those that a run may change left out."""
-    may_change = {"dropout", "attention_dropout", "initializer_range"}
+    may_change = {"dropout", "attention_dropout", "initializer_range", *BALANCE}
     if new.get("family") in LLAMAS:
         may_change.add("max_position_embeddings")  # of rotary positions it is no shape
     a, b = resolved(old), resolved(new)

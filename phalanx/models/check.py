@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
+from phalanx.models.moe_config import ExpertsConfig, Qwen3MoEConfig
 
 
 def check(config: LlamaConfig | GPT2Config, *, tp: int, seq_length: int) -> list[Problem]:
@@ -28,6 +29,8 @@ def check_llama(config: LlamaConfig) -> list[Problem]:
         heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
         found += check_rope_scaling(config.rope_scaling, (config.head_dim or config.hidden_size // config.num_attention_heads) if heads_known else 0)
     found += check_window(config)
+    if isinstance(config, ExpertsConfig):
+        found += check_experts(config)
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
         return found
     return check_heads(config) + check_head_dim(config)
@@ -109,6 +112,35 @@ def check_window(config: LlamaConfig) -> list[Problem]:
     return found
 
 
+def check_experts(config: ExpertsConfig) -> list[Problem]:
+    name = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+    count = getattr(config, name)
+    found = at_least("model", config, 1, name, "num_experts_per_tok")
+    found += within("model", config, "router_aux_loss_coef", "[0, inf)") + within("model", config, "router_z_loss_coef", "[0, inf)")
+    found += within("model", config, "expert_capacity_factor", "(0, inf)", (1.25,))
+    if config.expert_capacity_factor is None:
+        found += no_effect("model", config, ["expert_capacity_drop"], "model.expert_capacity_factor", {"model.expert_capacity_factor": None})
+    if config.router_aux_loss_coef == 0:
+        found += no_effect("model", config, ["router_aux_loss_scope"], "model.router_aux_loss_coef", {"model.router_aux_loss_coef": 0})
+    if not found and config.num_experts_per_tok > count:
+        because = {f"model.{name}": count}
+        found.append(problem("model", config, "num_experts_per_tok", f"must be <= {name}", because, (count,)))
+    return found + (check_qwen3_moe(config) if isinstance(config, Qwen3MoEConfig) else [])
+
+
+def check_qwen3_moe(config: Qwen3MoEConfig) -> list[Problem]:
+    layers = config.num_hidden_layers
+    found = at_least("model", config, 1, "moe_intermediate_size", "decoder_sparse_step")
+    if not all(0 <= i < layers for i in config.mlp_only_layers):
+        kept = tuple(i for i in config.mlp_only_layers if 0 <= i < layers)
+        rule = "must be numbers of layers, from 0"
+        found.append(problem("model", config, "mlp_only_layers", rule, {"model.num_hidden_layers": layers}, (kept,)))
+    elif not found and layers and not any(map(config.has_experts, range(layers))):
+        because = {"model.decoder_sparse_step": config.decoder_sparse_step, "model.num_hidden_layers": layers}
+        found.append(problem("model", config, "mlp_only_layers", "must leave a layer with experts", because, ((),)))
+    return found
+
+
 def check_gpt2(config: GPT2Config, seq_length: int) -> list[Problem]:
     found = within("model", config, "layer_norm_epsilon", "(0, inf)")
     for name in ("dropout", "attention_dropout"):
@@ -133,7 +165,8 @@ def check_tensor_parallel(config: LlamaConfig | GPT2Config, tp: int) -> list[Pro
     if kv_heads != heads and kv_heads % tp and tp % kv_heads:
         because = {"model.num_key_value_heads": kv_heads}
         found.append(Problem("layout.tp", tp, "must divide num_key_value_heads or be a multiple of it", because, divisors(tp, heads)))
-    for name in ("vocab_size", "intermediate_size"):
+    dense = not isinstance(config, ExpertsConfig) or not all(map(config.has_experts, range(config.num_hidden_layers)))
+    for name in ("vocab_size", *(("intermediate_size",) if dense else ())):
         size = getattr(config, name)
         if size is not None and size < tp:
             found.append(Problem("layout.tp", tp, f"must be <= {name}", {f"model.{name}": size}, divisors(tp, heads)))

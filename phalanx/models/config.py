@@ -83,6 +83,11 @@ class LlamaConfig:
         """Experts of a layer that tokens are routed to; 0 for a dense model."""
         return 0
 
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert; 0 for a dense model."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
@@ -150,4 +155,9 @@ class GPT2Config:
     @property
     def routed_experts(self) -> int:
         """Experts of a layer that tokens are routed to; 0 for a dense model."""
+        return 0
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert; 0 for a dense model."""
         return 0

@@ -21,7 +21,7 @@ from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.ops import route as ops
-from phalanx.ops.activation import swiglu
+from phalanx.ops.activation import gated_rows
 from phalanx.ops.exchange import DISPATCHERS, Dispatch
 from phalanx.ops.grouped import grouped_matmul
 from phalanx.ops.matmul import wide_matmul
@@ -75,10 +75,14 @@ class Experts(Module):
         self.gate_up = self.param(_stack(own, [(names.gate, 0), (names.up, b - a)], (inner, width), Box((a, 0), (b, width)), 2 * (b - a), width, std))
         self.down = self.param(_stack(own, [(names.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std))
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D), over etp a part of the sum."""
+    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over etp a part of the sum.
+
+        Weights are applied before the last product, which is linear: then its backward needs no output.
+        """
         gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"))
-        return grouped_matmul(swiglu(gate_up, self.env.twin("swiglu")), self.down, ends, self.env.twin("grouped"))
+        hidden = gated_rows(gate_up, ends, weights, kernels=self.env.twin("swiglu"))
+        return grouped_matmul(hidden, self.down, ends, self.env.twin("grouped"))
 
 
 def _stack(experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float) -> ParamSpec:

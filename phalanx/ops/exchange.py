@@ -18,11 +18,11 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.kernels import Kernels
-from phalanx.ops.permute import combine_rows, gather_rows, plan_rows
+from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows
 
 Dispatch = Literal["allgather", "alltoall"]
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows (R, D) sorted by expert, ends (N,)) -> (R, D): what the experts of this rank make of them."""
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None) -> (R, D): what this rank's experts make."""
 
 
 class _Gather(Function):
@@ -58,6 +58,20 @@ class _Swap(Function):
         return ctx.axis.all_to_all(dy, ctx.receive, ctx.send), None, None, None
 
 
+class _Weigh(Function):
+    """weights (T, K) of pairs -> those of rows (R,)."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        ctx.rows = rows
+        return weights.flatten().index_select(0, rows.slot_R)
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        row = ctx.rows.row_TK
+        return torch.where(row >= 0, dweights[row.clamp_min(0)], 0), None
+
+
 def gather(x: Tensor, axis: Axis) -> Tensor:
     """(n, ...) of each rank -> (size * n, ...); gradients are summed on their way back."""
     return x if axis.size == 1 else _Gather.apply(x, axis)
@@ -85,8 +99,8 @@ def through_all_gather(x: Tensor, experts: Tensor, weights: Tensor, count: int, 
     everyones = group.all_gather(experts).wait()
     tokens, slots = everyones.shape
     rows = plan_rows(everyones, axes.ep.index * here, here, room_for(tokens, slots, axes.ep.size, here, room)[0], kernels)
-    made = compute(gather_rows(gather(x, group), rows, kernels), rows.ends_E)
-    y = scatter(combine_rows(made, gather(weights, group), rows, tokens, kernels), group)
+    made = compute(gather_rows(gather(x, group), rows, kernels), rows.ends_E, _Weigh.apply(gather(weights, group), rows))
+    y = scatter(combine_rows(made, None, rows, tokens, kernels), group)
     return y, (rows.wanted - len(rows.source_R)).clamp_min(0)
 
 
@@ -106,7 +120,7 @@ def through_all_to_all(x: Tensor, experts: Tensor, weights: Tensor, count: int, 
     leaving = replace(leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)])  # pairs that were dropped stay
     arrived = swap(gather_rows(x, leaving, kernels), axes.ep, send, receive)
     sorting = plan_rows(_experts_of(arriving, sum(receive)), 0, sizes.shape[1], sum(receive), kernels)
-    made = combine_rows(compute(gather_rows(arrived, sorting, kernels), sorting.ends_E), None, sorting, len(arrived), kernels)
+    made = combine_rows(compute(gather_rows(arrived, sorting, kernels), sorting.ends_E, None), None, sorting, len(arrived), kernels)
     y = scatter(combine_rows(swap(made, axes.ep, receive, send), weights, leaving, tokens, kernels), axes.etp)
     return y, leaving.wanted.new_zeros(())
 

@@ -78,7 +78,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     return [
         *facts.env,
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
-        *check_layout(run.layout, world_size=facts.world_size, blocks=blocks),
+        *check_layout(run.layout, world_size=facts.world_size, blocks=blocks, experts=run.model.routed_experts, expert_size=run.model.expert_size),
         *check_train(run),
         *check_batch(run, facts),
         *check_device(run, facts),

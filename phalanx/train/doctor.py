@@ -20,8 +20,8 @@ Rows = list[tuple[str, str]]
 
 OPTIONAL = {
     "triton": "fast twins of norm, SwiGLU, RoPE, loss and AdamW on a GPU",
-    "flash-attn-4": f"attention by its kernels on Hopper and newer ({EXTRA})",
-    "quack-kernels": f"SwiGLU inside the GEMMs on Hopper and newer ({EXTRA})",
+    "flash-attn-4": f"attention by its kernels ({EXTRA})",
+    "quack-kernels": f"SwiGLU inside the GEMMs ({EXTRA})",
     "tensorboard": "log.tensorboard=true (pip install 'phalanx[tensorboard]')",
     "wandb": "log.wandb=PROJECT (pip install 'phalanx[wandb]')",
 }
