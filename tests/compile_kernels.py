@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, gated, grouped, loss, norm, permute, rope
+from phalanx.ops.kernels import adamw, gated, grouped, loss, norm, permute, rope, route
 
 BF = "*bf16"
 
@@ -79,6 +79,14 @@ def experts(wide: dict) -> list[tuple]:
     found.append((permute._sum, dict(y=BF, weights="*fp32", out=BF, row="*i32", D="i32"), dict(SLOTS=8, WEIGH=True, BLOCK=2048, **wide)))
     pointers = dict(dout=BF, y=BF, weights="*fp32", dy=BF, dweights="*fp32", row="*i32", D="i32")
     found.append((permute._weighted_backward, pointers, dict(SLOTS=8, BLOCK=2048, **wide)))
+    pointers = dict(logits="*fp32", bias="*fp32", samples="*i64", positions="*i64", experts_out="*i64", weights_out="*fp32", scores_out="*fp32")
+    form = dict(SIGMOID=True, AFTER=False, RENORMALIZE=True, SCALE=2.5, ROWS=4, E_BLOCK=256, E=256, K=8, **wide)
+    for drawn in (False, True):
+        choice = dict(GROUPS=8, TOP_GROUPS=4, DRAWN=drawn, BIAS=True, KEY=2**64 - 3, K_BLOCK=8)
+        found.append((route._route, dict(**pointers, T="i32", layer="i32"), form | choice))
+    pointers = dict(logits="*fp32", experts_in="*i64", dweights="*fp32", dscores="*fp32", dlogits="*fp32", T="i32")
+    found.append((route._route_backward, pointers, form | dict(WEIGHTS=True, SCORES=True)))
+    found.append((route._route_backward, pointers, form | dict(WEIGHTS=True, SCORES=True, SIGMOID=False, AFTER=True)))
     return found
 
 

@@ -580,3 +580,51 @@ def test_rows_by_triton(dtype):
 def test_weighing_rows_by_triton(inner):
     for gate in (SWIGLU, CLAMPED_SWIGLU):
         check_weighing(gate, inner, "triton", 1e-12)
+
+
+ROUTERS = {
+    "softmax": Router(3, 8),
+    "one of three": Router(1, 3, renormalize=False),
+    "60 experts": Router(4, 60, renormalize=False, scale=1.5),
+    "all experts": Router(8, 8),
+    "after": Router(4, 12, order="after", renormalize=False),
+    "after, renormalised": Router(2, 8, order="after", scale=0.5),
+    "sigmoid": Router(3, 8, "sigmoid", scale=2.5),
+    "sigmoid, after": Router(3, 8, "sigmoid", "after", renormalize=False),
+    "groups": Router(4, 24, "sigmoid", scale=2.5, groups=4, top_groups=2),
+    "groups of one": Router(2, 5, "sigmoid", groups=5, top_groups=3),
+    "softmax, groups of odd size": Router(3, 15, groups=3, top_groups=2),
+    "forced": Router(8, 64, forced="balanced"),
+    "forced, 10 experts, sigmoid": Router(3, 10, "sigmoid", forced="balanced"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route_by_triton(name, dtype):
+    """Truth: the plain twin: the same experts, ties included; weights, probabilities and the gradient by each of them and by both."""
+    router, tokens = ROUTERS[name], 37
+    logits = (normal(tokens, router.num_experts) * 4).round().div(2).to(dtype)
+    bias = (normal(router.num_experts, seed=1) * 2).round() / 8 if "groups" in name or "sigmoid" in name else None
+    rows = (torch.arange(tokens) // 5 + 2**33 + 2**31 - 3, torch.arange(tokens) % 5 + 2**31 - 3)
+    ups = normal(tokens, router.top_k, seed=2), normal(tokens, router.num_experts, seed=3)
+    found = []
+    for kernels in ("triton", "plain"):
+        x = logits.clone().requires_grad_()
+        choice = route(x, router, bias, rows, 5, kernels)
+        by = [(choice.weights_TK * ups[0]).sum(), (choice.scores_TE * ups[1]).sum()]
+        gradients = [torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in (*by, sum(by))]
+        found.append((choice.experts_TK, choice.weights_TK.detach(), choice.scores_TE.detach(), *gradients))
+    assert torch.equal(found[0][0], found[1][0])
+    bounds = [1e-14] * 5 if dtype == torch.float64 else [1e-6, 1e-6, *[2**-7] * 3]
+    for bound, a, b in zip(bounds, found[0][1:], found[1][1:]):
+        assert a.dtype == b.dtype and (a.double() - b.double()).abs().max() <= bound * b.double().abs().max()
+
+
+def test_experts_of_nan_are_experts_by_triton():
+    """Whatever the logits: rows are made of the experts' numbers, so those must be numbers of experts."""
+    logits = torch.full((5, 60), torch.nan)
+    logits[0] = torch.inf
+    logits[1] = -torch.inf
+    experts = route(logits, Router(4, 60), kernels="triton").experts_TK
+    assert ((0 <= experts) & (experts < 60)).all()

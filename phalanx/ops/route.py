@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from phalanx.base.rng import MASK, key_of, philox
+from phalanx.ops.kernels import Kernels, use_triton
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def route(logits_TE: Tensor, router: Router, bias_E: Tensor | None = None, rows: tuple[Tensor, Tensor] | None = None, layer: int = 0) -> Choice:
+def route(logits_TE: Tensor, router: Router, bias_E: Tensor | None = None, rows: tuple[Tensor, Tensor] | None = None, layer: int = 0,
+          kernels: Kernels = "auto") -> Choice:  # fmt: skip
     """The choice of each token. Equal scores: the lower expert number wins.
 
     `bias_E` is added to what experts are chosen by and not to their weights; it gets no gradient (DeepSeek-V3 technical report,
@@ -62,9 +65,13 @@ def route(logits_TE: Tensor, router: Router, bias_E: Tensor | None = None, rows:
     Computed in fp32 whatever the model's dtype, also where `transformers` rounds: its Qwen3-MoE rounds the weights to the model's
     dtype, its gpt-oss takes the softmax in it.
     """
+    if router.forced == "balanced" and rows is None:
+        raise ValueError("a forced choice of experts is drawn by sample ids and positions (`rows`), and none were given")
+    if use_triton(kernels, logits_TE):
+        return Choice(*_Route.apply(logits_TE, router, bias_E, rows, layer))
     logits = wide(logits_TE)
     all_scores = F.softmax(logits, -1) if router.score == "softmax" else torch.sigmoid(logits)
-    if router.forced == "balanced":
+    if router.forced == "balanced" and rows is not None:
         experts = drawn_experts(router, rows, layer)
     else:
         experts = best_experts((all_scores if router.order == "before" else logits).detach(), router, bias_E)
@@ -77,6 +84,28 @@ def route(logits_TE: Tensor, router: Router, bias_E: Tensor | None = None, rows:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     probabilities = all_scores if router.score == "softmax" else all_scores / (all_scores.sum(-1, keepdim=True) + 1e-20)
     return Choice(experts, weights * router.scale if router.scale != 1.0 else weights, probabilities)
+
+
+class _Route(Function):
+    """The Triton twin: the router of `route` in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, router: Router, bias: Tensor | None, rows: Any, layer: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+        from phalanx.ops.kernels.route import route_forward
+
+        experts, weights, scores = route_forward(logits, router, bias, rows, layer)
+        ctx.save_for_backward(logits, experts)
+        ctx.router = router
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
+        return experts, weights, scores
+
+    @staticmethod
+    def backward(ctx: Any, dexperts: None, dweights: Tensor | None, dscores: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from phalanx.ops.kernels.route import route_backward
+
+        logits, experts = ctx.saved_tensors
+        return route_backward(dweights, dscores, logits, experts, ctx.router), None, None, None, None
 
 
 def best_experts(ranks_TE: Tensor, router: Router, bias_E: Tensor | None) -> Tensor:
@@ -96,10 +125,8 @@ def _highest(x: Tensor, count: int) -> Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def drawn_experts(router: Router, rows: tuple[Tensor, Tensor] | None, layer: int) -> Tensor:
+def drawn_experts(router: Router, rows: tuple[Tensor, Tensor], layer: int) -> Tensor:
     """(T, K) different experts drawn by sample, position and layer: those of the highest random numbers."""
-    if rows is None:
-        raise ValueError("a forced choice of experts is drawn by sample ids and positions (`rows`), and none were given")
     samples, positions = rows
     lanes = torch.arange((router.num_experts + 3) // 4, device=samples.device)
     words = philox((lanes, positions.unsqueeze(-1), samples.unsqueeze(-1) & MASK, layer), key_of(0, "forced experts"))
