@@ -125,11 +125,10 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        twins = _twins(ctx.triton)
-        if not ctx.saved_tensors:
+        saved, twins = ctx.saved_tensors, _twins(ctx.triton)  # read once: reading may compute again what recompute dropped
+        if not saved:
             return twins.gather_forward(dout, ctx.rows), None, None, None
-        y, weights = ctx.saved_tensors
-        return *twins.weighted_backward(dout, y, weights, ctx.rows), None, None
+        return *twins.weighted_backward(dout, *saved, ctx.rows), None, None
 
 
 def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto") -> Tensor:
