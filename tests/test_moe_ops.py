@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from phalanx.base.rng import key_of
 from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, clamped_swiglu, gated_rows, swiglu
 from phalanx.ops.grouped import grouped_matmul
-from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows
+from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows, row_weights
 from phalanx.ops.route import (
     BalanceSums,
     Choice,
@@ -136,7 +136,7 @@ def our_layer(x: Tensor, weights: dict[str, Tensor], correction: Tensor | None, 
     choice = route(logits, router, correction)
     plan = plan_rows(choice.experts_TK, 0, E, rows)
     y = grouped_matmul(gather_rows(x, plan), weights["gate_up_proj"], plan.ends_E, bias_EO=weights.get("gate_up_proj_bias"))
-    weights_R = choice.weights_TK.flatten()[plan.slot_R] if weigh_inside else None
+    weights_R = row_weights(choice.weights_TK, plan) if weigh_inside else None
     hidden = gated_rows(y, plan.ends_E, weights_R, CLAMPED_SWIGLU if router.order == "after" else SWIGLU)
     out = grouped_matmul(hidden, weights["down_proj"], plan.ends_E, bias_EO=weights.get("down_proj_bias"))
     return combine_rows(out, None if weigh_inside else choice.weights_TK, plan, len(x))

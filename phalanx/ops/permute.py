@@ -131,6 +131,22 @@ class _Combine(Function):
         return *twins.weighted_backward(dout, *saved, ctx.rows), None, None
 
 
+class _RowWeights(Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+        ctx.row = rows.row_TK
+        return _take(weights.flatten(), rows.slot_R)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return torch.where(ctx.row >= 0, _take(dy, ctx.row.clamp_min(0).flatten()).view_as(ctx.row), 0), None
+
+
+def row_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
+    """(R,) what each row weighs, for activation.gated_rows; in the padding it means nothing."""
+    return _RowWeights.apply(weights_TK, rows)
+
+
 def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto") -> Tensor:
     """x (T, D) -> (R, D): the token of each row."""
     return _Gather.apply(x_TD, rows, use_triton(kernels, x_TD))

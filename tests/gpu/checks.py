@@ -33,13 +33,14 @@ from phalanx.train.build import build, init_weights
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
 from tests import test_ops
+from tests.gpu.experts import expert_checks
+from tests.gpu.truth import ROUNDINGS, within
 from tests.parity import base_run, sample_batch
 from tests.test_ops import OPS, attend, gradients, make_batch, normal, rotated
 
 ONE = Axis("tp")
 # tensors that the ops of tests.test_ops close over
 CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "ODD", "ODD_PACKED", "SEED")
-ROUNDINGS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 8 * 2.0**-7, torch.float16: 8 * 2.0**-10}
 
 
 @contextmanager
@@ -52,18 +53,6 @@ def constants_on(device: torch.device) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(test_ops, name, value)
-
-
-def off(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest error in units of the largest true value."""
-    return ((found.detach().cpu().double() - truth).abs().max() / truth.abs().max().clamp_min(1e-30)).item()
-
-
-def within(what: str, found: torch.Tensor, truth: torch.Tensor, bound: float) -> float:
-    error = off(found, truth)
-    if not error <= bound:
-        raise AssertionError(f"{what} is off by {error:.2e} of its scale (bound {bound:.2e})")
-    return error
 
 
 def op_check(name: str, dtype: torch.dtype) -> Callable[[torch.device], str]:
@@ -411,7 +400,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found.update({f"{name}, {str(dtype)[6:]}": op_check(name, dtype) for name in OPS})
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
-    found |= twin_cases() | wheel_cases()
+    found |= twin_cases() | wheel_cases() | expert_checks()
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
