@@ -26,7 +26,7 @@ def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
     mesh = Mesh(Grid(tp=world), rank)
     tp = mesh.tp
     before = set(os.listdir("/dev/shm")) if rank == 0 and os.path.isdir("/dev/shm") else set()
-    assert mesh.overlap("on", world * rows * WIDTH * 8) == "on" and tp.memory is not None
+    assert mesh.overlap(tp, "layout.tp_overlap", "on", world * rows * WIDTH * 8) == "on" and tp.memory is not None
     wrong = []
     for number in range(ROUNDS):
         kind = order[number % len(order)]
@@ -63,7 +63,7 @@ def test_exchanges_equal_their_collectives(ranks, world, rows, order):
 
 def too_large(rank: int, world: int) -> bool:
     mesh = Mesh(Grid(tp=world), rank)
-    mesh.overlap("on", 64)
+    mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 64)
     x = normal(64, 2, seed=rank)
     whole = mesh.tp.gather(x)
     return not isinstance(whole, PulledParts) and torch.equal(whole.wait()[64 * rank : 64 * rank + 64], x)
@@ -76,7 +76,7 @@ def test_what_has_no_room_is_gathered_plainly(ranks):
 def no_room(rank: int, world: int) -> str:
     mesh = Mesh(Grid(tp=world), rank)
     try:
-        mesh.overlap("on", 2**45)  # 128 TiB and more: no machine has that
+        mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 2**45)  # 128 TiB and more: no machine has that
     except ConfigError as error:
         return str(error)
     return "taken"

@@ -52,7 +52,7 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_s)
         self._axes: list[Axis] = []
         self.closing: list[Callable[[], None]] = []
-        self.overlapping = "off"  # whether tp hides its exchanges, and why not
+        self.overlapping: dict[str, str] = {}  # by axis: whether it hides its exchanges, and why not
         self._subs: dict[Replica, Axis] = {}
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
@@ -128,35 +128,41 @@ class Mesh:
             if mine:
                 self._subs[mine] = made
 
-    def overlap(self, mode: str, whole: int) -> str:
-        """Open memory shared over tp for matmuls that hide their exchanges, with room for a gathered tensor of `whole` bytes.
+    def overlap(self, axis: Axis, field: str, mode: str, whole: int) -> str:
+        """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of `whole` bytes.
 
-        `mode` auto: where tp is on GPUs of one host; on: that or an error; off. Returns what came of it, in words.
+        `mode`, the value of the config's `field`: auto: where the axis is on GPUs of one host; on: that or an error; off. Returns
+        what came of it, in words.
         """
-        self.overlapping = self._overlap(mode, whole)
-        return self.overlapping
+        self.overlapping[axis.name] = self._overlap(axis, field, mode, whole)
+        return self.overlapping[axis.name]
 
-    def _overlap(self, mode: str, whole: int) -> str:
-        wanted = self.tp.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
+    def _overlap(self, axis: Axis, field: str, mode: str, whole: int) -> str:
+        wanted = axis.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
         if not wanted:
             return "off"
         trouble = ""
-        hosts = set(self.tp.all_gather_text(socket.gethostname()))
+        hosts = set(axis.all_gather_text(socket.gethostname()))
         if len(hosts) > 1:
             trouble = f"the ranks are on {len(hosts)} hosts"
         else:
             try:
-                self.tp.memory = Symmetric(self.tp, whole, self.device)
+                axis.memory = Symmetric(axis, whole, self.device)
             except (RuntimeError, OSError, ImportError) as error:
                 trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found = [t for t in self.tp.all_gather_text(trouble) if t]
+        found = [t for t in axis.all_gather_text(trouble) if t]
         if not found:
             return "on"
-        self.tp.memory = None
+        axis.memory = None
         if mode == "on":
-            rule = f"needs memory that all tensor-parallel ranks share ({found[0]})"
-            raise ConfigError([Problem("layout.tp_overlap", "on", rule, {}, ("auto", "off"))])
+            rule = f"needs memory that all ranks of {axis.name} share ({found[0]})"
+            raise ConfigError([Problem(field, "on", rule, {}, ("auto", "off"))])
         return f"off: {found[0]}"
+
+    @property
+    def memories(self) -> tuple[Symmetric, ...]:
+        """What axes share."""
+        return tuple(axis.memory for axis in self._axes if axis.memory is not None)
 
     def warm_up(self) -> None:
         """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake.
@@ -178,8 +184,8 @@ class Mesh:
         for let_go in self.closing:
             let_go()
         self.closing.clear()
-        self.tp.memory = None
         for axis in self._axes:
+            axis.memory = None
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._axes.clear()

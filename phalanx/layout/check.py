@@ -19,7 +19,7 @@ def check(config: LayoutConfig, *, world_size: int, blocks: int, experts: int = 
 def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_size: int) -> list[Problem]:
     """Every expert rank has as many experts; ep and etp cut the ranks of a stage."""
     if not experts:
-        return no_effect("layout", config, ("ep", "etp", "dispatch", "expert_room"), "experts", {"experts of model": 0})
+        return no_effect("layout", config, ("ep", "etp", "dispatch", "ep_overlap", "expert_room"), "experts", {"experts of model": 0})
     found, stage = within("layout", config, "expert_room", "[1, inf]"), world_size // config.pp
     if experts % config.ep:
         because = {"experts per layer": experts}

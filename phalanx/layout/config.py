@@ -21,6 +21,8 @@ class LayoutConfig:
     dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
     """How tokens get to their experts: allgather (every token to every expert rank, no host sync), alltoall (each token to its experts'
     ranks, one exchange of sizes per layer). auto: the one that sends less, allgather while ep * etp <= experts per token."""
+    ep_overlap: Literal["auto", "on", "off"] = "auto"
+    """allgather: exchange tokens through memory shared by the ranks, beside the router and weight gradients. auto: on GPUs of one host; on, off."""
     expert_room: float = 2.0
     """allgather: tokens that an expert rank has room for, over its fair share. A step in which that is too little runs again by alltoall."""
     pp: int = 1

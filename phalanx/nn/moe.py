@@ -22,8 +22,8 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.ops import route as ops
 from phalanx.ops.activation import gated_rows
-from phalanx.ops.exchange import DISPATCHERS, Dispatch
-from phalanx.ops.grouped import grouped_matmul
+from phalanx.ops.exchange import EXCHANGES, Dispatch
+from phalanx.ops.grouped import Later, grouped_matmul
 from phalanx.ops.matmul import wide_matmul
 from phalanx.ops.route import BalanceSums, Choice, Router
 
@@ -75,12 +75,12 @@ class Experts(Module):
         self.gate_up = self.param(_stack(own, [(names.gate, 0), (names.up, b - a)], (inner, width), Box((a, 0), (b, width)), 2 * (b - a), width, std))
         self.down = self.param(_stack(own, [(names.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std))
 
-    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None) -> Tensor:
         """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over etp a part of the sum.
 
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
-        gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"))
+        gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"), later=later)
         hidden = gated_rows(gate_up, ends, weights, kernels=self.env.twin("swiglu"))
         return grouped_matmul(hidden, self.down, ends, self.env.twin("grouped"))
 
@@ -117,13 +117,11 @@ class MoE(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
+        exchange = EXCHANGES[self.dispatch](x, self.env.axes, self.env.expert_room)
         logits = wide_matmul(x, self.gate)
-        wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer)
+        wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
-        exchange, count = DISPATCHERS[self.dispatch], self.router.num_experts
-        y, missing = exchange(
-            x, choice.experts_TK, choice.weights_TK, count, self.experts, self.env.axes, self.env.twin("permute"), self.env.expert_room
-        )
+        y, missing = exchange(choice.experts_TK, choice.weights_TK, self.router.num_experts, self.experts, self.env.twin("permute"))
         if self.training:
             dropped = (choice.experts_TK != wanted.experts_TK).sum()
             y = self._balanced(y, wanted, logits, torch.stack((dropped, missing)), batch)

@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes
-from phalanx.ops.kernels import Kernels
-from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows
+from phalanx.ops.grouped import Later
+from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows, row_weights, twins
 
 Dispatch = Literal["allgather", "alltoall"]
-Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None) -> (R, D): what this rank's experts make."""
+Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None], Tensor]
+"""(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None, what may be put off in backward or
+None) -> (R, D): what this rank's experts make of them."""
 
 
 class _Gather(Function):
@@ -47,6 +49,44 @@ class _Scatter(Function):
         return ctx.axis.all_gather(dy).wait(), None
 
 
+class _Arrive(Function):
+    """The rows of this rank's experts out of tokens (T, D) being gathered; backward scatters the tokens' sums, part by part, and
+    does meanwhile what was put off till `later`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathering: Any, rows: Rows, axis: Axis, triton: bool, later: Later) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.axis, ctx.triton, ctx.later = rows, axis, triton, later
+        return twins(triton).gather_forward(gathering.wait(), rows)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        scattering = _scatter_sums(dx, ctx.rows, ctx.axis, ctx.triton)
+        while ctx.later:
+            ctx.later.pop(0)()
+        return scattering.wait(), None, None, None, None, None
+
+
+class _Leave(Function):
+    """The sum of each token's rows (R, D), scattered part by part to the ranks that the tokens came from."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Rows, axis: Axis, triton: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.axis, ctx.triton = rows, axis, triton
+        return _scatter_sums(y, rows, axis, triton).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return twins(ctx.triton).gather_forward(ctx.axis.gather(dy).wait(), ctx.rows), None, None, None
+
+
+def _scatter_sums(y: Tensor, rows: Rows, axis: Axis, triton: bool) -> Any:
+    """Under way: each rank's tokens of the sum over ranks of each token's rows."""
+    scattering = axis.scatter(len(rows.row_TK), y.shape[1], y)
+    for part, out in scattering.parts():
+        twins(triton).sum_forward(y, None, replace(rows, row_TK=rows.row_TK[part]), out)
+    return scattering
+
+
 class _Swap(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:  # type: ignore[override]
@@ -56,20 +96,6 @@ class _Swap(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return ctx.axis.all_to_all(dy, ctx.receive, ctx.send), None, None, None
-
-
-class _Weigh(Function):
-    """weights (T, K) of pairs -> those of rows (R,)."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
-        ctx.rows = rows
-        return weights.flatten().index_select(0, rows.slot_R)
-
-    @staticmethod
-    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        row = ctx.rows.row_TK
-        return torch.where(row >= 0, dweights[row.clamp_min(0)], 0), None
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
@@ -88,41 +114,52 @@ def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tup
     return math.ceil(min(room * tokens * slots / ranks, worst)), worst
 
 
-def through_all_gather(x: Tensor, experts: Tensor, weights: Tensor, count: int, compute: Compute, axes: ModelAxes,
-                       kernels: Kernels = "auto", room: float = math.inf) -> tuple[Tensor, Tensor]:  # fmt: skip
+class AllGather:
     """Every token goes to every expert rank, which keeps those that chose its experts; sums come back scattered. The host waits for nothing.
 
-    x (T, D), experts (T, K) int64 (a number >= `count` is nobody's), weights (T, K) -> (T, D), and () the number of rows that this
-    rank had no room for: it has room for `room` times its fair share of all rows. With any missing the result is wrong.
+    On their way from the moment that this is made, so that a router can decide meanwhile. `room`: rows that a rank has room for,
+    over its fair share of all rows.
     """
-    group, here = axes.experts, count // axes.ep.size
-    everyones = group.all_gather(experts).wait()
-    tokens, slots = everyones.shape
-    rows = plan_rows(everyones, axes.ep.index * here, here, room_for(tokens, slots, axes.ep.size, here, room)[0], kernels)
-    made = compute(gather_rows(gather(x, group), rows, kernels), rows.ends_E, _Weigh.apply(gather(weights, group), rows))
-    y = scatter(combine_rows(made, None, rows, tokens, kernels), group)
-    return y, (rows.wanted - len(rows.source_R)).clamp_min(0)
+
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf):
+        self.x, self.axes, self.room = x, axes, room
+        self.gathering = axes.experts.gather(x.detach())
+
+    def __call__(self, experts: Tensor, weights: Tensor, count: int, compute: Compute, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
+        """experts (T, K) int64 (a number >= `count` is nobody's), weights (T, K) -> (T, D), and () the number of rows that this rank had
+        no room for: with any missing the result is wrong."""
+        group, ranks, here = self.axes.experts, self.axes.ep.size, count // self.axes.ep.size
+        everyones = group.all_gather(experts).wait()
+        tokens, slots = everyones.shape
+        rows = plan_rows(everyones, self.axes.ep.index * here, here, room_for(tokens, slots, ranks, here, self.room)[0], kernels)
+        triton, later = use_triton(kernels, self.x), Later()
+        arrived = _Arrive.apply(self.x, self.gathering, rows, group, triton, later)
+        made = compute(arrived, rows.ends_E, row_weights(gather(weights, group), rows), later)
+        return _Leave.apply(made, rows, group, triton), (rows.wanted - len(rows.source_R)).clamp_min(0)
 
 
-def through_all_to_all(x: Tensor, experts: Tensor, weights: Tensor, count: int, compute: Compute, axes: ModelAxes,
-                       kernels: Kernels = "auto", room: float = math.inf) -> tuple[Tensor, Tensor]:  # fmt: skip
+class AllToAll:
     """Each (token, expert) pair goes to the rank of its expert alone. How many go where is exchanged first, and the host waits for it
-    once; so there is always room.
+    once; so there is always room. Over etp the tokens are gathered first, since each part of an expert needs them all."""
 
-    Arguments as of `through_all_gather`. Over etp the tokens are gathered first, since each part of an expert needs them all.
-    """
-    x, weights, experts = gather(x, axes.etp), gather(weights, axes.etp), axes.etp.all_gather(experts).wait()
-    tokens, slots = experts.shape
-    leaving = plan_rows(experts, 0, count, tokens * slots, kernels)
-    sizes = leaving.ends_E.diff(prepend=leaving.ends_E.new_zeros(1)).view(axes.ep.size, -1)  # (ranks, N): rows for each of their experts
-    arriving = axes.ep.all_to_all(sizes)
-    send, receive = host_sizes(sizes, arriving, tokens * slots)
-    leaving = replace(leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)])  # pairs that were dropped stay
-    arrived = swap(gather_rows(x, leaving, kernels), axes.ep, send, receive)
-    sorting = plan_rows(_experts_of(arriving, sum(receive)), 0, sizes.shape[1], sum(receive), kernels)
-    made = combine_rows(compute(gather_rows(arrived, sorting, kernels), sorting.ends_E, None), None, sorting, len(arrived), kernels)
-    y = scatter(combine_rows(swap(made, axes.ep, receive, send), weights, leaving, tokens, kernels), axes.etp)
-    return y, leaving.wanted.new_zeros(())
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf):
+        self.x, self.axes = x, axes
+
+    def __call__(self, experts: Tensor, weights: Tensor, count: int, compute: Compute, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
+        """As of AllGather; nothing is ever missing."""
+        ep, etp = self.axes.ep, self.axes.etp
+        x, weights, experts = gather(self.x, etp), gather(weights, etp), etp.all_gather(experts).wait()
+        tokens, slots = experts.shape
+        leaving = plan_rows(experts, 0, count, tokens * slots, kernels)
+        sizes = leaving.ends_E.diff(prepend=leaving.ends_E.new_zeros(1)).view(ep.size, -1)  # (ranks, N): rows for each of their experts
+        arriving = ep.all_to_all(sizes)
+        send, receive = host_sizes(sizes, arriving, tokens * slots)
+        leaving = replace(leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)])  # pairs that were dropped stay
+        arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
+        sorting = plan_rows(_experts_of(arriving, sum(receive)), 0, sizes.shape[1], sum(receive), kernels)
+        made = compute(gather_rows(arrived, sorting, kernels), sorting.ends_E, None, None)
+        back = swap(combine_rows(made, None, sorting, len(arrived), kernels), ep, receive, send)
+        return scatter(combine_rows(back, weights, leaving, tokens, kernels), etp), leaving.wanted.new_zeros(())
 
 
 def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
@@ -148,4 +185,4 @@ def _experts_of(arriving: Tensor, rows: int) -> Tensor:
     return numbers.repeat_interleave(arriving.flatten(), output_size=rows).unsqueeze(1)
 
 
-DISPATCHERS: dict[Dispatch, Any] = {"allgather": through_all_gather, "alltoall": through_all_to_all}
+EXCHANGES: dict[Dispatch, Any] = {"allgather": AllGather, "alltoall": AllToAll}

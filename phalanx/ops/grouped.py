@@ -7,6 +7,8 @@ into the parameter's gradient buffer (ops.grads). Shapes: R rows sorted by exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -92,25 +94,37 @@ def _add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, triton: bool) -> Tens
     return buffer if param.grad is None else None
 
 
+class Later(list[Callable[[], Any]]):
+    """Weight gradients that a backward may put off: whoever hands one in does them, while something else is under way."""
+
+
 class _GroupedMatmul(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, twin: Twin, triton: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, twin: Twin, triton: bool,
+                later: Later | None) -> Tensor:  # type: ignore[override]  # fmt: skip
         ctx.save_for_backward(x, ends)
         ctx.weight, ctx.bias = weight, bias  # the slots, read in backward; not the values, which may move
-        ctx.twin, ctx.triton = twin, triton
+        ctx.twin, ctx.triton, ctx.later = twin, triton, later
         return _product(twin, x, weight.transpose(1, 2), ends, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, ends), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
-        dx = _product(ctx.twin, dy, weight, ends) if need_x else None
-        dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton) if need_w else None
+        need_x, need_w, _, need_b, _, _, _ = ctx.needs_input_grad
+        dx, dw = _product(ctx.twin, dy, weight, ends) if need_x else None, None
+        if need_w and ctx.later is not None and weight.grad is not None:
+            ctx.later.append(partial(_add_grouped_grad, weight, dy, x, ends, ctx.triton))
+        elif need_w:
+            dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton)
         db = _add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
-        return dx, dw, None, db, None, None
+        return dx, dw, None, db, None, None, None
 
 
-def grouped_matmul(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels = "auto", bias_EO: Tensor | None = None) -> Tensor:
-    """x (R, I) -> (R, O): row r of expert e times weight[e]^T, plus bias[e]; `ends_E` (E,) int32 on the device: one past each expert's last row."""
+def grouped_matmul(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels = "auto", bias_EO: Tensor | None = None,
+                   later: Later | None = None) -> Tensor:  # fmt: skip
+    """x (R, I) -> (R, O): row r of expert e times weight[e]^T, plus bias[e]; `ends_E` (E,) int32 on the device: one past each expert's last row.
+
+    With `later` the weight's gradient is put off to it, if it has a buffer to go to.
+    """
     twin = twin_for(kernels, x_RI, weight_EOI, bias_EO)
-    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, twin, use_triton(kernels, x_RI))
+    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, twin, use_triton(kernels, x_RI), later)

@@ -74,14 +74,14 @@ def gather_forward(x: Tensor, rows: Rows) -> Tensor:
     return torch.where(rows.valid_R.unsqueeze(-1), _take(x, rows.source_R), 0)
 
 
-def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows) -> Tensor:
+def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows, out: Tensor | None = None) -> Tensor:
     """The plain twin of kernels.permute.sum_forward: (T, D) sum over slots, in their order, of each pair's weight (or 1) times its row."""
     total = torch.zeros(len(rows.row_TK), y.shape[1], dtype=_wide(y), device=y.device)
     for k, row in enumerate(rows.row_TK.unbind(1)):
         part = _take(y, row.clamp_min(0)).to(total.dtype)
         part = part if weights is None else part * weights[:, k : k + 1]
         total = total + torch.where((row >= 0).unsqueeze(-1), part, 0)
-    return total.to(y.dtype)
+    return total.to(y.dtype) if out is None else out.copy_(total)
 
 
 def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> t
     return (dout_R * weight_R.unsqueeze(-1)).to(y.dtype), dweights.to(weights.dtype)
 
 
-def _twins(triton: bool) -> Any:
+def twins(triton: bool) -> Any:
     """The module whose gather_forward, sum_forward and weighted_backward are to run."""
     if triton:
         from phalanx.ops.kernels import permute
@@ -108,11 +108,11 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, triton: bool) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.triton = rows, triton
-        return _twins(triton).gather_forward(x, rows)
+        return twins(triton).gather_forward(x, rows)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _twins(ctx.triton).sum_forward(dy, None, ctx.rows), None, None
+        return twins(ctx.triton).sum_forward(dy, None, ctx.rows), None, None
 
 
 class _Combine(Function):
@@ -121,14 +121,14 @@ class _Combine(Function):
         ctx.rows, ctx.triton = rows, triton
         if weights is not None:
             ctx.save_for_backward(y, weights)
-        return _twins(triton).sum_forward(y, weights, rows)
+        return twins(triton).sum_forward(y, weights, rows)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, twins = ctx.saved_tensors, _twins(ctx.triton)  # read once: reading may compute again what recompute dropped
+        saved, twin = ctx.saved_tensors, twins(ctx.triton)  # read once: reading may compute again what recompute dropped
         if not saved:
-            return twins.gather_forward(dout, ctx.rows), None, None, None
-        return *twins.weighted_backward(dout, *saved, ctx.rows), None, None
+            return twin.gather_forward(dout, ctx.rows), None, None, None
+        return *twin.weighted_backward(dout, *saved, ctx.rows), None, None
 
 
 class _RowWeights(Function):

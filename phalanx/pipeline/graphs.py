@@ -70,12 +70,12 @@ class _Slot:
 
 
 class Graphs(Eager):
-    """Replays runs; captures each when it first comes by after the first step. `memory`: what tensor-parallel matmuls exchange through."""
+    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange through inside."""
 
     reuses_memory = True
 
-    def __init__(self, device: torch.device, memory: Symmetric | None = None):
-        self.device, self.memory = device, memory
+    def __init__(self, device: torch.device, memories: tuple[Symmetric, ...] = ()):
+        self.device, self.memories = device, memories
         self._stream = torch.cuda.Stream(device)
         self._warm = False
         self._seed: Tensor | None = None
@@ -103,7 +103,7 @@ class Graphs(Eager):
                     run.backward.reset()
         for kept in (self._slots, self._free, self._taken):
             kept.clear()
-        self.memory, self._warm = None, False
+        self.memories, self._warm = (), False
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm:
@@ -185,14 +185,14 @@ class Graphs(Eager):
 
     def _capture(self, slot: _Slot, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        turn = 0 if self.memory is None else self.memory.turn
+        turns = [memory.turn for memory in self.memories]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=slot.pool, capture_error_mode="thread_local")  # other threads watch communicators meanwhile
             try:
                 work()
-                if self.memory is not None:
-                    self.memory.back_to(turn)
+                for memory, turn in zip(self.memories, turns):
+                    memory.back_to(turn)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -89,7 +89,9 @@ def build(plan: Plan, mesh: Mesh) -> State:
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
-    mesh.overlap(plan.run.layout.tp_overlap, plan.exchange_bytes)
+    mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
+    if plan.run.model.routed_experts and plan.dispatch == "allgather":
+        mesh.overlap(mesh.model.experts, "layout.ep_overlap", plan.run.layout.ep_overlap, plan.expert_exchange_bytes)
     to_device(params, mesh.device)
     buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding)
     optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
@@ -97,7 +99,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
         train.loss_scale_min, kind.loss_scaling,
     )  # fmt: skip
-    runner = Graphs(mesh.device, mesh.tp.memory) if uses_graphs(plan, mesh.device) else Eager()
+    runner = Graphs(mesh.device, mesh.memories) if uses_graphs(plan, mesh.device) else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
@@ -132,7 +134,9 @@ def choices(state: State) -> str:
     if graphs == "off" and run.train.cuda_graphs == "auto":
         graphs += " (not a GPU)" if mesh.device.type != "cuda" else f" ({NO_GRAPHS_SIZES if state.plan.waits_for_sizes else NO_GRAPHS_STAGES})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
-    overlap = f"; tp exchanges in matmuls {mesh.overlapping}" if mesh.tp.size > 1 else ""
+    beside = mesh.overlapping.get(mesh.model.experts.name)
+    dispatch += f" through shared memory {beside}" if beside is not None and mesh.model.experts.size > 1 else ""
+    overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
     return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}"
 
 

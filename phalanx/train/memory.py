@@ -116,7 +116,10 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     message = blocks[0].bytes.output
     batches = num_micro_batches * 4 * 8 * plan.run.train.micro_batch * plan.run.train.seq_length
     sends = _num_sends(trace.program, pp)
-    shared = 4 * plan.exchange_bytes if grid.tp > 1 and plan.run.layout.tp_overlap != "off" else 0  # comm.symmetric
+    layout = plan.run.layout
+    shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
+    if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.dispatch == "allgather" and layout.ep_overlap != "off":
+        shared += 4 * plan.expert_exchange_bytes
     memory = {
         **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid if sharded else Grid()),
         "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),

@@ -141,6 +141,11 @@ class Plan:
         """Whether the host waits, in every layer with experts, for the number of tokens that go to each rank."""
         return self.run.model.routed_experts > 0 and self.dispatch == "alltoall"
 
+    @property
+    def expert_exchange_bytes(self) -> int:
+        """Of a micro-batch's activations of one rank, gathered over ep and etp."""
+        return self.exchange_bytes // self.grid.tp * self.grid.ep * self.grid.etp
+
     def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
         train = self.run.train
         return Env(

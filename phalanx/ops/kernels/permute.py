@@ -142,10 +142,10 @@ def gather_forward(x: Tensor, rows: Rows) -> Tensor:
     return y
 
 
-def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows) -> Tensor:
+def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows, out: Tensor | None = None) -> Tensor:
     """y (R, D) -> (T, D): the sum of each token's rows, times `weights` (T, K)."""
     (tokens, slots), width = rows.row_TK.shape, y.shape[1]
-    y, out = y.contiguous(), y.new_empty(tokens, width)
+    y, out = y.contiguous(), y.new_empty(tokens, width) if out is None else out
     grid, block = _grid(tokens, width)
     if out.numel():
         weights = None if weights is None else weights.contiguous()
