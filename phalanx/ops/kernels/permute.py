@@ -18,7 +18,7 @@ from phalanx.ops.kernels.common import triton_wide, warps_for, wide_of
 if TYPE_CHECKING:
     from phalanx.ops.permute import Rows
 
-PAIRS = 256  # of a program of the sort
+MATRIX = 8192  # pairs x experts of a program of the sort, which it holds in registers
 WIDTH = 4096  # columns of a program that copies or adds
 
 
@@ -115,12 +115,14 @@ def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int) -> tuple[Te
     """The fields of ops.permute.Rows, in their order."""
     experts, slots = experts_TK.contiguous(), experts_TK.shape[1]
     pairs, device = experts.numel(), experts.device
-    blocks = max(1, triton.cdiv(pairs, PAIRS))
+    count_block = triton.next_power_of_2(count)
+    block = max(32, min(256, MATRIX // count_block))
+    blocks = max(1, triton.cdiv(pairs, block))
     source, slot = torch.empty(2, rows, dtype=torch.int32, device=device)
     row = torch.empty(experts.shape, dtype=torch.int32, device=device)
     ends = torch.empty(count, dtype=torch.int32, device=device)
     counts = torch.empty(count * blocks, dtype=torch.int32, device=device)
-    sizes = dict(COUNT=count, COUNT_BLOCK=triton.next_power_of_2(count), BLOCK=PAIRS)
+    sizes = dict(COUNT=count, COUNT_BLOCK=count_block, BLOCK=block)
     _count[(blocks,)](experts, counts, pairs, first, **sizes)
     sums = torch.cumsum(counts, 0, dtype=torch.int32)
     _place[(blocks,)](experts, counts, sums, source, slot, row, ends, pairs, first, rows, slots, **sizes)
