@@ -13,6 +13,7 @@ from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import MixtralConfig, Qwen3MoEConfig
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
@@ -52,6 +53,11 @@ MODELS = {
     "qwen2": Qwen2Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         sliding_window=9, max_window_layers=2,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=3, first_k_dense_replace=3, num_attention_heads=4,
+        q_lora_rank=18, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7, rms_norm_eps=1e-5,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.8),
     ),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=SEQ, dropout=0.1, attention_dropout=0.1,

@@ -29,6 +29,7 @@ from phalanx.layout.buckets import make_buckets
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.deepseek_config import DeepseekV3Config
 from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
 from tests.parity import MODELS
 
@@ -172,6 +173,7 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
     ("qwen3", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
     ("mistral", "bf16", 2, dict(tp=2), 20000),
     ("qwen2", "fp32", 4, dict(tp=4), 1 << 30),
+    ("deepseek_v3", "bf16", 4, dict(tp=2, pp=2), 20000),
 ])  # fmt: skip
 def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
     ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
@@ -198,7 +200,7 @@ def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, l
 
 def comparable(model):
     """With the defaults filled in that Hugging Face writes down."""
-    if isinstance(model, GPT2Config):
+    if isinstance(model, GPT2Config | DeepseekV3Config):
         return model
     head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
     return replace(model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim)
@@ -229,6 +231,7 @@ def their_config(model: str) -> dict:
     ("qwen3", torch.bfloat16, "10KB", 4, dict(tp=4)),
     ("mistral", torch.bfloat16, "5GB", 2, dict(tp=2)),
     ("qwen2", torch.float32, "10KB", 4, dict(tp=2, pp=2)),
+    ("deepseek_v3", torch.float32, "10KB", 2, dict(tp=2)),
 ])  # fmt: skip
 def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
     theirs = their_model(model, dtype)
@@ -324,6 +327,19 @@ def test_what_we_cannot_compute_is_refused_by_name(change, named):
         from_hf(config)
     with pytest.raises(CheckpointError, match="activation_function='relu'"):
         from_hf({**to_hf(MODELS["gpt2"], torch.float32), "activation_function": "relu"})
+
+
+LATENT_HF = to_hf(MODELS["deepseek_v3"], torch.float32)
+
+
+@pytest.mark.parametrize("change, named", [
+    (dict(attention_bias=True), "attention_bias=True"), (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers=1"),
+    (dict(num_key_value_heads=2), "num_key_value_heads=2"), (dict(first_k_dense_replace=1), "first_k_dense_replace=1"),
+])  # fmt: skip
+def test_what_latent_attention_does_not_have_is_refused_by_name(change, named):
+    assert from_hf(LATENT_HF) == MODELS["deepseek_v3"]
+    with pytest.raises(CheckpointError, match=named):
+        from_hf({**LATENT_HF, **change})
 
 
 def test_another_model_is_told_field_by_field(root, tiny):

@@ -26,6 +26,7 @@ GPT2 = {"family": "gpt2", "vocab_size": 256, "hidden_size": 64, "num_hidden_laye
 TRAIN = {"steps": 100, "global_batch": 16, "micro_batch": 2, "seq_length": 64}
 BASE = {"model": LLAMA, "train": TRAIN, "data": {"mock": True}}
 GPT2_BASE = {**BASE, "model": GPT2}
+LATENT = "model.family=deepseek_v3 model.first_k_dense_replace=4"
 LAPTOP = Facts(files=False)
 
 
@@ -65,6 +66,17 @@ RULES = [
     ("model.rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 64, beta_slow: 40}", 1, "model.rope_scaling.beta_fast", 32.0, "must be >= beta_slow", {"model.rope_scaling.beta_slow"}, (1280,)),
     ("model.rope_scaling={rope_type: longrope, short_factor: [1, 2], long_factor: [1, 1, 1, 1, 1, 1, 1, 1], original_max_position_embeddings: 64}", 1, "model.rope_scaling.short_factor", (1, 2), "a number per pair of rotated features", {"pairs"}, ((1.0,) * 8,)),
     ("model.rope_scaling={rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 0], long_factor: [1, 1, 1, 1, 1, 1, 1, 1], original_max_position_embeddings: 64}", 1, "model.rope_scaling.short_factor", (1, 1, 1, 1, 1, 1, 1, 0), "must be numbers in (0, inf)", set(), ((1.0,) * 8,)),
+    # latent attention (79)
+    (f"{LATENT} model.qk_rope_head_dim=7", 1, "model.qk_rope_head_dim", 7, "must be even and >= 2", set(), (6, 8)),
+    (f"{LATENT} model.qk_rope_head_dim=0", 1, "model.qk_rope_head_dim", 0, "must be even and >= 2", set(), (2,)),
+    (f"{LATENT} model.kv_lora_rank=0", 1, "model.kv_lora_rank", 0, ">= 1", set(), (1, 2)),
+    (f"{LATENT} model.q_lora_rank=0", 1, "model.q_lora_rank", 0, ">= 1", set(), (1, 2)),
+    (f"{LATENT} model.v_head_dim=0", 1, "model.v_head_dim", 0, ">= 1", set(), (1, 2)),
+    (f"{LATENT} model.qk_nope_head_dim=0", 1, "model.qk_nope_head_dim", 0, ">= 1", set(), (1, 2)),
+    (f"{LATENT} model.head_dim=16", 1, "model.head_dim", 16, "has no effect without heads of their own", set(), (None,)),
+    (f"{LATENT} model.num_key_value_heads=2", 1, "model.num_key_value_heads", 2, "has no effect without heads of their own", set(), (None,)),
+    (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (2, 4)),
+    ("model.family=deepseek_v3 model.first_k_dense_replace=3", 1, "model.first_k_dense_replace", 3, ">= num_hidden_layers", {"model.num_hidden_layers"}, (4,)),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),

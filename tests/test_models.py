@@ -16,6 +16,7 @@ from phalanx.checkpoint.hf import to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, RopeScaling
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.ops.rope import rotary_table
 from phalanx.ops.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
@@ -39,6 +40,11 @@ CASES = {
     "qwen2: no window, tied, linear scaling": replace(
         MODELS["qwen2"], sliding_window=None, max_window_layers=0, tie_word_embeddings=True, rope_scaling=RopeScaling(rope_type="linear", factor=2.0)
     ),
+    "deepseek_v3: latents, yarn": MODELS["deepseek_v3"],
+    "deepseek_v3: queries from x, halves, tied": replace(
+        MODELS["deepseek_v3"], q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True, rope_scaling=None
+    ),
+    "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3"], rope_scaling=MODELS["llama"].rope_scaling),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2),
 }
@@ -55,6 +61,8 @@ def hf_config(config: LlamaConfig | GPT2Config):
             n_positions=c.max_position_embeddings, n_embd=c.hidden_size, n_layer=c.num_hidden_layers, n_head=c.num_attention_heads,
             n_inner=c.intermediate_size, layer_norm_epsilon=c.layer_norm_epsilon, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **options,
         )  # fmt: skip
+    if isinstance(c, DeepseekV3Config):
+        return transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options)
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
             "tie_word_embeddings", "rope_theta", "max_position_embeddings")  # fmt: skip
     written = to_hf(c, torch.float64)
@@ -68,7 +76,8 @@ def head_dim_of(config: LlamaConfig) -> int:
 
 
 def rotation_of(config: LlamaConfig) -> Rotation:
-    return Rotation(head_dim_of(config), config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+    dim = config.qk_rope_head_dim if isinstance(config, DeepseekV3Config) else head_dim_of(config)
+    return Rotation(dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
 
 
 def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:

@@ -18,6 +18,7 @@ from phalanx.data.loader import train_loader
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.estimate import Allocations, FusedAttention, measure
 from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import run_block
 from phalanx.schedule.simulate import LiveChange
@@ -68,6 +69,10 @@ MODELS = {
     ),
     "qwen2": Qwen2Config(
         vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        vocab_size=640, hidden_size=64, intermediate_size=176, num_hidden_layers=3, first_k_dense_replace=3, num_attention_heads=8,
+        q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16,  # one width: else CPUs have no fused kernel
     ),
     "gpt2": GPT2Config(vocab_size=640, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=128),
 }
@@ -316,7 +321,7 @@ def test_plan_of_kernels_that_do_not_run_here():
     assert plan_text(chosen[0], 2) == plan_text(chosen[1], 2)
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2", "tiny_mistral", "tiny_qwen2", "tiny_qwen3"])
+@pytest.mark.parametrize("name", ["tiny_deepseek_v3", "tiny_llama", "tiny_gpt2", "tiny_mistral", "tiny_qwen2", "tiny_qwen3"])
 def test_tiny_recipes(name):
     run = load_run(f"recipes/{name}.yaml")
     assert check(run, Facts(files=False)) == []

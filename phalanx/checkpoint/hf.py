@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.manifest import missing
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, MixtralConfig, Qwen3MoEConfig
 
 ModelConfig = LlamaConfig | GPT2Config
@@ -29,6 +31,11 @@ LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
     "quantization_config": (None,), "partial_rotary_factor": (1.0, None), "router_jitter_noise": (0.0, None),
 }  # fmt: skip
+LATENT_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "attention_dropout": (0.0, None), "quantization_config": (None,),
+    "num_nextn_predict_layers": (0,), "num_mtp_layers": (0,),
+}  # fmt: skip
+LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave", "first_k_dense_replace")
 FULL_ONLY: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # families without a window
 GPT2_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
@@ -58,10 +65,10 @@ def model_config_from_hf(folder: str | Path) -> ModelConfig:
 def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The model that a config.json describes; `where` names it in errors."""
     family = config.get("model_type")
-    if family not in (*LLAMAS, "gpt2"):
-        raise CheckpointError(f"{where}: model_type={family!r} is not one of {', '.join(sorted((*LLAMAS, 'gpt2')))}")
+    if family not in FAMILIES:
+        raise CheckpointError(f"{where}: model_type={family!r} is not one of {', '.join(sorted(FAMILIES))}")
     try:
-        return _gpt2(config, where) if family == "gpt2" else _llama(config, where, LLAMAS[family][0])
+        return FAMILIES[family](config, where)
     except KeyError as error:
         raise CheckpointError(f"{where}: {error.args[0]} is missing") from error
 
@@ -76,20 +83,37 @@ def _shown(values: tuple[Any, ...]) -> str:
     return ", ".join(repr(v) for v in values if v is not None) or "unset"
 
 
-def _llama(c: dict[str, Any], where: str, cls: type[LlamaConfig]) -> LlamaConfig:
+def _llama(c: dict[str, Any], where: str) -> LlamaConfig:
+    cls = LLAMAS[c["model_type"]][0]
     theta, scaling, odd = _rope(c)
     _refuse(c, LLAMA_ONLY, where, [*odd, *_odd_layer_types(c)])
     if cls not in (MistralConfig, Qwen2Config):
         _refuse(c, FULL_ONLY if c.get("use_sliding_window") is not False else {}, where)
-    return cls(
-        vocab_size=c["vocab_size"], hidden_size=c["hidden_size"], intermediate_size=c["intermediate_size"],
-        num_hidden_layers=c["num_hidden_layers"], num_attention_heads=c["num_attention_heads"],
-        num_key_value_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim", 128 if cls is Qwen3Config else None),
-        max_position_embeddings=c.get("max_position_embeddings", 2048), rms_norm_eps=c.get("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=scaling,
-        tie_word_embeddings=c.get("tie_word_embeddings", False), initializer_range=c.get("initializer_range", 0.02), **_window(c, cls),
-        **_experts(c, cls),
-    )  # fmt: skip
+    head_dim = c.get("head_dim", 128 if cls is Qwen3Config else None)
+    own = {**_window(c, cls), **_experts(c, cls)}
+    return cls(**_decoder(c, theta, scaling), num_key_value_heads=c.get("num_key_value_heads"), head_dim=head_dim, **own)
+
+
+def _decoder(c: dict[str, Any], theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """What all families of Llama's kind have."""
+    return {
+        "vocab_size": c["vocab_size"], "hidden_size": c["hidden_size"], "intermediate_size": c["intermediate_size"],
+        "num_hidden_layers": c["num_hidden_layers"], "num_attention_heads": c["num_attention_heads"],
+        "max_position_embeddings": c.get("max_position_embeddings", 2048), "rms_norm_eps": c.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta, "rope_scaling": scaling, "tie_word_embeddings": c.get("tie_word_embeddings", False),
+        "initializer_range": c.get("initializer_range", 0.02),
+    }  # fmt: skip
+
+
+def _deepseek_v3(c: dict[str, Any], where: str) -> DeepseekV3Config:
+    theta, scaling, odd = _rope(c)
+    heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+    if c.get("num_key_value_heads", heads) != heads:
+        odd.append(f"num_key_value_heads={c['num_key_value_heads']!r} (supported: {heads}, as many as query heads)")
+    if c.get("first_k_dense_replace", 3) < layers:
+        odd.append(f"first_k_dense_replace={c.get('first_k_dense_replace', 3)!r} (supported: {layers}, without experts)")
+    _refuse(c, LATENT_ONLY, where, odd)
+    return DeepseekV3Config(**_decoder(c, theta, scaling), **{k: c[k] for k in LATENT_FIELDS if k in c})
 
 
 def _window(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
@@ -154,11 +178,19 @@ def _gpt2(c: dict[str, Any], where: str) -> GPT2Config:
     )  # fmt: skip
 
 
+FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
+    **dict.fromkeys(LLAMAS, _llama), "deepseek_v3": _deepseek_v3, "gpt2": _gpt2,
+}  # fmt: skip
+
+
 def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, int] | None = None) -> dict[str, Any]:
     """config.json for a model whose weights are of `dtype`. Special tokens that are not given are none (not Hugging Face's defaults)."""
     ids = {name: (token_ids or {}).get(name) for name in TOKEN_IDS}
     kind = str(dtype).removeprefix("torch.")
-    specific = _to_llama(model) if isinstance(model, LlamaConfig) else _to_gpt2(model)
+    if isinstance(model, DeepseekV3Config):
+        specific = _to_deepseek_v3(model)
+    else:
+        specific = _to_llama(model) if isinstance(model, LlamaConfig) else _to_gpt2(model)
     return {**specific, **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}
 
 
@@ -166,16 +198,25 @@ def generation_config(token_ids: dict[str, int] | None = None) -> dict[str, Any]
     return {"_from_model_config": True, **{k: v for k, v in (token_ids or {}).items() if k in TOKEN_IDS}}
 
 
-def _to_llama(m: LlamaConfig) -> dict[str, Any]:
+def _to_decoder(m: LlamaConfig) -> dict[str, Any]:
     return {
-        "architectures": [LLAMAS[m.family][1]], "model_type": m.family, "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
-        "intermediate_size": m.intermediate_size, "num_hidden_layers": m.num_hidden_layers, "num_attention_heads": m.num_attention_heads,
-        "num_key_value_heads": m.num_key_value_heads or m.num_attention_heads,
-        "head_dim": m.head_dim or m.hidden_size // m.num_attention_heads, "max_position_embeddings": m.max_position_embeddings,
-        "rms_norm_eps": m.rms_norm_eps, **_to_rope(m.rope_theta, m.rope_scaling), **_to_window(m),
-        "tie_word_embeddings": m.tie_word_embeddings, "initializer_range": m.initializer_range, "hidden_act": "silu",
-        **_to_experts(m), **({} if isinstance(m, Qwen2Config) else {"attention_bias": False}), "mlp_bias": False, "attention_dropout": 0.0,
+        "model_type": m.family, "vocab_size": m.vocab_size, "hidden_size": m.hidden_size, "intermediate_size": m.intermediate_size,
+        "num_hidden_layers": m.num_hidden_layers, "num_attention_heads": m.num_attention_heads,
+        "num_key_value_heads": m.num_key_value_heads or m.num_attention_heads, "max_position_embeddings": m.max_position_embeddings,
+        "rms_norm_eps": m.rms_norm_eps, **_to_rope(m.rope_theta, m.rope_scaling), "tie_word_embeddings": m.tie_word_embeddings,
+        "initializer_range": m.initializer_range, "hidden_act": "silu", "attention_dropout": 0.0,
     }  # fmt: skip
+
+
+def _to_llama(m: LlamaConfig) -> dict[str, Any]:
+    head_dim = m.head_dim or m.hidden_size // m.num_attention_heads
+    biases = {"mlp_bias": False} if isinstance(m, Qwen2Config) else {"attention_bias": False, "mlp_bias": False}  # Qwen2 has no such key
+    return {"architectures": [LLAMAS[m.family][1]], **_to_decoder(m), "head_dim": head_dim, **biases, **_to_window(m), **_to_experts(m)}
+
+
+def _to_deepseek_v3(m: DeepseekV3Config) -> dict[str, Any]:
+    latent = {k: getattr(m, k) for k in LATENT_FIELDS}
+    return {"architectures": ["DeepseekV3ForCausalLM"], **_to_decoder(m), **latent, "attention_bias": False, "num_nextn_predict_layers": 0}
 
 
 def _to_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -219,7 +260,7 @@ def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
 def resolved(model: dict[str, Any]) -> dict[str, Any]:
     """A model config's dict with the defaults that depend on other fields filled in, so that two spellings of one model are equal."""
     m = dict(model)
-    if m.get("family") in LLAMAS:
+    if m.get("family") in LLAMAS:  # deepseek_v3 has neither
         m["num_key_value_heads"] = m.get("num_key_value_heads") or m.get("num_attention_heads")
         m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
     if m.get("family") == "gpt2":
@@ -230,7 +271,7 @@ def resolved(model: dict[str, Any]) -> dict[str, Any]:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`field old -> new` of every field in which two model configs differ, those that a run may change left out."""
     may_change = {"dropout", "attention_dropout", "initializer_range", *BALANCE}
-    if new.get("family") in LLAMAS:
+    if new.get("family") != "gpt2":
         may_change.add("max_position_embeddings")  # of rotary positions it is no shape
     a, b = resolved(old), resolved(new)
     return [f"model.{k} {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and k not in may_change]

@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, Qwen3MoEConfig
 
 
@@ -27,8 +28,10 @@ def check_llama(config: LlamaConfig) -> list[Problem]:
     found += within("model", config, "rms_norm_eps", "(0, inf)") + within("model", config, "rope_theta", "(0, inf)")
     if config.rope_scaling is not None:
         heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
-        found += check_rope_scaling(config.rope_scaling, (config.head_dim or config.hidden_size // config.num_attention_heads) if heads_known else 0)
+        found += check_rope_scaling(config.rope_scaling, rotated_features(config) if heads_known else 0)
     found += check_window(config)
+    if isinstance(config, DeepseekV3Config):
+        return found + check_latent(config)
     if isinstance(config, ExpertsConfig):
         found += check_experts(config)
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
@@ -59,6 +62,25 @@ def check_head_dim(config: LlamaConfig | GPT2Config) -> list[Problem]:
         because["head_dim"] = config.hidden_size // heads
         return [problem("model", config, "hidden_size", "must give an even head_dim (rotary embedding turns pairs)", because, valid)]
     return []
+
+
+def rotated_features(config: LlamaConfig) -> int:
+    if isinstance(config, DeepseekV3Config):
+        return config.qk_rope_head_dim
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def check_latent(config: DeepseekV3Config) -> list[Problem]:
+    found = at_least("model", config, 1, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    dim, layers = config.qk_rope_head_dim, config.num_hidden_layers
+    if dim < 2 or dim % 2:
+        rule = "must be even and >= 2 (rotary embedding turns pairs)"
+        found.append(problem("model", config, "qk_rope_head_dim", rule, {}, multiples(dim, 2) if dim > 2 else (2,)))
+    found += no_effect("model", config, ["num_key_value_heads", "head_dim"], "heads of their own (deepseek_v3 makes them from latents)", {})
+    if config.first_k_dense_replace < layers:
+        rule = "must be >= num_hidden_layers (this version has no experts for deepseek_v3)"
+        found.append(problem("model", config, "first_k_dense_replace", rule, {"model.num_hidden_layers": layers}, (layers,)))
+    return found
 
 
 ROPE_EXAMPLES: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -110,6 +110,11 @@ def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = Non
     return _GatherMatmul.apply(x, weight, bias, tp)
 
 
+def local_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, in), weight (out, in) -> (T, out) of this rank's own tokens: gather_matmul over one rank."""
+    return _GatherMatmul.apply(x, weight, bias, Axis("alone"))
+
+
 def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
     """h (T, in_local), weight (out, in_local) -> this rank's tokens (T / tp, out) of the sum over tp.
 

@@ -27,6 +27,7 @@ from phalanx.layout.box import Box
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run
 from phalanx.train.plan import grid_of, make_plan, without_layout
@@ -127,12 +128,23 @@ def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:
         inner_or_default = inner if model.intermediate_size else None
         return replace(model, vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
                        intermediate_size=inner_or_default, max_position_embeddings=16)  # fmt: skip
+    if isinstance(model, DeepseekV3Config):
+        return small_latent(replace(model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_attention_heads=heads), layers)
     own_dim = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
     own = head_dim + 2 if own_dim else None
     return replace(
         model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=own, rope_scaling=small_scaling(model.rope_scaling, (own or head_dim) // 2),
         **small_window(model, run.train.seq_length, layers),
+    )  # fmt: skip
+
+
+def small_latent(model: DeepseekV3Config, layers: int) -> DeepseekV3Config:
+    """Latents and all three kinds of features of a head stay; layers with a dense MLP and without stay."""
+    dense = layers if model.first_k_dense_replace >= model.num_hidden_layers else min(model.first_k_dense_replace, layers - 1)
+    return replace(
+        model, num_hidden_layers=layers, first_k_dense_replace=dense, q_lora_rank=6 if model.q_lora_rank else None, kv_lora_rank=5,
+        qk_nope_head_dim=3, qk_rope_head_dim=4, v_head_dim=5, rope_scaling=small_scaling(model.rope_scaling, 2),
     )  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""Multi-head latent attention: keys and values come from a narrow latent per token, queries too if so asked. DeepSeek-V2, 2024, section 2.1.
+
+Down-projections and the norms of the latents are whole on each tp rank and see this rank's tokens only, so their gradients are partial
+sums over tp, like those of norms. The latents, which are narrow, are what is gathered over tp; each rank then makes its own heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.base.batch import Batch
+from phalanx.layout.param import Init
+from phalanx.nn.env import Env
+from phalanx.nn.module import Module, Rows, column_spec, row_spec
+from phalanx.nn.norm import RMSNorm
+from phalanx.nn.rotary import Rotary
+from phalanx.ops import attention as ops
+from phalanx.ops.exchange import gather
+from phalanx.ops.matmul import gather_matmul, local_matmul, matmul_scatter
+from phalanx.ops.rope import turn
+from phalanx.ops.rope_scaling import Rotation
+
+EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Widths: of the latents of queries (None: queries are made from x) and of keys and values; per head of the part of a query or key
+    that is not turned, of the part that is (the key's is shared by all heads), and of a value."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def query(self) -> int:
+        return self.nope + self.rope
+
+    def num_weights(self, width: int, heads: int) -> int:
+        down = width * (self.kv_rank + self.rope) + (width * self.q_rank if self.q_rank else 0)
+        return down + (self.q_rank or width) * heads * self.query + self.kv_rank * heads * (self.nope + self.value) + heads * self.value * width
+
+
+class LatentAttention(Module):
+    """at: global name of the layer's attention, whose parts are called as in Hugging Face's deepseek_v3.
+
+    kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the turned features.
+    """
+
+    def __init__(self, env: Env, at: str, width: int, heads: int, sizes: LatentSizes, std: float, rotation: Rotation, kind: ops.Kind,
+                 interleaved: bool = True):  # fmt: skip
+        super().__init__(env)
+        first, last = env.cut(heads)
+        self.sizes, self.all_heads, self.heads = sizes, heads, last - first
+        self.rotary, self.kind, self.interleaved = Rotary(rotation), kind, interleaved
+        init, s = Init("normal", std), sizes
+        kv_down = Rows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
+        q_down = [Rows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []
+        self.down = self.param(column_spec([*q_down, kv_down], width, init))
+        self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
+        self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
+        q_up = Rows(f"{at}.q_b_proj.weight" if s.q_rank else f"{at}.q_proj.weight", heads * s.query, first * s.query, last * s.query)
+        self.q_up = self.param(column_spec([q_up], s.q_rank or width, init))
+        each = s.nope + s.value
+        self.kv_up = self.param(column_spec([Rows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init))
+        self.out = self.param(row_spec(f"{at}.o_proj.weight", width, heads * s.value, first * s.value, last * s.value, init))
+        self.num_weights = s.num_weights(width, heads)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D)."""
+        s, tp = self.sizes, self.env.tp
+        q_latent, kv_latent, k_rope = local_matmul(x, self.down).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
+        q_from = x if self.q_norm is None else self.q_norm(q_latent.contiguous())
+        q = gather_matmul(q_from, self.q_up, tp).unflatten(-1, (self.heads, s.query))
+        kv = gather_matmul(self.kv_norm(kv_latent.contiguous()), self.kv_up, tp).unflatten(-1, (self.heads, s.nope + s.value))
+        k_rope = gather(k_rope.contiguous(), tp).unsqueeze(1)
+        if self.env.recompute == "selective" and self.training:
+            mixed = checkpoint(self.mix, q, kv, k_rope, batch, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self.mix(q, kv, k_rope, batch)
+        return matmul_scatter(mixed, self.out, tp)
+
+    def mix(self, q: Tensor, kv: Tensor, k_rope: Tensor, batch: Batch) -> Tensor:
+        """q (T, heads, nope + rope), kv (T, heads, nope + value), k_rope (T, 1, rope) -> (T, heads * value)."""
+        s, table = self.sizes, self.rotary.table(batch, q.dtype)
+        k, v = kv.split((s.nope, s.value), -1)
+        q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)
+        k = torch.cat((k, turn(k_rope, table, self.interleaved).expand(-1, self.heads, -1)), -1)
+        q, k, v = (t.unflatten(0, (batch.num_sequences, batch.seq_length)).transpose(1, 2) for t in (q, k, v))
+        return ops.attention(q, k, v, batch, self.kind)
+
+    def flops(self, seq_length: int) -> float:
+        per_key = 2.0 * self.all_heads * (self.sizes.query + self.sizes.value)
+        return 2.0 * self.num_weights + per_key * self.kind.keys_per_query(seq_length)
