@@ -428,16 +428,16 @@ def test_the_report_says_where_it_was_in_backward_and_in_the_update(config, tmp_
     import phalanx.ops.activation as activation
     import phalanx.train.step as step
 
-    plain = activation._SwiGLU.backward
+    plain = activation._Gated.backward
 
     def out_of_memory(ctx, dy):  # the forecast of the report runs the same op on the meta device
         return plain(ctx, dy) if dy.is_meta else exhausted()
 
-    monkeypatch.setattr(activation._SwiGLU, "backward", staticmethod(out_of_memory))
+    monkeypatch.setattr(activation._Gated, "backward", staticmethod(out_of_memory))
     text = run_out(config, tmp_path)
     assert "schedule  backward stage 0 run 0 mb 0" in text and "layers 0-2" in text
-    monkeypatch.setattr(activation._SwiGLU, "backward", plain)
-    monkeypatch.setattr(step, "loss_and_stops", exhausted)
+    monkeypatch.setattr(activation._Gated, "backward", plain)
+    monkeypatch.setattr(step, "tell", exhausted)
     assert "phase     gradient norm and optimizer update" in run_out(config, tmp_path)
 
 
