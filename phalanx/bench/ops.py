@@ -191,10 +191,11 @@ def is_op(thing: Any) -> bool:
 
 def _noting(function: Callable[..., Any], found: list[Call]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, Tensor) and a.is_floating_point() for a in (*args, *kwargs.values())):
-            kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
+        kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
+        result = function(*args, **kwargs)
+        if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and _tensors(result):  # not what only chooses a twin
             found.append(Call(function.__name__, function, *kept))
-        return function(*args, **kwargs)
+        return result
 
     return run
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,10 @@ from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
 from phalanx.ops.rope import rope, rotary_table
 from phalanx.ops.rope_scaling import inverse_frequencies
 from phalanx.ops.wheels import unusable
+from phalanx.train.budget import read_budget
 from phalanx.train.build import build, init_weights
 from phalanx.train.plan import make_plan
+from phalanx.train.profile import Recording
 from phalanx.train.step import train_step
 from tests import test_ops
 from tests.gpu.experts import expert_checks
@@ -256,6 +260,35 @@ def wheels_train(device: torch.device) -> str:
     return f"{worst:.1e}"
 
 
+def budget_check(**train: str) -> Callable[[torch.device], str]:
+    """Every kernel of a recorded step is of a kind that the step budget knows, and its rows leave nothing out of the recording."""
+
+    def check(device: torch.device) -> str:
+        why = None if "kernels" not in train or device.type == "cuda" else "not a GPU"
+        why = why or (unusable("mlp", device.index or 0) if train.get("kernels") == "wheels" else None)
+        run = base_run("llama", 4, 2, precision="bf16", **(train if why is None else {}))
+        run = replace(run, model=replace(run.model, head_dim=16, intermediate_size=48))
+        state = build(make_plan(run, 1), Mesh(Grid(), device=device))
+        init_weights(state)
+        state.train()
+        batches = [sample_batch(ids, documents=False).to(device) for ids in ([1, 2], [3, 4])]
+        for _ in range(3):
+            train_step(state, batches, lr=1e-3)
+        with tempfile.TemporaryDirectory() as folder:
+            recording = Recording(state, Path(folder) / "trace.json")
+            recording.start()
+            train_step(state, batches, lr=1e-3)
+            with recording.step(1):
+                train_step(state, batches, lr=1e-3)
+            recording.stop()
+            budget = read_budget(recording.path)
+        if budget.unknown or abs(budget.unattributed) > 1e-3 * budget.step_s:
+            raise AssertionError(f"unknown {budget.unknown}, unattributed {budget.unattributed} of {budget.step_s} s")
+        return ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in budget.rows.items()) + ("" if why is None else f" ({why})")
+
+    return check
+
+
 def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
     cases: dict[str, Callable[[torch.device], str]] = {}
     shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1), (3, 3, 40, 130, 2))
@@ -265,7 +298,7 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
             cases[name] = flash_check(heads, kv_heads, width, length, sequences, dtype)
     for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
         cases[f"wheels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
-    return {**cases, "wheels: 10 steps, bf16": wheels_train}
+    return {**cases, "wheels: 10 steps, bf16": wheels_train, "wheels: step budget": budget_check(kernels="wheels"), "step budget": budget_check()}
 
 
 def embedding_is_deterministic(device: torch.device) -> str:
