@@ -75,6 +75,32 @@ def pairs():
             yield pytest.param(model, precision, a, b, id=f"{model} {precision} {a} -> {b}")
 
 
+LAYOUTS_OF_EXPERTS = {
+    "1": (1, dict()),
+    "ep4": (4, dict(ep=4, sharding=1)),
+    "ep2 etp2": (4, dict(ep=2, etp=2, tp=2)),
+    "pp2 ep2": (4, dict(pp=2, ep=2, sharding=1)),
+    "edp2 ep2": (4, dict(ep=2, sharding=1)),
+}
+
+
+@pytest.mark.parametrize("model, precision, saved, loaded", [
+    ("mixtral-full", "bf16", "edp2 ep2", "ep4"), ("mixtral-full", "bf16", "ep4", "pp2 ep2"), ("qwen3_moe", "fp32", "1", "ep2 etp2"),
+    ("qwen3_moe", "bf16", "pp2 ep2", "1"), ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
+])  # fmt: skip
+def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
+    world, layout = LAYOUTS_OF_EXPERTS[saved]
+    ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {})
+    path = latest(root)
+    assert verify(path) == []
+    with safe_open(path / "weights/model.safetensors", framework="pt") as tensors:
+        assert not any(name.endswith(".load") for name in tensors.keys()), "Hugging Face has no such tensor"
+    kept = json.loads((path / "state/index.json").read_text())["kept"]
+    assert any(boxes for boxes in kept.values()) == (model == "mixtral-full")
+    world, layout = LAYOUTS_OF_EXPERTS[loaded]
+    assert ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path) == [[]] * world
+
+
 @pytest.mark.parametrize("model, precision, saved, loaded", pairs())
 def test_any_layout_loads_what_any_other_saved(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS[saved]

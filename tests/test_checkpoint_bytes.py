@@ -83,7 +83,7 @@ def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path):
     """A tensor of three chunks and a bit: boxes are right, and damage is seen by the boxes that touch its chunk, and by no others."""
     rows, columns = 3 * CHUNK // 4096 + 5, 1024
     truth = {"a": torch.arange(7.0), "x": torch.arange(rows * columns, dtype=torch.float32).view(rows, columns), "s": torch.tensor(3.0)}
-    file = TensorFile(Storage(), tmp_path / "f", [(n, tuple(t.shape)) for n, t in truth.items()], torch.float32)
+    file = TensorFile(Storage(), tmp_path / "f", [(n, tuple(t.shape), t.dtype) for n, t in truth.items()])
     for tensor in truth.values():
         file.add(tensor)
     receipt = file.finish()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.hf import ModelConfig, differences, read_config
-from phalanx.checkpoint.holdings import KINDS, Item, masters_to_load, state_to_load
+from phalanx.checkpoint.holdings import KINDS, Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_checked, read_manifest
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import key_of
@@ -41,13 +41,18 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
-    items = state_to_load(optimizer.shards)
-    wanted = wanted_names(mesh, items["master"])
+    items, kept = state_to_load(optimizer.shards), kept_to_load(buffers)
+    wanted, wanted_kept = wanted_names(mesh, items["master"]), wanted_names(mesh, kept)
     index = together(mesh.world, lambda: fitting(state_index(path, manifest), wanted, str(path)))
+    index_kept = together(mesh.world, lambda: fitting(state_index(path, manifest, "kept"), wanted_kept, str(path)))
     for shard in optimizer.shards:
         for kind in KINDS:
             getattr(shard, kind).zero_()  # padding is zero, whatever was there
-    agree(mesh.world, lambda: _fill_state(items, index, path / "state", manifest.receipts("state")))
+    for flat in (f for f in buffers.flat if not f.bucket.trained):
+        flat.master.zero_()
+    receipts = manifest.receipts("state")
+    agree(mesh.world, lambda: _fill_state(items, index, path / "state", receipts))
+    agree(mesh.world, lambda: _fill_state({KINDS[0]: kept}, index_kept, path / "state", receipts))
     scalars = {name: float.fromhex(text) for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(scalars["optimizer.step"])
     for name, value in scaler.state().items():
@@ -87,13 +92,12 @@ def check_weights(path: Path, manifest: Manifest, part: int, parts: int) -> None
             raise DamagedCheckpoint(f"{path / 'weights' / name} is damaged: its checksum is wrong")
 
 
-def state_index(path: Path, manifest: Manifest) -> Index:
-    """Where each box of the state lies; `key` is still without its kind."""
+def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] = "files") -> Index:
+    """Where each box of the state lies (kept: of what is not trained); `key` is still without its kind."""
     text = read_checked(path / "state/index.json", manifest.files.get("state/index.json"))
     try:
-        table = json.loads(text)["files"]
         index: Index = {}
-        for file, boxes in table.items():
+        for file, boxes in json.loads(text)[table].items():
             for name, shape, start, stop in boxes:
                 stored = index.setdefault(name, Stored(tuple(shape)))
                 stored.parts.append(Part(Path(file).name, "", Box(tuple(start), tuple(stop))))
@@ -119,7 +123,7 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt]) -> None:
-    for kind in KINDS:
+    for kind in wanted:
         keyed = {name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts]) for name, s in index.items()}
         fill(wanted[kind], keyed, folder, receipts)
 

@@ -21,14 +21,14 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File, Held, gather, plan_files
 from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
-from phalanx.checkpoint.holdings import KINDS, Item, state_to_save, weights_to_save
+from phalanx.checkpoint.holdings import KINDS, Item, kept_to_save, state_to_save, weights_to_save
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, remove_leftovers, retain, step_name
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import is_remote, place
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, sum_of, write_file
-from phalanx.checkpoint.tensors import TensorFile
+from phalanx.checkpoint.tensors import DTYPES, NAMES, TensorFile
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
@@ -93,7 +93,7 @@ class Content:
     """This rank's part of a checkpoint.
 
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
-    state       this rank's boxes of masters and moments, by kind
+    state       this rank's boxes of masters and moments, by kind; kept: those of what is not trained
     scalars     of the optimizer and the scaler, (): on the device until they are copied
     needed      bytes that this rank will write
     """
@@ -104,6 +104,7 @@ class Content:
     files: list[File]
     weights: Iterable[tuple[File, Tensor]]
     state: list[tuple[str, Item]]
+    kept: list[Item]
     scalars: dict[str, Tensor]
     needed: int
 
@@ -123,14 +124,14 @@ def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: Adam
 def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, max_file_bytes: int) -> Content:
     """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are asked for."""
     buffers.ready()
-    weights, state = weights_to_save(buffers, mesh), state_to_save(optimizer.shards, mesh)
-    dtype = buffers.flat[0].weight.dtype
-    files = _plan(mesh.world, weights, dtype, max_file_bytes)
+    weights, state, kept = weights_to_save(buffers, mesh), state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
+    dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
+    files = _plan(mesh.world, weights, max_file_bytes)
     return Content(
         snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
-        gather(mesh.world, files, weights, dtype, mesh.device), [(kind, i) for kind in KINDS for i in state[kind]],
+        gather(mesh.world, files, weights, mesh.device), [(kind, i) for kind in KINDS for i in state[kind]], kept,
         {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}},
-        sum(i.box.numel * i.view.element_size() for items in (weights, *state.values()) for i in items),
+        sum(i.box.numel * i.view.element_size() for items in (weights, kept, *state.values()) for i in items),
     )  # fmt: skip
 
 
@@ -141,17 +142,18 @@ def copied(content: Content, host: HostCopies) -> Content:
         content,
         weights=[(file, host.copy(tensor)) for file, tensor in content.weights],
         state=[(kind, dataclasses.replace(item, view=host.copy(item.view))) for kind, item in content.state],
+        kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},
     )
     host.mark()
     return made
 
 
-def _plan(world: Axis, items: list[Item], dtype: torch.dtype, max_file_bytes: int) -> list[File]:
+def _plan(world: Axis, items: list[Item], max_file_bytes: int) -> list[File]:
     """Ranks tell each other which boxes they offer; each then makes the same list of files and writers."""
-    offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop) for i in items])
-    held: list[list[Held]] = [[(name, tuple(shape), Box(tuple(a), tuple(b))) for name, shape, a, b in rank] for rank in offers]
-    return plan_files(held, dtype.itemsize, max_file_bytes)
+    offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.view.dtype]) for i in items])
+    held: list[list[Held]] = [[(name, tuple(shape), Box(tuple(a), tuple(b)), DTYPES[t]) for name, shape, a, b, t in rank] for rank in offers]
+    return plan_files(held, max_file_bytes)
 
 
 def write(content: Content, target: Target, axis: Axis) -> Saved:
@@ -208,18 +210,18 @@ Receipts = list[dict[str, Receipt]]  # of the files of each rank
 
 
 def _write_weights(folder: Path, content: Content, axis: Axis, storage: Storage) -> Receipts:
-    dtype, outputs = content.dtype, dict[str, TensorFile]()
+    outputs = dict[str, TensorFile]()
     for file, tensor in content.weights:
         if file.name not in outputs:
-            entries = [(job.name, job.shape) for job in file.jobs]
-            outputs[file.name] = TensorFile(storage, folder / "weights" / file.name, entries, dtype)
+            entries = [(job.name, job.shape, job.dtype) for job in file.jobs]
+            outputs[file.name] = TensorFile(storage, folder / "weights" / file.name, entries)
         outputs[file.name].add(tensor)
 
     def finish() -> dict[str, dict[str, Any]]:
         try:
             receipts = {f"weights/{name}": output.finish() for name, output in outputs.items()}
             if axis.index == 0:
-                receipts.update(_write_beside_weights(folder / "weights", content.files, content.snapshot, dtype, storage))
+                receipts.update(_write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage))
         finally:
             for output in outputs.values():
                 output.close()
@@ -241,7 +243,7 @@ def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, d
     }
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
-        size = sum(Box.full(job.shape).numel for f in files for job in f.jobs) * dtype.itemsize
+        size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
         texts["model.safetensors.index.json"] = _json({"metadata": {"total_size": size}, "weight_map": where})
     return {f"weights/{name}": write_file(storage, folder / name, [text]) for name, text in texts.items()}
 
@@ -270,33 +272,36 @@ def key_of(kind: str, name: str, box: Box) -> str:
 
 
 def _write_state(folder: Path, content: Content, axis: Axis, storage: Storage) -> Receipts:
-    """Each rank writes its masters and moments to a file of its own; rank 0 adds the index of all boxes."""
-    name, items = f"state/rank-{axis.index:05d}.safetensors", content.state
+    """Each rank writes its masters and moments, and what is not trained, to a file of its own; rank 0 adds the index of all boxes."""
+    name, items = f"state/rank-{axis.index:05d}.safetensors", [*content.state, *((KINDS[0], i) for i in content.kept)]
 
     def write() -> dict[str, Any]:
         if not items:
-            return {"files": {}, "boxes": []}
-        entries = [(key_of(kind, i.name, i.box), i.box.shape) for kind, i in items]
-        output = TensorFile(storage, folder / name, entries, items[0][1].view.dtype)
+            return {"files": {}, "boxes": [], "kept": []}
+        output = TensorFile(storage, folder / name, [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items])
         try:
             for _, item in items:
                 output.add(item.view)
             receipt = output.finish()
         finally:
             output.close()
-        boxes = [(i.name, i.shape, i.box.start, i.box.stop) for kind, i in items if kind == KINDS[0]]
-        return {"files": {name: dataclasses.asdict(receipt)}, "boxes": boxes}
+        boxes, kept = [i for kind, i in content.state if kind == KINDS[0]], content.kept
+        return {"files": {name: dataclasses.asdict(receipt)}, "boxes": [_place(i) for i in boxes], "kept": [_place(i) for i in kept]}
 
     answers = agree(axis, write)
 
     def index() -> dict[str, Any]:
-        table = {file: a["boxes"] for a in answers for file in a["files"]}
-        text = json.dumps({"kinds": KINDS, "files": table}, separators=(",", ":")).encode()
+        tables = {what: {file: a[what] for a in answers for file in a["files"]} for what in ("boxes", "kept")}
+        text = json.dumps({"kinds": KINDS, "files": tables["boxes"], "kept": tables["kept"]}, separators=(",", ":")).encode()
         return dataclasses.asdict(write_file(storage, folder / "state/index.json", [text]))
 
     receipts = _receipts([a["files"] for a in answers])
     receipts[0]["state/index.json"] = Receipt(**agree(axis, lambda: index() if axis.index == 0 else None)[0])
     return receipts
+
+
+def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    return item.name, item.shape, item.box.start, item.box.stop
 
 
 def _read_back(folder: Path, receipts: dict[str, Receipt]) -> None:

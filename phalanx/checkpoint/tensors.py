@@ -22,22 +22,23 @@ from phalanx.layout.box import Box
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Entry = tuple[str, tuple[int, ...], torch.dtype]
 WRITE_BYTES = 16 * CHUNK  # copied to the host and written at once
 
 
 class TensorFile:
-    """A safetensors file under way. Its tensors (name, shape) of one dtype are known in advance and come in that order.
+    """A safetensors file under way. Its tensors (name, shape, dtype) are known in advance and come in that order.
 
     A failed write is kept until `finish`, so that the ranks which send to this one are not left waiting.
     """
 
-    def __init__(self, storage: Storage, path: Path, entries: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype):
+    def __init__(self, storage: Storage, path: Path, entries: list[Entry]):
         self._failed: CheckpointError | None = None
         self._output: Output | None = None
-        self._names = iter([name for name, _ in entries])
+        self._names = iter([name for name, _, _ in entries])
         try:
             self._output = Output(storage, path)
-            self._output.write(header(entries, dtype), "")
+            self._output.write(header(entries), "")
         except CheckpointError as error:
             self._failed = error
 
@@ -63,11 +64,11 @@ class TensorFile:
             self._output.close()
 
 
-def header(entries: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> bytes:
+def header(entries: Iterable[Entry]) -> bytes:
     """Length and JSON table of a safetensors file, padded so that the data is aligned to 8 bytes."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, shape in entries:
+    for name, shape, dtype in entries:
         size = prod(shape) * dtype.itemsize
         table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
