@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.base.errors import CheckpointError, FolderInUse
 from phalanx.checkpoint.hf import differences, from_hf, model_config_from_hf, to_hf
 from phalanx.checkpoint.holdings import items_in
-from phalanx.checkpoint.keep import find, latest, list_checkpoints
+from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
 from phalanx.checkpoint.storage import Storage
@@ -76,6 +76,32 @@ def pairs():
             yield pytest.param(model, precision, a, b, id=f"{model} {precision} {a} -> {b}")
 
 
+LAYOUTS_OF_EXPERTS = {
+    "1": (1, dict()),
+    "ep4": (4, dict(ep=4, sharding=1)),
+    "ep2 etp2": (4, dict(ep=2, etp=2, tp=2)),
+    "pp2 ep2": (4, dict(pp=2, ep=2, sharding=1)),
+    "edp2 ep2": (4, dict(ep=2, sharding=1)),
+}
+
+
+@pytest.mark.parametrize("model, precision, saved, loaded", [
+    ("mixtral-full", "bf16", "edp2 ep2", "ep4"), ("mixtral-full", "bf16", "ep4", "pp2 ep2"), ("qwen3_moe", "fp32", "1", "ep2 etp2"),
+    ("qwen3_moe", "bf16", "pp2 ep2", "1"), ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
+])  # fmt: skip
+def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
+    world, layout = LAYOUTS_OF_EXPERTS[saved]
+    ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {})
+    path = latest(root)
+    assert verify(path) == []
+    with safe_open(path / "weights/model.safetensors", framework="pt") as tensors:
+        assert not any(name.endswith(".load") for name in tensors.keys()), "Hugging Face has no such tensor"
+    kept = json.loads((path / "state/index.json").read_text())["kept"]
+    assert any(boxes for boxes in kept.values()) == (model == "mixtral-full")
+    world, layout = LAYOUTS_OF_EXPERTS[loaded]
+    assert ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path) == [[]] * world
+
+
 @pytest.mark.parametrize("model, precision, saved, loaded", pairs())
 def test_any_layout_loads_what_any_other_saved(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS[saved]
@@ -94,7 +120,7 @@ def test_every_layout_writes_the_same_weight_files(ranks, tmp_path):
         run = make_run("gpt2", **layout)
         ranks.run("tests.checkpoints:save_on_rank", world, run, tmp_path / str(number), {"max_file_bytes": 20000})
         path = latest(tmp_path / str(number))
-        written[number] = {n: r.sha256 for n, r in read_manifest(path).files.items() if n.startswith("weights/")}
+        written[number] = {n: r.xxh3 for n, r in read_manifest(path).files.items() if n.startswith("weights/")}
         states = [n for n in read_manifest(path).files if n.endswith(".safetensors") and n.startswith("state/")]
         assert len(states) == world, "every rank writes its share"
         check_weights_are_cast_masters(path)
@@ -259,7 +285,7 @@ def hf_folder(path: Path, run=None, drop=(), extra=None, **config) -> Path:
     """A Hugging Face folder of the tiny model with something wrong."""
     state = make_state(run or tiny_run())
     set_state(state)
-    weights = save_here(state, path / "made").path / "weights"
+    weights = shutil.copytree(save_here(state, path / "made").path / "weights", path / "hf")
     tensors = {n: t for n, t in load_file(weights / "model.safetensors").items() if n not in drop}
     save_file({**tensors, **(extra or {})}, weights / "model.safetensors")
     (weights / "config.json").write_text(json.dumps({**json.loads((weights / "config.json").read_text()), **config}))
@@ -280,8 +306,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     assert "set model.tie_word_embeddings=false" in error(tied, hf_folder(tmp_path / "d"))
     copy = {"lm_head.weight": torch.ones(11, 8)}
     assert error(tied, hf_folder(tmp_path / "e", tied, extra=copy)) == "no error"
-    os.truncate(tmp_path / "a/made/step-00000010/weights/model.safetensors", 500)
-    assert "cannot be read" in error(tiny_run(), tmp_path / "a/made/step-00000010/weights")
+    os.truncate(tmp_path / "a/hf/model.safetensors", 500)
+    assert "cannot be read" in error(tiny_run(), tmp_path / "a/hf")
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x", "sub/x.safetensors", ""])
@@ -501,8 +527,8 @@ def test_damage_is_seen(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("text, named", [
-    ("", "damaged"), ("[" * 100000, "damaged"), ("[]", "damaged"), ("{}", "damaged"), ('{"sha256": "", "format": 1}', "damaged"),
-    ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads format 1"),
+    ("", "damaged"), ("[" * 100000, "damaged"), ("[]", "damaged"), ("{}", "damaged"), ('{"sha256": "", "format": 2}', "damaged"),
+    ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads format 2"),
 ])  # fmt: skip
 def test_manifests_that_are_none(root, tiny, text, named):
     path = save_here(tiny, root).path
@@ -530,7 +556,7 @@ def test_a_manifest_cannot_name_files_outside(root, tiny):
 def test_the_newest_good_one_is_found_and_never_none_of_bad_ones(tmp_path, root, tiny):
     assert latest(root) is None and list_checkpoints(root) == []
     for step in (5, 10, 15):
-        save_here(tiny, root, step, keep_last=0)
+        save_here(tiny, root, step, keep=Keep(0))
     shutil.copytree(root / "step-00000015", root / "step-00000099.tmp-new-1")
     assert find(tmp_path) == find(root) == find(root / "step-00000015") == root / "step-00000015"
     os.truncate(root / "step-00000015/weights/model.safetensors", 9)
@@ -545,12 +571,12 @@ def test_the_newest_good_one_is_found_and_never_none_of_bad_ones(tmp_path, root,
 
 def test_retention_keeps_the_newest_good_ones_and_protected_ones(root, tiny):
     for step in (1, 2, 3, 4):
-        save_here(tiny, root, step, keep_last=0)
+        save_here(tiny, root, step, keep=Keep(0))
     assert len(list_checkpoints(root)) == 4
     os.truncate(root / "step-00000004/weights/config.json", 1)
-    save_here(tiny, root, 5, keep_last=2, protect=[root / "step-00000001"])
+    save_here(tiny, root, 5, keep=Keep(2), protect=[root / "step-00000001"])
     assert [p.name for p in list_checkpoints(root)] == ["step-00000001", "step-00000003", "step-00000004", "step-00000005"]
-    save_here(tiny, root, 6, keep_last=2)
+    save_here(tiny, root, 6, keep=Keep(2))
     assert [p.name for p in list_checkpoints(root)] == ["step-00000005", "step-00000006"]
 
 

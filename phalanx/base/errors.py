@@ -66,6 +66,12 @@ class CheckpointError(PhalanxError):
     exit_code = 4
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose bytes are not those that were saved; an older one may still be good."""
+
+    kind = "checkpoint error: "
+
+
 class NumericalStop(PhalanxError):
     """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum)."""
 

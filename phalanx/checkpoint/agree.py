@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from phalanx.base.errors import CheckpointError, PeerLost, PhalanxError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint, PeerLost, PhalanxError
 from phalanx.comm.axis import Axis
 
 T = TypeVar("T")
@@ -17,8 +17,8 @@ T = TypeVar("T")
 def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank of the axis and give each rank all results (JSON values), in rank order.
 
-    Raises CheckpointError on every rank where `work` failed on any of them. Other errors than those of users and of the disk
-    are bugs: they keep their type on their own rank.
+    Raises CheckpointError on every rank where `work` failed on any of them: DamagedCheckpoint if all that failed found damage.
+    Other errors than those of users and of the disk are bugs: they keep their type on their own rank.
     """
     failure: Exception | None = None
     try:
@@ -26,13 +26,14 @@ def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
     except PeerLost:
         raise  # the others cannot be told
     except Exception as error:
-        failure, answer = error, {"error": str(error) or type(error).__name__}
+        failure, answer = error, {"error": str(error) or type(error).__name__, "damaged": isinstance(error, DamagedCheckpoint)}
     answers = [json.loads(text) for text in axis.all_gather_text(json.dumps(answer))]
     errors = {rank: a["error"] for rank, a in zip(axis.ranks, answers) if "error" in a}
     if failure is not None and not isinstance(failure, (PhalanxError, OSError, SafetensorError)):
         raise failure
     if errors:
-        raise CheckpointError(_text(errors, axis.size)) from failure
+        damaged = all(a["damaged"] for a in answers if "error" in a)
+        raise (DamagedCheckpoint if damaged else CheckpointError)(_text(errors, axis.size)) from failure
     return [a["result"] for a in answers]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, exists, missing_checkpoint, problem
+from phalanx.base.rules import at_least, exists, missing_checkpoint, problem, within
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.places import is_remote
 
 
 def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
@@ -17,6 +18,10 @@ def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
         rule = "must be >= 2 (a second one may be half written), or 0 to keep all"
         found.append(problem("checkpoint", config, "keep_last", rule, {}, (2, 0)))
     found += at_least("checkpoint", config, 0, "keep_last")
-    if files and config.load is not None and not exists(config.load):
+    found += at_least("checkpoint", config, 1, "keep_every")
+    found += within("checkpoint", config, "timeout_s", "(0, inf)")
+    if config.keep_every is not None and config.keep_last == 0:
+        found.append(problem("checkpoint", config, "keep_every", "has no effect where all are kept", {"checkpoint.keep_last": 0}, (None,)))
+    if files and config.load is not None and not is_remote(config.load) and not exists(config.load):
         found.append(missing_checkpoint("checkpoint.load", config.load))
     return found

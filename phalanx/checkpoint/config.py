@@ -10,9 +10,23 @@ from typing import Literal
 class CheckpointConfig:
     interval: int | None = None
     """Save every so many steps; unset: only at the end and on SIGTERM."""
+    dir: str | None = None
+    """Where checkpoints go: a folder, or s3://bucket/prefix (needs the extra phalanx[s3]); unset: checkpoints/ in the run's folder."""
     keep_last: int = 2
-    """Checkpoints to keep; 0 keeps all."""
+    """Newest good checkpoints to keep; 0 keeps all."""
+    keep_every: int | None = None
+    """Keep those whose step is a multiple of this as well."""
+    background: bool = True
+    """Write from a copy in host memory while training goes on; false: the run waits until all is on disk."""
+    read_back: bool = True
+    """Read each file again and compare it with its checksum before the checkpoint gets its name and older ones go."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a failed save (a full disk) does: end the run (exit 4), or warn and go on; the last save of a run always ends it."""
+    timeout_s: float = 3600.0
+    """Seconds that ranks wait for each other's writing."""
     load: str | None = None
     """A checkpoint (or a run folder: its newest) to continue from; the run's own checkpoints, if any, go first."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest checkpoint of this run's folder; never: refuse to start where one exists."""
+    fallback: bool = True
+    """If the newest checkpoint is damaged, say so and continue from the newest good one; false: stop (exit 4)."""

@@ -16,7 +16,7 @@ from phalanx.checkpoint.tensors import natural
 from phalanx.comm.axis import Axis, Work
 from phalanx.layout.box import Box
 
-Held = tuple[str, tuple[int, ...], Box]  # name, global shape, box
+Held = tuple[str, tuple[int, ...], Box, torch.dtype]  # name, global shape, box, dtype
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Job:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     parts: tuple[tuple[int, Box], ...]
 
 
@@ -37,7 +38,7 @@ class File:
     jobs: tuple[Job, ...]
 
 
-def plan_files(held: list[list[Held]], itemsize: int, max_bytes: int) -> list[File]:
+def plan_files(held: list[list[Held]], max_bytes: int) -> list[File]:
     """Files of a model of which rank r offers the boxes held[r]: the same on every rank, and the same files in every layout.
 
     Raises CheckpointError if the offers do not cover each tensor exactly.
@@ -46,7 +47,7 @@ def plan_files(held: list[list[Held]], itemsize: int, max_bytes: int) -> list[Fi
     groups: list[list[Job]] = [[]]
     size = 0
     for job in jobs:
-        n = prod(job.shape) * itemsize
+        n = prod(job.shape) * job.dtype.itemsize
         if groups[-1] and size + n > max_bytes:
             groups.append([])
             size = 0
@@ -59,9 +60,11 @@ def plan_files(held: list[list[Held]], itemsize: int, max_bytes: int) -> list[Fi
 
 def _jobs(held: list[list[Held]]) -> list[Job]:
     shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     parts: dict[str, list[tuple[int, Box]]] = {}
     for rank, offers in enumerate(held):
-        for name, shape, box in offers:
+        for name, shape, box, dtype in offers:
+            dtypes[name] = dtype
             if shapes.setdefault(name, shape) != shape:
                 raise CheckpointError(f"ranks disagree about the shape of {name}: {shapes[name]} and {shape}")
             parts.setdefault(name, []).append((rank, box))
@@ -69,10 +72,10 @@ def _jobs(held: list[list[Held]]) -> list[Job]:
         have = sum(box.numel for _, box in boxes)
         if have != prod(shapes[name]):
             raise CheckpointError(f"the ranks offer {have} elements of {name}, which has {prod(shapes[name])}")
-    return [Job(name, shapes[name], tuple(sorted(parts[name]))) for name in sorted(parts, key=natural)]
+    return [Job(name, shapes[name], dtypes[name], tuple(sorted(parts[name]))) for name in sorted(parts, key=natural)]
 
 
-def gather(axis: Axis, files: list[File], items: list[Item], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[File, Tensor]]:
+def gather(axis: Axis, files: list[File], items: list[Item], device: torch.device) -> Iterator[tuple[File, Tensor]]:
     """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate to the end.
 
     In a round each writer gets its next tensor. All ranks walk the messages of a round in one order, so that even sends which
@@ -81,23 +84,23 @@ def gather(axis: Axis, files: list[File], items: list[Item], dtype: torch.dtype,
     mine = {(i.name, i.box): i.view for i in items}
     queues = [[(f, job) for f in files if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
     for round in zip_longest(*queues):
-        yield from _round(axis, [entry for entry in round if entry is not None], mine, dtype, device)
+        yield from _round(axis, [entry for entry in round if entry is not None], mine, device)
 
 
-def _round(axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Box], Tensor], dtype: torch.dtype,
+def _round(axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Box], Tensor],
            device: torch.device) -> Iterator[tuple[File, Tensor]]:  # fmt: skip
     me, work, arriving = axis.index, list[Work](), list[tuple[Tensor, Tensor]]()
     ready: list[tuple[File, Tensor]] = []
     for file, job in entries:
         if file.writer == me:
-            ready.append((file, torch.empty(job.shape, dtype=dtype, device=device)))
+            ready.append((file, torch.empty(job.shape, dtype=job.dtype, device=device)))
         for source, box in job.parts:
             if source == me and file.writer == me:
                 ready[-1][1][box.slices()].copy_(mine[job.name, box])
             elif source == me:
                 work.append(axis.send(as_bytes(mine[job.name, box].contiguous()), file.writer))
             elif file.writer == me:
-                part = torch.empty(box.shape, dtype=dtype, device=device)
+                part = torch.empty(box.shape, dtype=job.dtype, device=device)
                 work.append(axis.recv(as_bytes(part), source))
                 arriving.append((ready[-1][1][box.slices()], part))
     for w in work:

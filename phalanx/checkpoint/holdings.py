@@ -34,9 +34,14 @@ class Item:
         return self.piece.shape
 
 
-def items_in(bucket: Bucket, flat: Tensor, base: int, lo: int, hi: int) -> Iterator[Item]:
-    """Items of elements lo..hi of a bucket. flat[0] is the bucket's element number `base`. Padding is in no item."""
+def items_in(bucket: Bucket, flat: Tensor, base: int, lo: int, hi: int, exported: bool = False) -> Iterator[Item]:
+    """Items of elements lo..hi of a bucket. flat[0] is the bucket's element number `base`. Padding is in no item.
+
+    exported: only tensors that Hugging Face checkpoints have.
+    """
     for slot in bucket.slots:
+        if exported and not slot.spec.exported:
+            continue
         first, stop = max(lo, slot.offset) - slot.offset, min(hi, slot.offset + slot.numel) - slot.offset
         for run in flat_range_boxes(slot.spec.shape, first, stop):
             for piece in slot.spec.pieces:
@@ -82,7 +87,7 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     """This rank's share of the compute-dtype weights: its data-parallel part of each bucket, without copies that others write."""
     found = []
     for f in buffers.flat:
-        found += [i for i in items_in(f.bucket, f.weight, 0, *f.own) if i.piece.is_writer(mesh.at)]
+        found += [i for i in items_in(f.bucket, f.weight, 0, *f.own, exported=True) if i.piece.is_writer(mesh.at)]
     return found
 
 
@@ -102,5 +107,16 @@ def state_to_load(shards: list[Shard]) -> dict[str, list[Item]]:
     return {kind: [i for s in shards for i in items_in(s.bucket, getattr(s, kind), s.lo, s.lo, s.hi)] for kind in KINDS}
 
 
+def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
+    """This rank's share of what is not trained (it has no moments): of each bucket its part, whatever the sharding."""
+    untrained = [f for f in buffers.flat if not f.bucket.trained]
+    return [i for f in untrained for i in items_in(f.bucket, f.master, f.lo, *f.own) if i.piece.is_writer(mesh.at)]
+
+
+def kept_to_load(buffers: Buffers) -> list[Item]:
+    return [i for f in buffers.flat if not f.bucket.trained for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
+
+
 def masters_to_load(buffers: Buffers) -> list[Item]:
-    return [i for f in buffers.flat for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
+    """What a Hugging Face folder gives."""
+    return [i for f in buffers.flat for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi, exported=True)]

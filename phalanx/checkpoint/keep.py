@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.manifest import NAME, missing, read_manifest
+from phalanx.checkpoint.places import is_remote, place
 from phalanx.checkpoint.storage import Storage, remove_tree
 
 COMMITTED = re.compile(r"step-(\d{8,})")
 LEFTOVER = re.compile(r"step-\d{8,}\.tmp-.+")
+PIN = ".pin"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What retention spares: the newest `last` good ones (0: all), those whose step is a multiple of `every`, and pinned ones."""
+
+    last: int = 2
+    every: int | None = None
 
 
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def temporary(folder: Path, why: str) -> Path:
-    """A name beside `folder` that is never taken for a checkpoint, and that the next save removes."""
-    return folder.with_name(f"{folder.name}.tmp-{why}-{uuid.uuid4().hex[:8]}")
+def step_of(path: Path) -> int:
+    found = COMMITTED.fullmatch(path.name)
+    return int(found[1]) if found else -1
 
 
 def list_checkpoints(root: str | Path) -> list[Path]:
-    """Committed checkpoints in a folder, oldest step first. They may be damaged; half-written ones have other names."""
-    root = Path(root)
-    found = [(int(m[1]), p) for p in (root.iterdir() if root.is_dir() else ()) if (m := COMMITTED.fullmatch(p.name)) and p.is_dir()]
-    return [p for _, p in sorted(found)]
+    """Committed checkpoints in a folder, oldest step first. They may be damaged; half-written ones have other names.
+
+    In object storage, where nothing can be renamed, one without a manifest is half-written.
+    """
+    root = place(root)
+    found = [p for p in (root.iterdir() if root.is_dir() else ()) if COMMITTED.fullmatch(p.name) and p.is_dir()]
+    return sorted((p for p in found if not is_remote(p) or (p / NAME).exists()), key=step_of)
 
 
 def problem_of(path: Path) -> str | None:
@@ -52,43 +65,72 @@ def latest(root: str | Path) -> Path | None:
             return path
         problems.append(problem)
     if problems:
-        raise CheckpointError(f"no checkpoint in {root} is good:\n" + "\n".join(problems))
+        raise none_good(root, problems)
     return None
 
 
-def find(path: str | Path) -> Path:
-    """The checkpoint that a user means: one itself, or the newest of a run's folder or of its `checkpoints` folder."""
-    path = Path(path)
+def none_good(root: str | Path, problems: list[str]) -> CheckpointError:
+    return DamagedCheckpoint(f"no checkpoint in {root} is good:\n" + "\n".join(problems))
+
+
+def candidates(path: str | Path) -> list[Path]:
+    """The checkpoints that a user means, the best first: one itself, or those of a run's folder or of its `checkpoints` folder, newest first."""
+    path = place(path)
     if (path / NAME).exists() or COMMITTED.fullmatch(path.name):
-        return path
+        return [path]
     for root in (path / "checkpoints", path):
-        newest = latest(root)
-        if newest is not None:
-            return newest
+        found = list_checkpoints(root)
+        if found:
+            return found[::-1]
     raise CheckpointError(f"there is no checkpoint in {path}" if path.is_dir() else missing(path))
 
 
-def retain(root: Path, keep_last: int, storage: Storage, protect: Iterable[Path] = ()) -> list[str]:
-    """Remove all but the newest `keep_last` good checkpoints (0 keeps all) and those protected. What fails is told, not raised.
+def find(path: str | Path) -> Path:
+    """The checkpoint that a user means: one itself, or the newest of a run's folder whose manifest and sizes are good."""
+    found = candidates(path)
+    if len(found) == 1 and found[0] == place(path):
+        return found[0]
+    newest = latest(found[0].parent)
+    return newest or found[0]
+
+
+def pin_of(path: Path) -> Path:
+    """The file beside a checkpoint whose presence keeps it for good."""
+    return path.with_name(path.name + PIN)
+
+
+def spared(root: Path, keep: Keep, protect: Iterable[Path] = ()) -> list[Path]:
+    """Good checkpoints that stay: see Keep; those protected, and those that a link in the folder points to."""
+    there = list_checkpoints(root)
+    good = [p for p in there if problem_of(p) is None]
+    every = [p for p in good if keep.every and step_of(p) % keep.every == 0]
+    if is_remote(root):
+        return [*good[-keep.last :], *every, *(p for p in there if pin_of(p).exists()), *protect]
+    linked = [p.resolve() for p in root.iterdir() if p.is_symlink()]
+    return [*good[-keep.last :], *every, *(p for p in there if pin_of(p).exists() or p.resolve() in linked), *protect]
+
+
+def retain(root: Path, keep: Keep, storage: Storage, protect: Iterable[Path] = ()) -> list[str]:
+    """Remove the checkpoints that are older than the newest `keep.last` good ones and not spared. What fails is told, not raised.
 
     A damaged one counts for nothing: it neither is kept in place of a good one nor, if newer than these, removed.
     """
-    if keep_last == 0:
+    if keep.last == 0:
         return []
     there = [p for p in list_checkpoints(root) if not p.is_symlink()]
-    kept = [p for p in there if problem_of(p) is None][-keep_last:]
-    spared = {p.resolve() for p in (*kept, *protect)}
-    old = [p for p in there[: there.index(kept[0])] if p.resolve() not in spared] if kept else []
+    kept = [p for p in there if problem_of(p) is None][-keep.last :]
+    names = {_same(p) for p in (*kept, *spared(root, keep, protect))}
+    old = [p for p in there[: there.index(kept[0])] if _same(p) not in names] if kept else []
     return [problem for p in old if (problem := _remove(p, storage)) is not None]
 
 
+def _same(path: Path) -> str:
+    return str(path if is_remote(path) else path.resolve())
+
+
 def _remove(path: Path, storage: Storage) -> str | None:
-    """First its name, for good, then its files: no crash leaves half of it under its name."""
     try:
-        doomed = temporary(path, "old")
-        storage.rename(path, doomed)
-        storage.sync_folder(path.parent)
-        remove_tree(storage, doomed)
+        storage.retire(path)
     except OSError as error:
         return f"could not remove the old checkpoint {path}: {error.strerror or error}"
     return None
@@ -97,10 +139,17 @@ def _remove(path: Path, storage: Storage) -> str | None:
 def remove_leftovers(root: Path, storage: Storage) -> list[str]:
     """What killed saves and removals left behind; what fails is told. Only the holder of the run's lock may call this."""
     problems = []
-    for path in sorted(root.iterdir()):
-        if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if _is_leftover(path) and path.is_dir() and not path.is_symlink():
             try:
                 remove_tree(storage, path)
             except OSError as error:
                 problems.append(f"could not remove {path}, left by a killed save: {error.strerror or error}")
     return problems
+
+
+def _is_leftover(path: Path) -> bool:
+    """A folder under a temporary name; in object storage, one that has no manifest."""
+    if is_remote(path):
+        return COMMITTED.fullmatch(path.name) is not None and not (path / NAME).exists()
+    return LEFTOVER.fullmatch(path.name) is not None

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.hf import ModelConfig, differences, read_config
-from phalanx.checkpoint.holdings import KINDS, Item, masters_to_load, state_to_load
-from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_manifest
+from phalanx.checkpoint.holdings import KINDS, Item, kept_to_load, masters_to_load, state_to_load
+from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_checked, read_manifest
+from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import key_of
-from phalanx.checkpoint.tensors import Index, Part, Stored, fill, open_tensors
+from phalanx.checkpoint.storage import Receipt, sum_of
+from phalanx.checkpoint.tensors import Index, Part, Stored, fill, open_tensors, receipt_of
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
@@ -35,21 +36,28 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     """Masters, moments, the optimizer's step and the loss scale, bit for bit as saved in any layout; then weights = cast of masters.
 
     Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of them if the
-    checkpoint is missing or damaged, or is of another model (given `model`, every differing field is listed, old -> new).
+    checkpoint is missing, or is of another model (given `model`, every differing field is listed, old -> new); DamagedCheckpoint
+    if a byte that a rank reads is not what was saved.
     """
-    path = Path(path)
+    path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
-    items = state_to_load(optimizer.shards)
-    wanted = wanted_names(mesh, items["master"])
-    index = together(mesh.world, lambda: fitting(state_index(path), wanted, str(path)))
+    items, kept = state_to_load(optimizer.shards), kept_to_load(buffers)
+    wanted, wanted_kept = wanted_names(mesh, items["master"]), wanted_names(mesh, kept)
+    index = together(mesh.world, lambda: fitting(state_index(path, manifest), wanted, str(path)))
+    index_kept = together(mesh.world, lambda: fitting(state_index(path, manifest, "kept"), wanted_kept, str(path)))
     for shard in optimizer.shards:
         for kind in KINDS:
             getattr(shard, kind).zero_()  # padding is zero, whatever was there
-    agree(mesh.world, lambda: _fill_state(items, index, path / "state"))
+    for flat in (f for f in buffers.flat if not f.bucket.trained):
+        flat.master.zero_()
+    receipts = manifest.receipts("state")
+    agree(mesh.world, lambda: _fill_state(items, index, path / "state", receipts))
+    agree(mesh.world, lambda: _fill_state({KINDS[0]: kept}, index_kept, path / "state", receipts))
     scalars = {name: float.fromhex(text) for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(scalars["optimizer.step"])
     for name, value in scaler.state().items():
         value.fill_(scalars[f"scaler.{name}"])
+    agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size))
     _publish(buffers)
     return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}
 
@@ -77,18 +85,25 @@ def fitting(index: Index, wanted: Shapes, where: str) -> Index:
     return index
 
 
-def state_index(path: Path) -> Index:
-    """Where each box of the state lies; `key` is still without its kind."""
+def check_weights(path: Path, manifest: Manifest, part: int, parts: int) -> None:
+    """Compare this part of the files that a resume does not read (weights/), so that no damage stays in a checkpoint unseen."""
+    for name, receipt in list(manifest.receipts("weights").items())[part::parts]:
+        if sum_of(path / "weights" / name) != receipt.xxh3:
+            raise DamagedCheckpoint(f"{path / 'weights' / name} is damaged: its checksum is wrong")
+
+
+def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] = "files") -> Index:
+    """Where each box of the state lies (kept: of what is not trained); `key` is still without its kind."""
+    text = read_checked(path / "state/index.json", manifest.files.get("state/index.json"))
     try:
-        table = json.loads((path / "state/index.json").read_text())["files"]
         index: Index = {}
-        for file, boxes in table.items():
+        for file, boxes in json.loads(text)[table].items():
             for name, shape, start, stop in boxes:
                 stored = index.setdefault(name, Stored(tuple(shape)))
                 stored.parts.append(Part(Path(file).name, "", Box(tuple(start), tuple(stop))))
         return index
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / 'state/index.json'} is damaged: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path / 'state/index.json'} is damaged: {error}") from error
 
 
 def mismatches(index: Index, wanted: Shapes) -> list[str]:
@@ -107,27 +122,40 @@ def _is_vocabulary(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", HEAD))
 
 
-def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path) -> None:
-    for kind in KINDS:
+def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt]) -> None:
+    for kind in wanted:
         keyed = {name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts]) for name, s in index.items()}
-        fill(wanted[kind], keyed, folder)
+        fill(wanted[kind], keyed, folder, receipts)
 
 
 def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
     """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), of any dtype.
 
     Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing, unexpected or
-    of another shape: nothing is ever left at random values. Moments are not touched.
+    of another shape: nothing is ever left at random values. Moments are not touched. What one of our checkpoints holds is compared
+    with its checksums; a folder of others has none.
     """
-    path = Path(path)
+    path = place(path)
     folder = path / "weights" if (path / NAME).is_file() else path
     items = masters_to_load(buffers)
     wanted = wanted_names(mesh, items)
-    index = together(mesh.world, lambda: fitting(adapt(hf_index(folder), wanted, str(folder)), wanted, str(folder)))
+    receipts = together(mesh.world, lambda: weight_receipts(folder))
+    index = together(mesh.world, lambda: fitting(adapt(hf_index(folder, receipts), wanted, str(folder)), wanted, str(folder)))
     for f in buffers.flat:
         f.master.zero_()
-    agree(mesh.world, lambda: fill(items, index, folder))
+    agree(mesh.world, lambda: fill(items, index, folder, receipts))
     _publish(buffers)
+
+
+def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
+    """Receipts of the weights folder of one of our checkpoints, whose small files are compared at once; None: a folder of others."""
+    if folder.name != "weights" or not (folder.parent / NAME).is_file():
+        return None
+    receipts = read_manifest(folder.parent).receipts("weights")
+    for name, receipt in receipts.items():
+        if not receipt.parts:
+            read_checked(folder / name, receipt)
+    return receipts
 
 
 @torch.no_grad()
@@ -136,26 +164,19 @@ def _publish(buffers: Buffers) -> None:
     buffers.ready()
 
 
-def hf_index(folder: Path) -> Index:
+def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:
     """Every tensor of a Hugging Face folder, from the headers of its files."""
     index: Index = {}
     for file in hf_files(folder):
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing")
-        with open_tensors(folder / file) as tensors:
+        with open_tensors(folder / file, receipt_of(receipts, folder, file)) as tensors:
             for key in tensors.keys():
                 if key in index:
                     raise CheckpointError(f"{folder}: {key} is in {index[key].parts[0].file} and in {file}")
-                shape = _shape(tensors, key, folder / file)
+                shape = tensors.shape(key)
                 index[key] = Stored(shape, [Part(file, key, Box.full(shape))])
     return index
-
-
-def _shape(tensors: Any, key: str, file: Path) -> tuple[int, ...]:
-    try:
-        return tuple(tensors.get_slice(key).get_shape())
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: {key} cannot be read: {error}") from error
 
 
 def hf_files(folder: Path) -> list[str]:

@@ -9,17 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from phalanx.base.errors import CheckpointError
-from phalanx.base.rules import near_paths
-from phalanx.checkpoint.storage import Receipt, sha256_of
+import xxhash
 
-FORMAT = 1
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.storage import Receipt, sum_of
+from phalanx.checkpoint.tensors import CheckedFile
+
+FORMAT = 2
 NAME = "manifest.json"
+SEAL = ',\n "sha256": "'
 
 
 @dataclass(frozen=True)
 class Manifest:
     """step, consumed_samples   where the run stands: applied and skipped steps together, sequences taken from the data
+    parent                      step of the checkpoint before this one in the same run; None: the run began from none
     model, config, layout       dicts of the configs that made it; the layout is for people, loading never looks at it
     scalars                     exact JSON values (floats in their shortest exact form): the loop's counters
     optimizer                   the same of the optimizer and the loss scaler, as `float.hex`
@@ -28,6 +33,7 @@ class Manifest:
 
     step: int
     consumed_samples: int
+    parent: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
@@ -39,8 +45,16 @@ class Manifest:
 
     def text(self) -> str:
         """JSON with a hash of the config and, last, a checksum of everything before it."""
-        body = {**dataclasses.asdict(self), "config_sha256": digest(self.config)}
-        return json.dumps({**body, "sha256": digest(body)}, indent=1)
+        return seal(json.dumps({**dataclasses.asdict(self), "config_sha256": digest(self.config)}, indent=1).removesuffix("\n}"))
+
+    def receipts(self, folder: str) -> dict[str, Receipt]:
+        """Receipts of the files in a folder of the checkpoint, by their names in it."""
+        return {name.removeprefix(f"{folder}/"): r for name, r in self.files.items() if name.startswith(f"{folder}/")}
+
+
+def seal(text: str) -> str:
+    """A JSON object (without its closing brace) with the SHA-256 of its text, which covers every byte before it."""
+    return f'{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}"\n}}'
 
 
 def digest(value: Any) -> str:
@@ -48,53 +62,59 @@ def digest(value: Any) -> str:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Sizes of its files are compared, since reading a truncated map would kill the process.
+    """The manifest, after a quick look at the files: their sizes are compared, their bytes when they are read.
 
-    Raises CheckpointError that says what is wrong: no such folder (with names like it), no manifest, damaged, of another
-    format, a file missing or of another size.
+    Raises CheckpointError if there is no such folder (with names like it) or its format is another; DamagedCheckpoint if the
+    manifest is missing or damaged, or a file is missing or of another size.
     """
-    path = Path(path)
+    path = place(path)
     if not path.is_dir():
         raise CheckpointError(missing(path))
     manifest = parse(path)
     problems = size_problems(path, manifest)
     if problems:
-        raise CheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: " + "; ".join(problems))
     return manifest
-
-
-def missing(path: Path, what: str = "checkpoint") -> str:
-    near = near_paths(str(path))
-    return f"there is no {what} {path}" + (f"; near it: {', '.join(near)}" if near else "")
 
 
 def parse(path: Path) -> Manifest:
     """The manifest alone, without a look at the files."""
     try:
-        text = (path / NAME).read_text()
+        text = (path / NAME).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise CheckpointError(f"{path} is not a complete checkpoint: {NAME} cannot be read ({reason})") from error
+        raise DamagedCheckpoint(f"{path} is not a complete checkpoint: {NAME} cannot be read ({reason})") from error
+    good = seal(text[: text.rfind(SEAL)]) == text
     try:
         body = json.loads(text)
-        stored, version = body.pop("sha256"), body["format"]
-        good = digest(body) == stored
-        body.pop("config_sha256", None)
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / NAME} is damaged: {type(error).__name__}: {error}") from error
+        version = body["format"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path / NAME} is damaged: {type(error).__name__}: {error}") from error
     if version != FORMAT:
-        raise CheckpointError(f"{path / NAME} has format {version!r}; this version of phalanx reads format {FORMAT}")
+        known = f"{path / NAME} has format {version!r}; this version of phalanx reads format {FORMAT}"
+        raise CheckpointError(known) if good else DamagedCheckpoint(f"{known} (and its checksum is wrong)")
     if not good:
-        raise CheckpointError(f"{path / NAME} is damaged: its checksum is wrong")
+        raise DamagedCheckpoint(f"{path / NAME} is damaged: its checksum is wrong")
     try:
         body["files"] = {name: Receipt(**receipt) for name, receipt in body["files"].items()}
-        manifest = Manifest(**body)
+        manifest = Manifest(**{k: v for k, v in body.items() if k not in ("sha256", "config_sha256")})
     except (TypeError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"{path / NAME} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{path / NAME} is damaged: {error}") from error
     for name in manifest.files:
         if not inside(name):
             raise CheckpointError(f"{path / NAME} names a file outside the checkpoint: {name!r}")
     return manifest
+
+
+def read_checked(path: Path, receipt: Receipt | None) -> bytes:
+    """A small file of a checkpoint, compared with its receipt."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    if receipt is None or xxhash.xxh3_128_hexdigest(data) != receipt.xxh3:
+        raise DamagedCheckpoint(f"{path} is damaged: " + ("it is not in the manifest" if receipt is None else "its checksum is wrong"))
+    return data
 
 
 def inside(name: str) -> bool:
@@ -116,7 +136,7 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 
 def verify(path: str | Path) -> list[str]:
     """Everything that is wrong with a checkpoint, every byte read: manifest, sizes, checksums, files that nobody wrote. [] = good."""
-    path = Path(path)
+    path = place(path)
     try:
         manifest = parse(path) if path.is_dir() else None
     except CheckpointError as error:
@@ -125,8 +145,26 @@ def verify(path: str | Path) -> list[str]:
         return [missing(path)]
     found = size_problems(path, manifest)
     broken = {problem.split(" ")[0] for problem in found}
-    whole = {name: receipt for name, receipt in manifest.files.items() if name not in broken}
-    found += [f"{name} has a wrong checksum" for name, receipt in whole.items() if sha256_of(path / name) != receipt.sha256]
+    for name in manifest.files.keys() - broken:
+        found += _damage(path / name, name, manifest.files[name])
     known = {*manifest.files, NAME}
     there = (p for p in sorted(path.rglob("*")) if p.is_symlink() or not p.is_dir())
-    return found + [f"{name} is not in the manifest" for name in (p.relative_to(path).as_posix() for p in there) if name not in known]
+    return sorted(found) + [f"{name} is not in the manifest" for name in (p.relative_to(path).as_posix() for p in there) if name not in known]
+
+
+def _damage(file: Path, name: str, receipt: Receipt) -> list[str]:
+    """What is wrong with the bytes of a file of the right size; of tensors, which and where."""
+    if sum_of(file) == receipt.xxh3:
+        return []
+    found = []
+    if receipt.parts:
+        try:
+            with CheckedFile(file, receipt) as tensors:
+                for key in tensors.keys():
+                    try:
+                        tensors.check(key)
+                    except DamagedCheckpoint as error:
+                        found.append(str(error).removeprefix(f"{file} is damaged: "))
+        except DamagedCheckpoint as error:
+            found.append(str(error).removeprefix(f"{file} is damaged: "))
+    return [f"{name} has a wrong checksum" + (f": {'; '.join(found)}" if found else "")]

@@ -1,13 +1,13 @@
 """Save a checkpoint: all ranks write into a temporary folder, rank 0 seals it with a manifest and renames it. Before that it is nothing.
 
 A crash at any point leaves the earlier checkpoints untouched and at most a temporary folder, which the next save removes.
+`collect` needs the run's memory, `write` only what was collected: with a copy of it (`copied`) training goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File, Held, gather, plan_files
 from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
-from phalanx.checkpoint.holdings import KINDS, Item, state_to_save, weights_to_save
-from phalanx.checkpoint.keep import remove_leftovers, retain, step_name, temporary
+from phalanx.checkpoint.holdings import KINDS, Item, kept_to_save, state_to_save, weights_to_save
+from phalanx.checkpoint.host import HostCopies
+from phalanx.checkpoint.keep import Keep, remove_leftovers, retain, step_name
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
-from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
-from phalanx.checkpoint.tensors import TensorFile
+from phalanx.checkpoint.objects import storage_for
+from phalanx.checkpoint.places import is_remote, place
+from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, sum_of, write_file
+from phalanx.checkpoint.tensors import DTYPES, NAMES, TensorFile
+from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
@@ -46,6 +51,7 @@ class Snapshot:
     scalars     the loop's counters (JSON values; floats come back bit-exact)
     tokenizer   a tokenizer.json or a folder with tokenizer files, copied beside the weights
     token_ids   bos_token_id, eos_token_id, pad_token_id, as far as there are any
+    parent      step of the run's checkpoint before this one
     """
 
     step: int
@@ -55,6 +61,7 @@ class Snapshot:
     scalars: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
     token_ids: dict[str, int] = field(default_factory=dict)
+    parent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,104 +73,165 @@ class Saved:
     warnings: tuple[str, ...] = ()
 
 
-def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, *, keep_last: int = 2,
-         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES) -> Saved:  # fmt: skip
+@dataclass(frozen=True)
+class Target:
+    """Where checkpoints go, and how.
+
+    keep        which ones retention spares; protect: and these (the one that the run was resumed from)
+    read_back   compare each file with its checksum after it was written, before the checkpoint gets its name
+    """
+
+    root: Path
+    storage: Storage
+    keep: Keep = Keep()
+    protect: tuple[Path, ...] = ()
+    read_back: bool = True
+
+
+@dataclass(frozen=True)
+class Content:
+    """This rank's part of a checkpoint.
+
+    files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
+    state       this rank's boxes of masters and moments, by kind; kept: those of what is not trained
+    scalars     of the optimizer and the scaler, (): on the device until they are copied
+    needed      bytes that this rank will write
+    """
+
+    snapshot: Snapshot
+    layout: dict[str, int]
+    dtype: torch.dtype
+    files: list[File]
+    weights: Iterable[tuple[File, Tensor]]
+    state: list[tuple[str, Item]]
+    kept: list[Item]
+    scalars: dict[str, Tensor]
+    needed: int
+
+
+def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, *, keep: Keep | None = None,
+         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES,
+         read_back: bool = True) -> Saved:  # fmt: skip
     """Save to `root/step-XXXXXXXX/`. Called by all ranks together, on one shared file system, after the step's update.
 
-    protect: checkpoints that retention must spare (the one that the run was resumed from). Raises CheckpointError on every
-    rank if any rank could not write; what was there before is then still there.
+    Raises CheckpointError on every rank if any rank could not write; what was there before is then still there.
     """
-    root, storage = Path(root), storage or Storage()
-    final = root / step_name(snapshot.step)
+    root = place(root)
+    target = Target(root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect), read_back)
+    return write(collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes), target, mesh.world)
+
+
+def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, max_file_bytes: int) -> Content:
+    """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are asked for."""
     buffers.ready()
-    shares = {"weights": weights_to_save(buffers, mesh), **state_to_save(optimizer.shards, mesh)}
-    files = _plan(mesh, shares["weights"], buffers, max_file_bytes)
-    folder, warnings = _begin(root, final, mesh, storage, shares)
+    weights, state, kept = weights_to_save(buffers, mesh), state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
+    dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
+    files = _plan(mesh.world, weights, max_file_bytes)
+    return Content(
+        snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
+        gather(mesh.world, files, weights, mesh.device), [(kind, i) for kind in KINDS for i in state[kind]], kept,
+        {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}},
+        sum(i.box.numel * i.view.element_size() for items in (weights, kept, *state.values()) for i in items),
+    )  # fmt: skip
+
+
+def copied(content: Content, host: HostCopies) -> Content:
+    """The same in memory of the host. Ranks call it together; afterwards the run's memory may change."""
+    host.begin()
+    made = dataclasses.replace(
+        content,
+        weights=[(file, host.copy(tensor)) for file, tensor in content.weights],
+        state=[(kind, dataclasses.replace(item, view=host.copy(item.view))) for kind, item in content.state],
+        kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
+        scalars={name: host.copy(value) for name, value in content.scalars.items()},
+    )
+    host.mark()
+    return made
+
+
+def _plan(world: Axis, items: list[Item], max_file_bytes: int) -> list[File]:
+    """Ranks tell each other which boxes they offer; each then makes the same list of files and writers."""
+    offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.view.dtype]) for i in items])
+    held: list[list[Held]] = [[(name, tuple(shape), Box(tuple(a), tuple(b)), DTYPES[t]) for name, shape, a, b, t in rank] for rank in offers]
+    return plan_files(held, max_file_bytes)
+
+
+def write(content: Content, target: Target, axis: Axis) -> Saved:
+    """Write what every rank of the axis collected, and tidy up. Of a copy this may be called in another thread, with an axis of its own."""
+    final, storage = target.root / step_name(content.snapshot.step), target.storage
+    folder, warnings = _begin(final, content.needed, storage, axis)
     if folder is None:
         return Saved(final, False, tuple(warnings))
     try:
-        written = _write_weights(folder, files, shares["weights"], snapshot, buffers, mesh, storage)
-        written.update(_write_state(folder, shares, mesh, storage))
-        manifest = _manifest(snapshot, optimizer, scaler, mesh, written)
-        agree(mesh.world, lambda: _commit(folder, final, manifest, storage) if mesh.rank == 0 else None)
+        written = [_write_weights(folder, content, axis, storage), _write_state(folder, content, axis, storage)]
+        if target.read_back:
+            mine = {name: receipt for part in written for name, receipt in part[axis.index].items()}
+            agree(axis, lambda: _read_back(folder, mine))
+        files = {name: receipt for part in written for rank in part for name, receipt in rank.items()}
+        agree(axis, lambda: _commit(folder, final, _manifest(content, files), storage) if axis.index == 0 else None)
     except CheckpointError:
-        if mesh.rank == 0:
+        if axis.index == 0:
             with suppress(OSError):  # gives back the room; what cannot be removed now, the next save removes
                 remove_tree(storage, folder)
         raise
-    spared = [Path(p) for p in protect]
-    warnings += agree(mesh.world, lambda: retain(root, keep_last, storage, spared) if mesh.rank == 0 else None)[0]
+    warnings += agree(axis, lambda: retain(target.root, target.keep, storage, target.protect) if axis.index == 0 else None)[0]
     return Saved(final, True, tuple(warnings))
 
 
-def _plan(mesh: Mesh, items: list[Item], buffers: Buffers, max_file_bytes: int) -> list[File]:
-    """Ranks tell each other which boxes they offer; each then makes the same list of files and writers."""
-    offers = agree(mesh.world, lambda: [(i.name, i.shape, i.box.start, i.box.stop) for i in items])
-    held: list[list[Held]] = [[(name, tuple(shape), Box(tuple(a), tuple(b))) for name, shape, a, b in rank] for rank in offers]
-    return plan_files(held, _dtype(buffers).itemsize, max_file_bytes)
-
-
-def _dtype(buffers: Buffers) -> torch.dtype:
-    return buffers.flat[0].weight.dtype
-
-
-def _begin(root: Path, final: Path, mesh: Mesh, storage: Storage, shares: dict[str, list[Item]]) -> tuple[Path | None, list[str]]:
+def _begin(final: Path, needed: int, storage: Storage, axis: Axis) -> tuple[Path | None, list[str]]:
     """Make the temporary folder (none if a good checkpoint of this step is there already); what could not be tidied up first."""
-    needed = sum(agree(mesh.world, lambda: sum(i.box.numel * i.view.element_size() for items in shares.values() for i in items)))
-    name, warnings = agree(mesh.world, lambda: _make_folders(root, final, needed, storage) if mesh.rank == 0 else None)[0]
+    needed = sum(agree(axis, lambda: needed))
+    name, warnings = agree(axis, lambda: _make_folder(final, needed, storage) if axis.index == 0 else None)[0]
     if name is None:
         return None, warnings
-    folder = root / name
+    folder = final.with_name(name)
 
     def look() -> None:
-        if not (folder / "weights").is_dir():
+        if not is_remote(folder) and not (folder / "weights").is_dir():
             raise CheckpointError(f"{folder}, which rank 0 made, is not there: checkpoints need a folder that all nodes share")
 
-    agree(mesh.world, look)
+    agree(axis, look)
     return folder, warnings
 
 
-def _make_folders(root: Path, final: Path, needed: int, storage: Storage) -> tuple[str | None, list[str]]:
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        storage.sync_folder(root.parent)
-    warnings = remove_leftovers(root, storage)
+def _make_folder(final: Path, needed: int, storage: Storage) -> tuple[str | None, list[str]]:
+    warnings = remove_leftovers(final.parent, storage)
     if final.exists() and not verify(final):
         return None, warnings  # committed folders are never written to
-    free = shutil.disk_usage(root).free
-    if free < needed:
+    folder = storage.begin(final)
+    free = storage.free(folder)
+    if free is not None and free < needed:
+        remove_tree(storage, folder)
         raise CheckpointError(f"not enough room for the checkpoint {final}: it needs {needed} bytes, {free} are free")
-    folder = temporary(final, "new")
-    for made in (folder, folder / "weights", folder / "state"):
-        storage.make_folder(made)
     return folder.name, warnings
 
 
-def _write_weights(folder: Path, files: list[File], items: list[Item], snapshot: Snapshot, buffers: Buffers, mesh: Mesh,
-                   storage: Storage) -> dict[str, Receipt]:  # fmt: skip
-    dtype, mine = _dtype(buffers), [f for f in files if f.writer == mesh.rank]
-    outputs: dict[str, TensorFile] = {}
-    for file, tensor in gather(mesh.world, files, items, dtype, mesh.device):
+Receipts = list[dict[str, Receipt]]  # of the files of each rank
+
+
+def _write_weights(folder: Path, content: Content, axis: Axis, storage: Storage) -> Receipts:
+    outputs = dict[str, TensorFile]()
+    for file, tensor in content.weights:
         if file.name not in outputs:
-            entries = [(job.name, job.shape) for job in file.jobs]
-            outputs[file.name] = TensorFile(storage, folder / "weights" / file.name, entries, dtype)
+            entries = [(job.name, job.shape, job.dtype) for job in file.jobs]
+            outputs[file.name] = TensorFile(storage, folder / "weights" / file.name, entries)
         outputs[file.name].add(tensor)
 
     def finish() -> dict[str, dict[str, Any]]:
         try:
-            receipts = {f"weights/{f.name}": outputs[f.name].finish() for f in mine}
-            if mesh.rank == 0:
-                receipts.update(_write_beside_weights(folder / "weights", files, snapshot, dtype, storage))
+            receipts = {f"weights/{name}": output.finish() for name, output in outputs.items()}
+            if axis.index == 0:
+                receipts.update(_write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage))
         finally:
             for output in outputs.values():
                 output.close()
         return {name: dataclasses.asdict(r) for name, r in receipts.items()}
 
-    return _receipts(agree(mesh.world, finish))
+    return _receipts(agree(axis, finish))
 
 
-def _receipts(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, Receipt]:
-    return {name: Receipt(**r) for rank in ranks for name, r in rank.items()}
+def _receipts(ranks: list[dict[str, dict[str, Any]]]) -> Receipts:
+    return [{name: Receipt(**r) for name, r in rank.items()} for rank in ranks]
 
 
 def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage) -> dict[str, Receipt]:
@@ -175,7 +243,7 @@ def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, d
     }
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
-        size = sum(Box.full(job.shape).numel for f in files for job in f.jobs) * dtype.itemsize
+        size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
         texts["model.safetensors.index.json"] = _json({"metadata": {"total_size": size}, "weight_map": where})
     return {f"weights/{name}": write_file(storage, folder / name, [text]) for name, text in texts.items()}
 
@@ -203,52 +271,56 @@ def key_of(kind: str, name: str, box: Box) -> str:
     return f"{kind}/{name}[" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop)) + "]"
 
 
-def _write_state(folder: Path, shares: dict[str, list[Item]], mesh: Mesh, storage: Storage) -> dict[str, Receipt]:
-    """Each rank writes its masters and moments to a file of its own; rank 0 adds the index of all boxes."""
-    name = f"state/rank-{mesh.rank:05d}.safetensors"
-    items = [(kind, i) for kind in KINDS for i in shares[kind]]
+def _write_state(folder: Path, content: Content, axis: Axis, storage: Storage) -> Receipts:
+    """Each rank writes its masters and moments, and what is not trained, to a file of its own; rank 0 adds the index of all boxes."""
+    name, items = f"state/rank-{axis.index:05d}.safetensors", [*content.state, *((KINDS[0], i) for i in content.kept)]
 
     def write() -> dict[str, Any]:
         if not items:
-            return {"files": {}, "boxes": []}
-        entries = [(key_of(kind, i.name, i.box), i.box.shape) for kind, i in items]
-        output = TensorFile(storage, folder / name, entries, items[0][1].view.dtype)
+            return {"files": {}, "boxes": [], "kept": []}
+        output = TensorFile(storage, folder / name, [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items])
         try:
             for _, item in items:
                 output.add(item.view)
             receipt = output.finish()
         finally:
             output.close()
-        boxes = [(i.name, i.shape, i.box.start, i.box.stop) for i in shares["master"]]
-        return {"files": {name: dataclasses.asdict(receipt)}, "boxes": boxes}
+        boxes, kept = [i for kind, i in content.state if kind == KINDS[0]], content.kept
+        return {"files": {name: dataclasses.asdict(receipt)}, "boxes": [_place(i) for i in boxes], "kept": [_place(i) for i in kept]}
 
-    answers = agree(mesh.world, write)
-    receipts = _receipts([a["files"] for a in answers])
+    answers = agree(axis, write)
 
     def index() -> dict[str, Any]:
-        table = {file: a["boxes"] for a in answers for file in a["files"]}
-        text = json.dumps({"kinds": KINDS, "files": table}, separators=(",", ":")).encode()
+        tables = {what: {file: a[what] for a in answers for file in a["files"]} for what in ("boxes", "kept")}
+        text = json.dumps({"kinds": KINDS, "files": tables["boxes"], "kept": tables["kept"]}, separators=(",", ":")).encode()
         return dataclasses.asdict(write_file(storage, folder / "state/index.json", [text]))
 
-    return {**receipts, "state/index.json": Receipt(**agree(mesh.world, lambda: index() if mesh.rank == 0 else None)[0])}
+    receipts = _receipts([a["files"] for a in answers])
+    receipts[0]["state/index.json"] = Receipt(**agree(axis, lambda: index() if axis.index == 0 else None)[0])
+    return receipts
 
 
-def _manifest(snapshot: Snapshot, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, files: dict[str, Receipt]) -> Manifest:
-    device = {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}}
+def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    return item.name, item.shape, item.box.start, item.box.stop
+
+
+def _read_back(folder: Path, receipts: dict[str, Receipt]) -> None:
+    """What a rank wrote is what it meant to write. Of object storage the size is asked: its client sends checksums along."""
+    for name, receipt in receipts.items():
+        path = folder / name
+        if path.stat().st_size != receipt.size or (not is_remote(path) and sum_of(path) != receipt.xxh3):
+            raise CheckpointError(f"{path} does not read back as it was written: the disk or the memory is bad")
+
+
+def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:
+    snapshot = content.snapshot
     return Manifest(
-        step=snapshot.step, consumed_samples=snapshot.consumed_samples, model=dataclasses.asdict(snapshot.model), config=snapshot.config,
-        layout={**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, scalars=snapshot.scalars,
-        optimizer={name: float(value.item()).hex() for name, value in device.items()}, files=dict(sorted(files.items())),
+        step=snapshot.step, consumed_samples=snapshot.consumed_samples, parent=snapshot.parent, model=dataclasses.asdict(snapshot.model),
+        config=snapshot.config, layout=content.layout, scalars=snapshot.scalars,
+        optimizer={name: float(value.item()).hex() for name, value in content.scalars.items()}, files=dict(sorted(files.items())),
     )  # fmt: skip
 
 
 def _commit(folder: Path, final: Path, manifest: Manifest, storage: Storage) -> None:
-    """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older goes."""
     write_file(storage, folder / NAME, [manifest.text().encode()])
-    for made in (folder / "weights", folder / "state", folder):
-        storage.sync_folder(made)
-    if final.exists():  # a damaged one: `_begin` has looked
-        storage.rename(final, temporary(final, "bad"))
-    storage.rename(folder, final)
-    storage.sync_folder(final.parent)
-
+    storage.commit(folder, final)

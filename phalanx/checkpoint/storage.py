@@ -1,35 +1,83 @@
-"""Storage: every change that a checkpoint makes on disk goes through here, so that tests can make any of them fail."""
+"""Storage: every change that a checkpoint makes on disk goes through here, so that tests can make any of them fail.
+
+Reading goes through paths alone: a `Path`, or for object storage a path of the same methods (`place`).
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from errno import ENOSPC
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from phalanx.base.errors import CheckpointError
 
 Data = bytes | bytearray | memoryview
+CHUNK = 4 << 20  # bytes of a tensor under one checksum: what a rank must read at least to check what it reads
+
+
+FOLDERS = ("weights", "state")
+
+
+def temporary(folder: Path, why: str) -> Path:
+    """A name beside `folder` that is never taken for a checkpoint, and that the next save removes."""
+    return folder.with_name(f"{folder.name}.tmp-{why}-{uuid.uuid4().hex[:8]}")
 
 
 class Storage:
-    """Single operations on the file system. Each either happens or raises OSError; a file lasts only after `sync`."""
+    """The file system: single operations, and the three moments of a checkpoint's life that are made of them.
+
+    Each operation either happens or raises OSError; a file lasts only after `sync`, a name only after `sync_folder`.
+    """
+
+    def begin(self, final: Path) -> Path:
+        """An empty folder to write the checkpoint `final` into, under a name that is not taken for one."""
+        if not final.parent.is_dir():
+            final.parent.mkdir(parents=True, exist_ok=True)
+            self.sync_folder(final.parent.parent)
+        folder = temporary(final, "new")
+        for made in (folder, *(folder / name for name in FOLDERS)):
+            self.make_folder(made)
+        return folder
+
+    def commit(self, folder: Path, final: Path) -> None:
+        """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older goes."""
+        for made in (*(folder / name for name in FOLDERS), folder):
+            self.sync_folder(made)
+        if final.exists():  # a damaged one: the saver has looked
+            self.rename(final, temporary(final, "bad"))
+        self.rename(folder, final)
+        self.sync_folder(final.parent)
+
+    def retire(self, path: Path) -> None:
+        """Remove a checkpoint: first its name, for good, then its files: no crash leaves half of it under its name."""
+        doomed = temporary(path, "old")
+        self.rename(path, doomed)
+        self.sync_folder(path.parent)
+        remove_tree(self, doomed)
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path) -> Any:
         """A new file to write to; one that exists is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def write(self, file: int, data: memoryview) -> int:
+    def write(self, file: Any, data: memoryview) -> int:
         return os.write(file, data)
 
-    def sync(self, file: int) -> None:
+    def sync(self, file: Any) -> None:
         os.fsync(file)
+
+    def close(self, file: Any) -> None:
+        """Give the file back; what was not synced may be lost."""
+        os.close(file)
 
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder last."""
@@ -48,13 +96,21 @@ class Storage:
     def remove_folder(self, path: Path) -> None:
         os.rmdir(path)
 
+    def free(self, path: Path) -> int | None:
+        """Bytes that can still be written in a folder; None: nobody knows."""
+        return shutil.disk_usage(path).free
+
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was written: size in bytes and SHA-256 of a file."""
+    """What was written: size in bytes and XXH3-128 of a file.
+
+    parts   of a safetensors file: XXH3-64 of its header (under "") and of every CHUNK of each tensor's bytes, by its key
+    """
 
     size: int
-    sha256: str
+    xxh3: str
+    parts: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Output:
@@ -62,13 +118,18 @@ class Output:
 
     def __init__(self, storage: Storage, path: Path):
         self.storage, self.path = storage, path
-        self._hash, self._size = hashlib.sha256(), 0
+        self._hash, self._size = xxhash.xxh3_128(), 0
+        self._parts: dict[str, list[str]] = {}
+        self._file: Any = None
         self._file = self._try(lambda: storage.create(path))
 
-    def write(self, data: Data) -> None:
+    def write(self, data: Data, part: str | None = None) -> None:
+        """`part`: the key whose bytes these are; all but the last of a part are a multiple of CHUNK."""
         rest = memoryview(data).cast("B")
         self._hash.update(rest)
         self._size += len(rest)
+        if part is not None:
+            self._parts.setdefault(part, []).extend(chunk_sums(rest))
         while len(rest):
             rest = rest[self._try(lambda rest=rest: self.storage.write(self._file, rest)) :]  # type: ignore[misc]
 
@@ -78,22 +139,28 @@ class Output:
             self._try(lambda: self.storage.sync(self._file))
         finally:
             self.close()
-        return Receipt(self._size, self._hash.hexdigest())
+        return Receipt(self._size, self._hash.hexdigest(), self._parts)
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self.storage.close(self._file)
+            self._file = None
 
-    def _try(self, work: Callable[[], int | None]) -> int:
+    def _try(self, work: Callable[[], Any]) -> Any:
         try:
-            return work() or 0
+            return work()
         except OSError as error:
-            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}{_room(error, self.path)}") from error
+            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}{self._room(error)}") from error
+
+    def _room(self, error: OSError) -> str:
+        if error.errno != ENOSPC:
+            return ""
+        return f" ({self._size} bytes of it were to be written so far, {self.storage.free(self.path.parent)} bytes are free there)"
 
 
-def _room(error: OSError, path: Path) -> str:
-    return f" ({shutil.disk_usage(path.parent).free} bytes free there)" if error.errno == ENOSPC else ""
+def chunk_sums(data: memoryview) -> list[str]:
+    """XXH3-64 of each CHUNK of the data; of nothing, one sum of nothing."""
+    return [xxhash.xxh3_64_hexdigest(data[at : at + CHUNK]) for at in range(0, max(1, len(data)), CHUNK)]
 
 
 def write_file(storage: Storage, path: Path, parts: Iterable[Data]) -> Receipt:
@@ -117,6 +184,10 @@ def remove_tree(storage: Storage, path: Path) -> None:
     storage.remove_folder(path)
 
 
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sum_of(path: Path) -> str:
+    """XXH3-128 of a file."""
+    total = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(CHUNK):
+            total.update(block)
+    return total.hexdigest()

@@ -1,52 +1,55 @@
-"""Safetensors files: written as a stream of tensors (nothing is held twice), read by box through a memory map. Never pickle."""
+"""Safetensors files: written as a stream of tensors (nothing is held twice), read by box, each byte checked. Never pickle."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.holdings import Item
-from phalanx.checkpoint.storage import Output, Receipt, Storage
+from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage
 from phalanx.layout.box import Box
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-WRITE_BYTES = 64 << 20  # copied to the host and written at once
+Entry = tuple[str, tuple[int, ...], torch.dtype]
+WRITE_BYTES = 16 * CHUNK  # copied to the host and written at once
 
 
 class TensorFile:
-    """A safetensors file under way. Its tensors (name, shape) of one dtype are known in advance and come in that order.
+    """A safetensors file under way. Its tensors (name, shape, dtype) are known in advance and come in that order.
 
     A failed write is kept until `finish`, so that the ranks which send to this one are not left waiting.
     """
 
-    def __init__(self, storage: Storage, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype):
+    def __init__(self, storage: Storage, path: Path, entries: list[Entry]):
         self._failed: CheckpointError | None = None
         self._output: Output | None = None
+        self._names = iter([name for name, _, _ in entries])
         try:
             self._output = Output(storage, path)
-            self._output.write(header(entries, dtype))
+            self._output.write(header(entries), "")
         except CheckpointError as error:
             self._failed = error
 
     def add(self, tensor: Tensor) -> None:
         """The next tensor, in any memory layout, on any device."""
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat, name = tensor.detach().contiguous().reshape(-1).view(torch.uint8), next(self._names)
         if self._output is None or self._failed is not None:
             return
         try:
             for part in flat.split(WRITE_BYTES):
-                self._output.write(part.cpu().numpy().data)
+                self._output.write(part.cpu().numpy().data, name)
         except CheckpointError as error:
             self._failed = error
 
@@ -61,11 +64,11 @@ class TensorFile:
             self._output.close()
 
 
-def header(entries: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> bytes:
+def header(entries: Iterable[Entry]) -> bytes:
     """Length and JSON table of a safetensors file, padded so that the data is aligned to 8 bytes."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, shape in entries:
+    for name, shape, dtype in entries:
         size = prod(shape) * dtype.itemsize
         table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
@@ -94,8 +97,11 @@ class Stored:
 Index = dict[str, Stored]
 
 
-def fill(items: list[Item], index: Index, folder: Path) -> None:
-    """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody stored is an error."""
+def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, Receipt] | None = None) -> None:
+    """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody stored is an error.
+
+    receipts    by file name: what is read is compared with them. None: files of others, which have no checksums.
+    """
     jobs: dict[str, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
     for item in items:
         found = 0
@@ -105,19 +111,152 @@ def fill(items: list[Item], index: Index, folder: Path) -> None:
                 jobs.setdefault(part.file, []).append((part.key, common.within(part.box), item.view[common.within(item.box)]))
                 found += common.numel
         if found != item.box.numel:
-            raise CheckpointError(f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored")
+            raise DamagedCheckpoint(f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored")
     for file in sorted(jobs):
-        with open_tensors(folder / file) as tensors:
+        with open_tensors(folder / file, receipt_of(receipts, folder, file)) as tensors:
             for key, where, target in jobs[file]:
-                target.copy_(tensors.get_slice(key)[where])
+                target.copy_(tensors.read(key, where))
 
 
-def open_tensors(path: Path) -> Any:
-    """A safetensors file, memory-mapped. A damaged one raises CheckpointError."""
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+def receipt_of(receipts: Mapping[str, Receipt] | None, folder: Path, file: str) -> Receipt | None:
+    if receipts is None:
+        return None
+    if file not in receipts:
+        raise DamagedCheckpoint(f"{folder / file} is not in the manifest")
+    return receipts[file]
+
+
+def open_tensors(path: Path, receipt: Receipt | None = None) -> CheckedFile | PlainFile:
+    """A safetensors file to read from, with its receipt (every byte is compared with it) or without."""
+    return PlainFile(path) if receipt is None else CheckedFile(path, receipt)
+
+
+class CheckedFile:
+    """A file of a checkpoint of ours. A read takes whole chunks and compares each with its checksum before anything of it is used.
+
+    Nothing is memory-mapped: a file that is cut short while it is read gives an error, not SIGBUS.
+    """
+
+    def __init__(self, path: Path, receipt: Receipt):
+        self.path, self.receipt = path, receipt
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+        try:
+            self._table, self._data = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        """The table of tensors, and where their bytes begin."""
+        size = int.from_bytes(self._bytes(0, 8), "little")
+        if 8 + size > self.receipt.size:
+            raise DamagedCheckpoint(f"{self.path} is damaged: its header says it is {size} bytes long")
+        text = self._bytes(0, 8 + size)
+        self._check("", 0, text, 0)
+        return json.loads(text[8:]), 8 + size
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+    def keys(self) -> list[str]:
+        return [key for key in self._table if key != "__metadata__"]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._entry(key)["shape"])
+
+    def read(self, key: str, where: tuple[slice, ...] = ()) -> Tensor:
+        """A box of a tensor: the whole rows that hold it are read."""
+        entry, shape = self._entry(key), self.shape(key)
+        dtype, first, rows = DTYPES[entry["dtype"]], 0, shape[0] if shape else 1
+        if where and shape:
+            first, rows = where[0].start, where[0].stop - where[0].start
+        row = prod(shape[1:]) * dtype.itemsize
+        start, length = entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0]
+        data = self._checked(key, start, length, first * row, (first + rows) * row)
+        if not data:
+            return torch.empty((rows, *shape[1:]) if shape else (), dtype=dtype)
+        found = torch.frombuffer(data, dtype=dtype).view((rows, *shape[1:]) if shape else ())
+        return found[(slice(None), *where[1:])] if where and shape else found
+
+    def check(self, key: str) -> None:
+        """Read a whole tensor and compare it, holding one chunk of it."""
+        start, stop = self._entry(key)["data_offsets"]
+        for at in range(0, max(1, stop - start), CHUNK):
+            self._checked(key, start, stop - start, at, min(at + CHUNK, stop - start))
+
+    def _entry(self, key: str) -> dict[str, Any]:
+        try:
+            return self._table[key]
+        except KeyError:
+            raise DamagedCheckpoint(f"{self.path} does not hold {key}") from None
+
+    def _checked(self, key: str, start: int, length: int, lo: int, hi: int) -> memoryview:
+        """Bytes lo..hi of a tensor whose `length` bytes begin at `start`: read as whole chunks, each compared."""
+        first, stop = lo // CHUNK * CHUNK, min(length, -(-hi // CHUNK) * CHUNK)
+        data = self._bytes(self._data + start + first, stop - first)
+        for at in range(first, max(stop, first + 1), CHUNK):
+            self._check(key, at // CHUNK, memoryview(data)[at - first : at - first + CHUNK], self._data + start + at)
+        return memoryview(data)[lo - first : hi - first]
+
+    def _bytes(self, at: int, count: int) -> bytearray:
+        try:
+            self._file.seek(at)
+            data = bytearray(count)
+            have = 0
+            while have < count:
+                more = self._file.readinto(memoryview(data)[have:])  # type: ignore[attr-defined]
+                if not more:
+                    raise DamagedCheckpoint(f"{self.path} is damaged: it ends at byte {at + have}")
+                have += more
+            return data
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    def _check(self, key: str, number: int, data: Any, at: int) -> None:
+        sums = self.receipt.parts.get(key, [])
+        if number >= len(sums) or xxhash.xxh3_64_hexdigest(data) != sums[number]:
+            what = f"tensor {key}" if key else "header"
+            raise DamagedCheckpoint(f"{self.path} is damaged: the {what} has a wrong checksum in bytes {at} to {at + len(data)} of the file")
+
+
+class PlainFile:
+    """A file of others, memory-mapped. A damaged one raises CheckpointError, as far as the format lets damage be seen."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def __enter__(self) -> PlainFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._try(key, lambda: self._file.get_slice(key).get_shape()))
+
+    def read(self, key: str, where: tuple[slice, ...] = ()) -> Tensor:
+        """A box of a tensor."""
+        return self._try(key, lambda: self._file.get_slice(key)[where] if where else self._file.get_tensor(key))
+
+    def _try(self, key: str, work: Any) -> Any:
+        try:
+            return work()
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from error
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.base.batch import Batch
 from phalanx.checkpoint.keep import find, list_checkpoints, problem_of
@@ -17,6 +16,7 @@ from phalanx.data.text import find_text
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.train.config import Run
 from phalanx.train.order import eval_samples, global_batch_at, total_samples
+from phalanx.train.saves import checkpoints_of
 
 SNIPPET = 24  # tokens shown of each end of a sequence
 
@@ -126,7 +126,7 @@ def step_data(run: Run, loader: Loader, step: int, dp: int, ranks: Sequence[int]
 
 def consumed_before(run: Run, step: int) -> tuple[int, str]:
     """Samples consumed before a step: from the run's newest checkpoint before it, else the one it loads, else the config's first step."""
-    found = [p for p in list_checkpoints(Path(run.dir) / "checkpoints") if problem_of(p) is None]
+    found = [p for p in list_checkpoints(checkpoints_of(run)) if problem_of(p) is None]
     loaded = [find(run.checkpoint.load)] if run.checkpoint.load else []
     for path in (*reversed(found), *loaded):
         manifest = read_manifest(path)

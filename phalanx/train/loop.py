@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.base.batch import Batch
 from phalanx.base.errors import NumericalStop, Preempted
@@ -15,6 +14,7 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.metrics import Counters, Pending, Reporter
 from phalanx.train.order import global_batch_at, micro_batches
 from phalanx.train.record import Recorder
+from phalanx.train.saves import Saves
 from phalanx.train.step import train_step
 
 
@@ -22,7 +22,7 @@ from phalanx.train.step import train_step
 class Loop:
     """One rank's training from where `counters` stand to the end of the run.
 
-    save    saves a checkpoint of the finished step; called by all ranks together
+    saves   saves checkpoints of finished steps
     asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
     """
 
@@ -31,7 +31,7 @@ class Loop:
     valid: dict[str, Loader]
     reporter: Reporter
     counters: Counters
-    save: Callable[[], Any]
+    saves: Saves
     asked: Callable[[], bool]
 
     def run(self) -> None:
@@ -51,6 +51,7 @@ class Loop:
                     result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked())
                 consumed += size
                 stop = self._finish(pending)
+                self.saves.check()
                 pending = (Pending(step, lr, result), size)
                 if stop or self._due(step):
                     stop = self._finish(pending) or stop
@@ -59,7 +60,8 @@ class Loop:
                     saved = step if stop or self._save_due(step) else saved
         self._finish(pending)
         if saved != self.counters.step:
-            self.save()
+            self.saves.save(last=True)
+        self.saves.check(wait=True, last=True)
 
     def _next(self, batches: Prefetcher) -> Batch:
         return next(batches).to(self.state.mesh.device)
@@ -71,6 +73,7 @@ class Loop:
         stop = self.reporter.finished(*pending)
         limit = self.state.plan.run.train.max_skipped
         if self.counters.skipped_in_a_row >= limit:
+            self.saves.check(wait=True)  # what is being saved is good
             what = f"the gradient norm of {limit} steps in a row was not finite (train.max_skipped={limit})"
             raise NumericalStop(f"stopped at step {self.counters.step}: {what}")
         return stop
@@ -93,7 +96,7 @@ class Loop:
             if self.reporter.trackers is not None:
                 self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
         if stop or self._save_due(step):
-            self.save()
+            self.saves.save(last=stop)
         if stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()

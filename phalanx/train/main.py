@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,20 +13,19 @@ from typing import Any
 import torch
 
 from phalanx.base.devices import find_device
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.agree import agree
-from phalanx.checkpoint.keep import find, latest, list_checkpoints, problem_of
+from phalanx.checkpoint.keep import candidates, list_checkpoints, none_good
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.save import Snapshot, save
+from phalanx.checkpoint.places import place
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import check_tokenizers
 from phalanx.data.text import use_text
-from phalanx.data.tokenizers import is_portable, load_tokenizer
 from phalanx.train.build import State, build, choices, init_weights
 from phalanx.train.config import Run
 from phalanx.train.data_text import data_table, open_loaders
@@ -38,6 +38,7 @@ from phalanx.train.order import total_samples
 from phalanx.train.plan import make_plan
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
+from phalanx.train.saves import Saves, checkpoints_of
 
 
 class StopRequest:
@@ -103,12 +104,13 @@ def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
     never a fresh start.
     """
     run = state.plan.run
-    own = newest(state, log)
-    if own is not None and run.checkpoint.resume == "never":
-        raise CheckpointError(f"{own} exists and checkpoint.resume=never: choose another dir, or checkpoint.resume=auto to continue")
-    source = own or (find(run.checkpoint.load) if run.checkpoint.load else None)
-    if source is not None:
-        scalars = load_state(source, state.buffers, state.optimizer, state.scaler, state.mesh, run.model)
+    own = choose(state, lambda: list_checkpoints(checkpoints_of(run))[::-1])
+    if own and run.checkpoint.resume == "never":
+        raise CheckpointError(f"{own[0]} exists and checkpoint.resume=never: choose another dir, or checkpoint.resume=auto to continue")
+    load = run.checkpoint.load
+    sources = own or (choose(state, lambda: candidates(load)) if load else [])
+    if sources:
+        source, scalars = load_newest(state, sources, log)
         check_position(run, scalars, source)
         if scalars.get("train.precision") != run.train.precision:
             state.scaler.reset()  # a loss scale belongs to its precision
@@ -123,20 +125,24 @@ def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
     return Counters(), None
 
 
-def newest(state: State, log: Log) -> Path | None:
-    """The newest good checkpoint of the run's folder, as rank 0 sees it. Newer ones that are damaged are named."""
-    root = Path(state.plan.run.dir) / "checkpoints"
+def choose(state: State, look: Callable[[], list[Path]]) -> list[Path]:
+    """Checkpoints as rank 0 sees them."""
+    return [place(p) for p in agree(state.mesh.world, lambda: [str(p) for p in look()] if state.mesh.rank == 0 else [])[0]]
 
-    def look() -> str:
-        found = latest(root)
-        for path in reversed(list_checkpoints(root)):
-            if path == found:
-                break
-            log.warn(f"{path} is damaged and not used: {problem_of(path)}")
-        return str(found or "")
 
-    path = agree(state.mesh.world, look if state.mesh.rank == 0 else lambda: "")[0]
-    return Path(path) if path else None
+def load_newest(state: State, sources: list[Path], log: Log) -> tuple[Path, dict[str, Any]]:
+    """Load the first of these checkpoints that is good in every byte; each damaged one is named. If none is, the run does not start."""
+    run, problems = state.plan.run, list[str]()
+    for path in sources:
+        try:
+            return path, load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model)
+        except DamagedCheckpoint as error:
+            if not run.checkpoint.fallback or len(sources) == 1:
+                raise
+            problems.append(str(error))
+            if state.mesh.rank == 0:
+                log.warn(f"{path} is damaged and not used: {error}")
+    raise none_good(sources[0].parent, problems)
 
 
 def check_position(run: Run, scalars: dict[str, Any], source: Path) -> None:
@@ -181,34 +187,8 @@ def loop_of(
     bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
     after.callback(bar.close)
     reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
-    return Loop(state, loader, valid, reporter, counters, saver(state, counters, start, log, loader.order), lambda: stop.asked)
-
-
-def saver(state: State, counters: Counters, start: Path | None, log: Log, order: str) -> Any:
-    """A function that saves the current step; all ranks call it together."""
-    run = state.plan.run
-    tokenizer, eod = run.data.tokenizer, None
-    if tokenizer is not None:
-        loaded = load_tokenizer(tokenizer)
-        eod = loaded.eod
-        if not is_portable(tokenizer):  # checkpoints carry files
-            tokenizer = str(Path(run.dir) / "tokenizer")
-            if state.mesh.rank == 0:
-                loaded.save(tokenizer)
-    ids = {} if eod is None else {"eos_token_id": eod}
-
-    def save_now() -> None:
-        settings = {"train.seq_length": run.train.seq_length, "train.seed": run.train.seed, "train.precision": run.train.precision}
-        scalars = {**asdict(counters), **settings, "data.order": order}
-        snapshot = Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, tokenizer, ids)
-        root = Path(run.dir) / "checkpoints"
-        saved = save(root, snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, keep_last=run.checkpoint.keep_last,
-                     protect=[start] if start else [])  # fmt: skip
-        log.info(f"saved {saved.path}")
-        for warning in saved.warnings:
-            log.warn(warning)
-
-    return save_now
+    saves = Saves(state, counters, start, log, loader.order)
+    return Loop(state, loader, valid, reporter, counters, saves, lambda: stop.asked)
 
 
 def describe(state: State, samples: int) -> str:

@@ -1,0 +1,34 @@
+"""Places: where a checkpoint lies, a folder or a prefix of object storage, as a path that can be read; and what is near a mistyped one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from phalanx.base.errors import CheckpointError
+from phalanx.base.rules import near_paths
+
+
+def is_remote(path: Any) -> bool:
+    """Object storage: `s3://bucket/prefix` (or another protocol that fsspec knows)."""
+    return not isinstance(path, Path) and "://" in str(path)
+
+
+def place(path: str | Path) -> Path:
+    """A path to read from. For object storage one with the methods of `Path` (universal_pathlib), which asks anew each time."""
+    if not is_remote(path):
+        return Path(path)
+    if not isinstance(path, str):
+        return path
+    try:
+        from upath import UPath
+
+        return cast(Path, UPath(path, use_listings_cache=False))
+    except ImportError as error:
+        raise CheckpointError(f"{path} needs a package: pip install 'phalanx[s3]' ({error})") from error
+
+
+def missing(path: Path, what: str = "checkpoint") -> str:
+    """That a path is not there, and what is near it."""
+    near = () if is_remote(path) else near_paths(str(path))
+    return f"there is no {what} {path}" + (f"; near it: {', '.join(near)}" if near else "")

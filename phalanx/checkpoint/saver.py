@@ -1,0 +1,123 @@
+"""Saver: the saves of one run, at once or in the background from a copy in host memory; never two at a time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.agree import agree
+from phalanx.checkpoint.host import HostCopies
+from phalanx.checkpoint.save import MAX_FILE_BYTES, Content, Saved, Snapshot, Target, collect, copied, write
+from phalanx.comm.axis import Axis
+from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.buffers import Buffers
+from phalanx.optim.adamw import AdamW
+from phalanx.optim.scaler import LossScaler
+
+SPARE = 0.8  # of the memory that is free on a host, what copies may take
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A save that is over: what was saved, seconds that the run waited for it, and seconds from its beginning to its end."""
+
+    saved: Saved
+    waited_s: float
+    took_s: float
+
+
+class Saver:
+    """`start` begins a save and, in the background, returns once the copy is under way; `finished` and `wait` give what became of it.
+
+    axis        for agreements of the ranks while they write (comm.host); one thread uses it at a time
+    background  write in a thread. Where host memory has no room for the copies, saves wait all the same; `why_not` says so
+    A save that failed raises CheckpointError from `finished`, `wait` or the next `start`, on every rank. A process that ends in
+    mid-save leaves a temporary folder and no checkpoint.
+    """
+
+    def __init__(self, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, target: Target, axis: Axis, *,
+                 background: bool = False, max_file_bytes: int = MAX_FILE_BYTES):  # fmt: skip
+        self._collect = lambda snapshot: collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes)
+        self.target, self.axis, self.background, self.why_not = target, axis, background, ""
+        self._host, self._device = HostCopies(mesh.device), mesh.device
+        self._asked_for_room = False
+        self._under_way: _Thread | None = None
+
+    def start(self, snapshot: Snapshot) -> Outcome | None:
+        """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under way is waited for first."""
+        began = time.monotonic()
+        self.wait()
+        content = self._collect(snapshot)
+        if self.background and not self._asked_for_room:
+            self._ask_for_room(content)
+        if not self.background:
+            saved = write(content, self.target, self.axis)
+            return Outcome(saved, time.monotonic() - began, time.monotonic() - began)
+        copy = copied(content, self._host)
+        self._under_way = _Thread(lambda: self._write(copy), began)
+        return None
+
+    def _write(self, copy: Content) -> Saved:
+        self._host.wait()
+        return write(copy, self.target, self.axis)
+
+    def finished(self) -> Outcome | None:
+        """The outcome of a save in the background, once, when it is over; does not wait."""
+        return None if self._under_way is None or not self._under_way.over else self.wait()
+
+    def wait(self) -> Outcome | None:
+        """The outcome of the save in the background, once it is over; None if there is none."""
+        thread, self._under_way = self._under_way, None
+        return thread.result() if thread is not None else None
+
+    def _ask_for_room(self, content: Content) -> None:
+        """Whether every host has memory for what its ranks will copy. All ranks decide alike."""
+        self._asked_for_room = True
+        told = agree(self.axis, lambda: (socket.gethostname(), content.needed, free_memory()))
+        for host in {name for name, _, _ in told}:
+            needed = sum(bytes_ for name, bytes_, _ in told if name == host)
+            free = next(free for name, _, free in told if name == host)
+            if free is not None and needed > SPARE * free:
+                self.background = False
+                self.why_not = f"copies of {needed} bytes do not fit into {SPARE:.0%} of the {free} bytes of memory that are free on {host}"
+
+
+class _Thread:
+    """Work in a thread of its own: over or not, and its result or error."""
+
+    def __init__(self, work: Callable[[], Saved], began: float):
+        self._work, self._began, self._waited_s = work, began, time.monotonic() - began
+        self._error: BaseException | None = None
+        self._outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="save-checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            saved = self._work()
+            self._outcome = Outcome(saved, self._waited_s, time.monotonic() - self._began)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Outcome:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._outcome  # type: ignore[return-value]
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that could be taken on this host; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None

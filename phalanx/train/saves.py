@@ -1,0 +1,95 @@
+"""What a run's checkpoints say, where they go, and what a failed save means for the run. How they are written is checkpoint/'s matter."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from phalanx.base.errors import CheckpointError
+from phalanx.base.log import Log
+from phalanx.checkpoint.keep import Keep, step_of
+from phalanx.checkpoint.objects import storage_for
+from phalanx.checkpoint.places import place
+from phalanx.checkpoint.save import Snapshot, Target
+from phalanx.checkpoint.saver import Outcome, Saver
+from phalanx.comm.host import host_axis
+from phalanx.data.tokenizers import is_portable, load_tokenizer
+from phalanx.train.build import State
+from phalanx.train.config import Run
+from phalanx.train.load import to_dict
+from phalanx.train.metrics import Counters
+
+
+def checkpoints_of(run: Run) -> Path:
+    """The folder (or the prefix in object storage) of a run's checkpoints."""
+    return place(run.checkpoint.dir or str(Path(run.dir) / "checkpoints"))
+
+
+class Saves:
+    """The saves of one rank; all ranks call each method together.
+
+    start   the checkpoint that the run continues from; order: what the places in the data depend on (`Loader.order`)
+    """
+
+    def __init__(self, state: State, counters: Counters, start: Path | None, log: Log, order: str):
+        run = state.plan.run
+        self.run, self.counters, self.log, self.order = run, counters, log, order
+        self.parent = step_of(start) if start else None
+        self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
+        root, config = checkpoints_of(run), run.checkpoint
+        target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else (), config.read_back)
+        axis = host_axis(state.mesh.world, config.timeout_s)
+        self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background)
+
+    def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, int]]:
+        """Where the tokenizer's files are that checkpoints carry, and its special tokens."""
+        tokenizer = self.run.data.tokenizer
+        if tokenizer is None:
+            return None, {}
+        loaded = load_tokenizer(tokenizer)
+        if not is_portable(tokenizer):
+            tokenizer = str(Path(self.run.dir) / "tokenizer")
+            if rank == 0:
+                loaded.save(tokenizer)
+        return tokenizer, {} if loaded.eod is None else {"eos_token_id": loaded.eod}
+
+    def save(self, last: bool = False) -> None:
+        """Save the finished step. `last`: nothing comes after it, so it is waited for and must not fail."""
+        self.check(wait=True)
+        try:
+            self._tell(self.saver.start(self._snapshot()))
+            if self.saver.why_not:
+                self.log.once(f"checkpoints are not written in the background: {self.saver.why_not}")
+        except CheckpointError as error:
+            self._failed(error, last)
+        else:
+            self.parent = self.counters.step
+        if last:
+            self.check(wait=True, last=True)
+
+    def check(self, wait: bool = False, last: bool = False) -> None:
+        """Between two steps: say what became of the save in the background."""
+        try:
+            self._tell(self.saver.wait() if wait else self.saver.finished())
+        except CheckpointError as error:
+            self._failed(error, last)
+
+    def _failed(self, error: CheckpointError, last: bool) -> None:
+        if last or self.run.checkpoint.on_error == "stop":
+            raise error
+        self.log.warn(f"a checkpoint was not saved, and training goes on (checkpoint.on_error=continue): {error}")
+
+    def _tell(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        waited = f" (in {outcome.took_s:.2f} s; the run waited {outcome.waited_s:.3f} s)"
+        self.log.info(f"saved {outcome.saved.path}{waited}")
+        for warning in outcome.saved.warnings:
+            self.log.warn(warning)
+
+    def _snapshot(self) -> Snapshot:
+        run, counters = self.run, self.counters
+        settings: dict[str, Any] = {f"train.{name}": getattr(run.train, name) for name in ("seq_length", "seed", "precision")}
+        scalars = {**asdict(counters), **settings, "data.order": self.order}
+        return Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, self.tokenizer, self.ids, self.parent)

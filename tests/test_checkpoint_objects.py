@@ -1,0 +1,119 @@
+"""Checkpoints in object storage, on a real server process that speaks S3: saved, listed, loaded, retired; uploads that die are nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.base.errors import CheckpointError
+from phalanx.base.placement import Placement
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
+from phalanx.checkpoint.load import load_weights
+from phalanx.checkpoint.manifest import NAME, read_manifest, verify
+from phalanx.checkpoint.objects import ObjectStorage
+from phalanx.checkpoint.places import place
+from phalanx.train.main import train
+from tests.checkpoints import Failing, expected, load_here, make_run, make_state, save_here, set_state
+from tests.test_checkpoint import TINY
+from tests.test_loop import make_run as small_run
+from tests.test_loop import rows_of
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """s3://bucket on a server of this test alone."""
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    line = next(line for line in server.stderr if "Running on" in line)
+    threading.Thread(target=server.stderr.read, daemon=True).start()  # it writes a line per request
+    settings = {"AWS_ENDPOINT_URL": re.search(r"http://\S+", line)[0], "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+                "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    place("s3://bucket/x").fs.mkdir("bucket")
+    yield "s3://bucket"
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    state = make_state(replace(make_run("llama", "fp32", 100), model=TINY))
+    set_state(state)
+    return state
+
+
+def test_saved_there_and_loaded_from_there(bucket, tiny, tmp_path):
+    root = f"{bucket}/a/checkpoints"
+    assert list_checkpoints(root) == [] and latest(root) is None
+    local = save_here(tiny, tmp_path).path
+    for step in (10, 20, 30):
+        assert save_here(tiny, root, step, keep=Keep(2)).warnings == ()
+    assert not save_here(tiny, root, 30).written, "a good one is not written again"
+    assert [p.name for p in list_checkpoints(root)] == ["step-00000020", "step-00000030"]
+    path = find(f"{bucket}/a")
+    assert path.name == "step-00000030" and verify(path) == []
+    here, there = read_manifest(local).files, read_manifest(path).files
+    assert {n: r.xxh3 for n, r in here.items()} == {n: r.xxh3 for n, r in there.items()}
+    other = make_state(tiny.plan.run)
+    load_here(other, path)
+    assert all(torch.equal(s.master, expected(s, "master")) and torch.equal(s.v, expected(s, "v")) for s in other.optimizer.shards)
+    load_weights(path, other.buffers, other.mesh)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in s3://bucket/mistyped|there is no checkpoint s3://bucket/mistyped"):
+        find(f"{bucket}/mistyped")
+
+
+class FailingObjects(Failing, ObjectStorage):
+    """Each request may be the last."""
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+def test_an_upload_that_dies_at_any_request_is_nothing(bucket, tiny, every):
+    """`raise` (and the tidying up after it), and `refuse`: nothing more gets through, as when the process is gone."""
+    root = place(f"{bucket}/b{every}/checkpoints")
+    counting = FailingObjects(0)
+    save_here(tiny, root, 10, storage=counting)
+    for how in ("raise", "refuse"):
+        for k in range(1, counting.count + 1, every):
+            with pytest.raises(CheckpointError, match="No space left"):
+                save_here(tiny, root, 20, storage=FailingObjects(k, how))
+            assert [p.name for p in list_checkpoints(root)] == ["step-00000010"] and verify(latest(root)) == [], (how, k)
+    assert save_here(tiny, root, 20).written and [verify(p) for p in list_checkpoints(root)] == [[], []]
+
+
+def test_damage_and_retries(bucket, tiny):
+    root = place(f"{bucket}/c/checkpoints")
+    path = save_here(tiny, root, 10).path
+    file = path / "state/rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="rank-00000.safetensors is damaged: the tensor"):
+        load_here(tiny, path)
+    assert save_here(tiny, root, 10).written and verify(path) == []
+    (path / NAME).unlink()
+    assert list_checkpoints(root) == [], "without its manifest it is an upload that was not completed"
+
+
+def test_a_run_with_its_checkpoints_there(bucket, tmp_path):
+    """Two resumes, the last one from storage alone: the run's folder is another one."""
+    whole = small_run(tmp_path / "whole", steps=6)
+    train(whole, Placement())
+    there = CheckpointConfig(dir=f"{bucket}/run", interval=2)
+    optim = replace(whole.optim, decay_steps=6)
+    for steps, folder in ((2, "one"), (4, "one"), (6, "two")):
+        run = small_run(tmp_path / folder, steps=steps)
+        train(replace(run, checkpoint=there, optim=optim), Placement())
+    losses = {r["step"]: r["loss"] for folder in ("one", "two") for r in rows_of(small_run(tmp_path / folder))}
+    assert losses == {r["step"]: r["loss"] for r in rows_of(whole)}
+    assert [p.name for p in list_checkpoints(f"{bucket}/run")] == ["step-00000004", "step-00000006"]
+    assert not (tmp_path / "one/checkpoints").exists()
