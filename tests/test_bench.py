@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -579,3 +580,15 @@ def test_the_plain_peer_is_a_llama(peers):
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks" / "peers").glob("*.py")), ids=lambda p: p.stem)
 def test_peer_scripts_compile(script):
     compile(script.read_text(encoding="utf-8"), str(script), "exec")
+
+
+def test_ablation_has_a_row_for_what_fails(tmp_path):
+    """A row is a process of its own: Triton's kernels do not run here, the plain ones do."""
+    small = ["train.device=cpu", "model.num_hidden_layers=1", "train.seq_length=16", "train.global_batch=2"]
+    rows = [word for name in ("without any kernel of ours", "without norm") for word in ("--only", name)]
+    command = [sys.executable, "benchmarks/ablation.py", "recipes/tiny_llama.yaml", *small, "--steps", "2", "--warmup", "1", *rows]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    done = subprocess.run([*command, "--out", str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
+    plain, failed = json.loads((tmp_path / "rows.json").read_text())
+    assert done.returncode == 1 and "error" in failed and "| without norm | failed: " in done.stdout
+    assert plain["step"]["repeats"] == 2 and "| without any kernel of ours |" in done.stdout and math.isfinite(plain["loss"])
