@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, gated, grouped, loss, norm, permute, rope, route
+from phalanx.ops.kernels import adamw, gated, grouped, head_norm, loss, norm, permute, rope, route
 
 BF = "*bf16"
 
@@ -40,6 +40,10 @@ def kernels() -> list[tuple]:
         found.append((gated._backward, dict(dy=BF, x=BF, **some, dx=BF, dweights="*fp32", F="i32"), dict(BLOCKS=3, **gate)))
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))
     found.append((rope._pack, pointers, dict(SIGN=1.0, ROTATE=True, **heads)))
+    normed = dict(qkv=BF, q_weight=BF, k_weight=BF, cos_table=BF, sin_table=BF)
+    found.append((head_norm._forward, dict(**normed, out=BF), dict(EPS=1e-6, ROTATE=True, **heads)))
+    more = dict(dq=BF, dk=BF, dv=BF, dqkv=BF, dw_parts="*fp32", tokens="i32", length="i32", programs="i32", **dict.fromkeys(strides, "i32"))
+    found.append((head_norm._backward, dict(**normed, **more), dict(EPS=1e-6, ROTATE=True, **heads)))
     rows = dict(row_of_label="*i64", here="*i1", lse="*fp32")
     found.append((loss._stats, dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((loss._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))

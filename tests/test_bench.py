@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from phalanx.base.placement import Placement
-from phalanx.bench.ops import bench_ops, calls_of
+from phalanx.bench.ops import Call, bench_ops, calls_of, forward_flop
 from phalanx.bench.sweep import combinations, problem_of, split_values, sweep_table
 from phalanx.bench.timing import Times, measure
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import train_loader
 from phalanx.models.config import GPT2Config
+from phalanx.ops.attention import Kind, attention
 from phalanx.train import doctor
 from phalanx.train.budget import ATTENTION, BUBBLE, GEMM, HOST, OPTIMIZER, POINTWISE, advice, budget_of, comm_row, read_budget
 from phalanx.train.build import build, init_weights
@@ -319,6 +320,14 @@ def test_bench_ops_counts_what_the_modules_call(config, tmp_path):
     assert rows["rms_norm"].nbytes == 4 * (2 * 32 * 32 + 32)  # input, output, weight
     assert rows["swiglu"].both is not None and rows["update"].both is None
     assert "of ceiling" in "\n".join(said) and "ceilings measured" in "\n".join(said)
+
+
+def test_flop_of_attention_with_a_window_and_values_of_their_own_width(config):
+    """Truth: keys counted query by query, the query's own as half, 2 FLOP a feature of key and value."""
+    q, k, v = (torch.empty(3, heads, 32, width) for heads, width in ((4, 6), (2, 6), (2, 10)))
+    keys = sum(min(i + 0.5, 5) for i in range(32))
+    call = Call("attention", attention, (q, k, v, None, Kind(window=5)), {})
+    assert forward_flop(call, small(config), lambda: None) == pytest.approx(3 * 4 * keys * 2 * (6 + 10), rel=1e-12)
 
 
 def test_bench_ops_leaves_the_modules_as_they_were(config):

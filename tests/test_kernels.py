@@ -24,7 +24,7 @@ from phalanx.ops.kernels import use_triton
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from phalanx.ops.rope import rotary_table
 from phalanx.ops.rope_scaling import inverse_frequencies
-from tests.test_ops import normal, rotated
+from tests.test_ops import normal, normed_rotated, rotated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() and sys.platform != "linux", reason="triton has wheels for Linux alone")
 ONE = Axis("tp")
@@ -60,6 +60,9 @@ CASES = {  # name -> (op of tensors and `kernels`, shapes, which are parameters)
     "swiglu, wide": (lambda x, k: swiglu(x, k), ((2, 2 * 1030),), ()),
     "rope": (lambda x, k: rotated(x, 3, 2, 2, table(10, 6, x.dtype), k), ((10, 7, 6),), ()),
     "rope, one head": (lambda x, k: rotated(x, 1, 1, 1, table(5, 64, x.dtype), k), ((5, 3, 64),), ()),
+    "norm_rope": (lambda x, q, y, k: normed_rotated(x, q, y, 3, 2, 2, table(10, 6, x.dtype), k), ((10, 7, 6), (6,), (6,)), (1, 2)),
+    "norm_rope, one head": (lambda x, q, y, k: normed_rotated(x, q, y, 1, 1, 1, table(5, 64, x.dtype), k), ((5, 3, 64), (64,), (64,)), (1, 2)),
+    "norm_rope, no angles": (lambda x, q, y, k: normed_rotated(x, q, y, 5, 1, 3, None, k), ((9, 7, 20), (20,), (20,)), (1, 2)),
     "taking heads apart": (lambda x, k: rotated(x, 4, 4, 3, None, k), ((6, 12, 8),), ()),
     "cross entropy": (cross, ((7, 5), (13, 5)), (1,)),
     "cross entropy, many ids": (cross, ((4, 3), (4200, 3)), (1,)),

@@ -25,6 +25,7 @@ from phalanx.ops.attention import CAUSAL, Kind, attention, attention_with_dropou
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.dropout import dropout
 from phalanx.ops.embedding import embedding, learned_positions
+from phalanx.ops.head_norm import norm_rope
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from phalanx.ops.rope import rope, rotary_table
@@ -126,6 +127,16 @@ def rotated(x: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[T
     return torch.cat(rope(x, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
 
 
+def normed_rotated(x: Tensor, q: Tensor, k: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None,
+                   kernels: str = "auto") -> Tensor:  # fmt: skip
+    """What norm_rope takes apart, packed again."""
+    return torch.cat(norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
+
+
+def plain_norm_rope(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return plain_rope(torch.cat((plain_rms_norm(x[:, :2], q), plain_rms_norm(x[:, 2:3], k), x[:, 3:]), 1))
+
+
 def attend(x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:
     return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, kind, sinks)
 
@@ -177,6 +188,11 @@ OPS = {
     "swiglu": Op(swiglu, plain_swiglu, ((5, 6),)),
     "gelu": Op(gelu, plain_gelu, ((5, 3),)),
     "rope": Op(lambda x: rotated(x, 2, 1, 1, TABLE), plain_rope, ((5, 4, 6),)),
+    "norm_rope": Op(lambda x, q, k: normed_rotated(x, q, k, 2, 1, 1, TABLE), plain_norm_rope, ((5, 4, 6), (6,), (6,)), (1, 2)),
+    "norm_rope, no angles": Op(
+        lambda x, q, k: normed_rotated(x, q, k, 3, 2, 1, None),
+        lambda x, q, k: torch.cat((plain_rms_norm(x[:, :3], q), plain_rms_norm(x[:, 3:5], k), x[:, 5:]), 1), ((4, 7, 5), (5,), (5,)), (1, 2),
+    ),
     "taking heads apart": Op(lambda x: rotated(x, 2, 1, 1, None), lambda x: x, ((5, 4, 5),)),
     "embedding": Op(lambda w: embedding(IDS, w, 4, 5, ONE), plain_embedding, ((7, 3),), (0,)),
     "learned_positions": Op(lambda w: learned_positions(IDS, w), lambda w: F.embedding(IDS, w), ((13, 3),), (0,)),

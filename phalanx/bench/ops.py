@@ -22,11 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
-from phalanx.bench.ceilings import Ceilings, attention_flop, measure_ceilings
+from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.timing import Times, measure
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Coords
+from phalanx.ops.attention import CAUSAL, Kind
 from phalanx.train.build import build, init_weights, to_device
 from phalanx.train.config import Run
 from phalanx.train.plan import Plan, make_blocks, make_plan, num_blocks, without_layout
@@ -257,13 +258,13 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
 
 
 def forward_flop(call: Call, run: Run, forward: Callable[[], Any]) -> float:
-    """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square."""
-    m, tp = run.model, run.layout.tp
+    """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square or the window."""
     if "attention" in call.name:
-        size = getattr(m, "head_dim", None) or m.hidden_size // m.num_attention_heads
-        return attention_flop(run.train.micro_batch, max(1, m.num_attention_heads // tp), run.train.seq_length, size)
+        q, _, v, *others = call.args
+        kind = next((a for a in others if isinstance(a, Kind)), CAUSAL)
+        return 2.0 * q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * kind.keys_per_query(q.shape[2])
     if call.name == "gated_mlp":  # not torch's GEMMs
-        return 2.0 * len(call.args[0]) * tp * (call.args[1].numel() + call.args[2].numel())
+        return 2.0 * len(call.args[0]) * run.layout.tp * (call.args[1].numel() + call.args[2].numel())
     with FlopCounterMode(display=False) as counter:
         forward()
     return float(counter.get_total_flops())

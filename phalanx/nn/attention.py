@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +15,7 @@ from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops import attention as ops
+from phalanx.ops.head_norm import norm_rope
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.rope import rope
 from phalanx.ops.rope_scaling import Rotation
@@ -93,12 +93,13 @@ class Attention(Module):
 
     def mix(self, qkv: Tensor, batch: Batch) -> Tensor:
         """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
-            q, k = (norm(x.reshape(-1, self.head_dim)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-            qkv = torch.cat((q, k, v), 1)
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
-        q, k, v = rope(qkv, self.heads, self.kv_heads, batch.num_sequences, table, self.env.twin("rope"))
+        shape = (self.heads, self.kv_heads, batch.num_sequences)
+        if self.q_norm is not None and self.k_norm is not None:
+            twin = "plain" if self.env.twin("norm") == "plain" else self.env.twin("rope")
+            q, k, v = norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, twin)
+        else:
+            q, k, v = rope(qkv, *shape, table, self.env.twin("rope"))
         if self.dropout > 0 and self.training:
             return ops.attention_with_dropout(q, k, v, batch, self.dropout, self.env.seed, self.layer, self.first_head)
         return ops.attention(q, k, v, batch, self.kind, self.sinks, self.env.twin("attention"))

@@ -40,7 +40,7 @@ from tests import test_ops
 from tests.gpu.experts import expert_checks
 from tests.gpu.truth import ROUNDINGS, within
 from tests.parity import base_run, sample_batch
-from tests.test_ops import OPS, attend, gradients, make_batch, normal, rotated
+from tests.test_ops import OPS, attend, gradients, make_batch, normal, normed_rotated, rotated
 
 ONE = Axis("tp")
 # tensors that the ops of tests.test_ops close over
@@ -159,6 +159,10 @@ def twin_cases() -> dict[str, Callable[[torch.device], str]]:
         table = rotary_table(torch.arange(tokens, device=x.device), inverse_frequencies(128, 500000.0), x.dtype)
         return rotated(x, 32, 8, 1, table, kernels)
 
+    def norm_turn(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, kernels: str) -> torch.Tensor:
+        table = rotary_table(torch.arange(tokens, device=x.device), inverse_frequencies(128, 500000.0), x.dtype)
+        return normed_rotated(x, q, k, 32, 8, 1, table, kernels)
+
     def add_norm(x: torch.Tensor, delta: torch.Tensor, w: torch.Tensor, kernels: str) -> torch.Tensor:
         return torch.cat(add_rms_norm(x, delta, w, 1e-5, kernels))
 
@@ -171,6 +175,7 @@ def twin_cases() -> dict[str, Callable[[torch.device], str]]:
         ),
         "twins: swiglu": twins("swiglu", swiglu, ((tokens, 2 * 14336),)),
         "twins: rope": twins("rope", turn, ((tokens, 48, 128),)),
+        "twins: norm_rope": twins("norm_rope", norm_turn, ((tokens, 48, 128), (128,), (128,)), (1, 2)),
         "twins: cross entropy": twins("cross entropy", loss, ((tokens, 64), (32064, 64)), (1,)),
     }
 
