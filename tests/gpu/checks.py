@@ -451,6 +451,10 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found["fused AdamW"] = fused_adamw
     found["normal initial values"] = normals
     found["dropout masks"] = masks
+    for model in ("mistral", "qwen2", "deepseek_v3"):
+        found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
+        found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
+        found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
     for model in ("llama", "gpt2", "qwen3"):
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, fp32"] = training_check(model, "fp32", 1e-4)
