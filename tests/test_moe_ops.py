@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.base.rng import key_of
 from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, clamped_swiglu, gated_rows, swiglu
-from phalanx.ops.grouped import grouped_matmul
+from phalanx.ops.grouped import add_grouped_product_, grouped_matmul, grouped_product
 from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows, row_weights
 from phalanx.ops.route import (
     BalanceSums,
@@ -559,6 +559,20 @@ def test_grouped_matmul_by_triton(dtype, inner, outer):
         assert (a.double() - b).abs().max() <= bound * b.abs().max()
 
 
+def test_every_tile_is_made_once():
+    """Truth: the plain twins. Tiles so small that an expert has several groups of them, the last group not full, in both directions."""
+    from phalanx.ops.kernels import grouped as fast
+
+    tiles = fast.Tiles(16, 16, 16, 2, 4, group=2)
+    ends, x, dy, weight = torch.tensor([10, 10, 103], dtype=torch.int32), normal(110, 40), normal(110, 72, seed=1), normal(3, 72, 40, seed=2)
+    for a, w in ((x, weight.transpose(1, 2)), (dy, weight)):
+        torch.testing.assert_close(fast.grouped_product(a, w, ends, None, tiles)[:103], grouped_product(a, w, ends)[:103], rtol=1e-12, atol=1e-12)
+    found, truth = torch.ones_like(weight), torch.ones_like(weight)
+    fast.add_grouped_product_(found, dy, x, ends, tiles)
+    add_grouped_product_(truth, dy, x, ends)
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_by_triton(dtype):
     """Truth: the plain twins in float64 on the same inputs, within a rounding. Wider than one program's columns, weighed and not."""
@@ -621,6 +635,7 @@ def test_route_by_triton(name, dtype):
         assert a.dtype == b.dtype and (a.double() - b.double()).abs().max() <= bound * b.double().abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_experts_of_nan_are_experts_by_triton():
     """Whatever the logits: rows are made of the experts' numbers, so those must be numbers of experts."""
     logits = torch.full((5, 60), torch.nan)

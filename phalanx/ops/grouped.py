@@ -52,15 +52,16 @@ Twin = Literal["plain", "library", "triton"]
 
 
 def twin_for(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Twin:
-    """Which twin multiplies forward and backward to the input. `auto`: torch's grouped matmul where its rules hold, else Triton on a GPU."""
-    if kernels == "auto" and bias is None and library_takes(x, weight):
+    """Which twin multiplies forward and backward to the input. Unless told otherwise, torch's grouped matmul where its rules hold, else
+    Triton on a GPU."""
+    if kernels in ("auto", "wheels") and bias is None and library_takes(x, weight):
         return "library"
     return "triton" if use_triton(kernels, x) else "plain"
 
 
 def library_takes(x: Tensor, weight: Tensor) -> bool:
-    """torch._grouped_mm takes bf16 rows of a multiple of 16 bytes; before Hopper it waits for the device, so there it is not asked."""
-    aligned = all(size % 8 == 0 for size in weight.shape[1:])
+    """torch._grouped_mm takes bf16 rows of a multiple of 16 bytes, at least one; before Hopper it waits for the device, so there it is not asked."""
+    aligned = x.numel() > 0 and all(size % 8 == 0 for size in weight.shape[1:])
     return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm") and is_hopper(x.device.index or 0)
 
 

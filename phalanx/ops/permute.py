@@ -89,7 +89,7 @@ def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> t
     wide = _wide(y)
     dout_R = gather_forward(dout, rows).to(wide)
     weight_R = _take(weights.flatten(), rows.slot_R).to(wide)
-    products = torch.where(rows.valid_R, (dout_R * y.to(wide)).sum(-1), 0)
+    products = (dout_R * y.to(wide)).sum(-1)
     row = rows.row_TK
     dweights = torch.where(row >= 0, _take(products, row.clamp_min(0).flatten()).view_as(row), 0)
     return (dout_R * weight_R.unsqueeze(-1)).to(y.dtype), dweights.to(weights.dtype)
