@@ -37,12 +37,18 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama tp2, no overlap, no graphs": ("llama", dict(tp=2, tp_overlap="off"), dict(cuda_graphs="off")),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
+        "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
+        "mixtral ep2, all-to-all": ("mixtral", dict(ep=2, dispatch="alltoall"), {}),
+        "mixtral tp2 ep2, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="allgather", expert_room=1.0), {}),
+        "qwen3_moe etp2": ("qwen3_moe", dict(etp=2), {}),
     }
     if world % 4 == 0:
         found |= {
             "llama tp4, 2 kv heads": ("llama", dict(tp=4), {}),
             "qwen3 tp2 pp2": ("qwen3", dict(tp=2, pp=2), {}),
             "gpt2 tp2 pp2": ("gpt2", dict(tp=2, pp=2), {}),
+            "mixtral tp2 pp2, ep2 across tp": ("mixtral", dict(tp=2, pp=2, ep=2), {}),
+            "qwen3_moe ep4": ("qwen3_moe", dict(ep=4, dispatch="allgather"), {}),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
             "llama tp2 pp2 x 2 virtual stages": ("llama-tied", dict(tp=2, pp=2, virtual_stages=2), dict(micro_batch=2)),
         }
