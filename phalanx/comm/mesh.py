@@ -40,7 +40,7 @@ class Mesh:
     """The axes of one rank.
 
     tp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
-    ep, etp, edp        axes of the expert view, and `experts`, ep and etp together: after `prepare_experts`.
+    model               the axes that modules communicate over: of the expert view after `prepare_experts`.
     Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
     only, because torch names such a group by the number of groups that a rank has made before.
     """
@@ -60,19 +60,26 @@ class Mesh:
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
         self.model = ModelAxes(self.tp)
+        self._edp: Axis | None = None
 
     def prepare_experts(self) -> None:
-        """Make the axes of the expert view, which only models with experts need."""
+        """Make the axes of the expert view, which only models with experts need; once."""
+        if self._edp is not None:
+            return
 
         def phase(name: str, *axes: ExpertAxis) -> Axis:
             return self._phase(name, self.grid.expert_ranks(self.at, axes))
 
         self.model = ModelAxes(self.tp, phase("ep", "ep"), phase("etp", "etp"), phase("ep x etp", "ep", "etp"))
-        self.edp = phase("edp", "edp")
+        self._edp = phase("edp", "edp")
 
     def along(self, axis: SumAxis) -> Axis:
         """The axis over which gradients of some parameters are summed."""
-        return self.dp if axis == "dp" else self.edp
+        if axis == "dp":
+            return self.dp
+        if self._edp is None:
+            raise RuntimeError("the axes of the expert view were not prepared")
+        return self._edp
 
     def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
         group = None

@@ -85,7 +85,7 @@ def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run
     device = local_device(kind, rank)
     numbered = sorted(enumerate(runs.items()), key=lambda item: repr(grid_of(item[1][1], world)))
     for grid, members in groupby(numbered, key=lambda item: grid_of(item[1][1], world)):
-        init_world(rank, world, f"file://{folder}/store-{grid.pp}-{grid.dp}-{grid.tp}", device, timeout_s=120.0)
+        init_world(rank, world, f"file://{folder}/store-{grid.pp}-{grid.dp}-{grid.tp}-{grid.ep}-{grid.etp}", device, timeout_s=120.0)
         mesh = Mesh(grid, rank, device)
         for number, (name, run) in members:
             if rank == 0:
