@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.kernels import Kernels, is_hopper, use_triton
+from phalanx.ops.kernels import Kernels, use_triton
 
 
 def _segments(ends: Tensor) -> list[slice]:
@@ -48,27 +48,8 @@ def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
         buffer[e] += dy[rows].sum(0, dtype=buffer.dtype)
 
 
-Twin = Literal["plain", "library", "triton"]
-
-
-def twin_for(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Twin:
-    """Which twin multiplies forward and backward to the input. Unless told otherwise, torch's grouped matmul where its rules hold, else
-    Triton on a GPU."""
-    if kernels in ("auto", "wheels") and bias is None and library_takes(x, weight):
-        return "library"
-    return "triton" if use_triton(kernels, x) else "plain"
-
-
-def library_takes(x: Tensor, weight: Tensor) -> bool:
-    """torch._grouped_mm takes bf16 rows of a multiple of 16 bytes, at least one; before Hopper it waits for the device, so there it is not asked."""
-    aligned = x.numel() > 0 and all(size % 8 == 0 for size in weight.shape[1:])
-    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm") and is_hopper(x.device.index or 0)
-
-
-def _product(twin: Twin, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    if twin == "library":
-        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
-    if twin == "triton":
+def _product(triton: bool, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    if triton:
         from phalanx.ops.kernels import grouped
 
         return grouped.grouped_product(x, weight, ends, bias)
@@ -101,24 +82,24 @@ class Later(list[Callable[[], Any]]):
 
 class _GroupedMatmul(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, twin: Twin, triton: bool,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, triton: bool,
                 later: Later | None) -> Tensor:  # type: ignore[override]  # fmt: skip
         ctx.save_for_backward(x, ends)
         ctx.weight, ctx.bias = weight, bias  # the slots, read in backward; not the values, which may move
-        ctx.twin, ctx.triton, ctx.later = twin, triton, later
-        return _product(twin, x, weight.transpose(1, 2), ends, bias)
+        ctx.triton, ctx.later = triton, later
+        return _product(triton, x, weight.transpose(1, 2), ends, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, ends), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        need_x, need_w, _, need_b, _, _, _ = ctx.needs_input_grad
-        dx, dw = _product(ctx.twin, dy, weight, ends) if need_x else None, None
+        need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
+        dx, dw = _product(ctx.triton, dy, weight, ends) if need_x else None, None
         if need_w and ctx.later is not None and weight.grad is not None:
             ctx.later.append(partial(_add_grouped_grad, weight, dy, x, ends, ctx.triton))
         elif need_w:
             dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton)
         db = _add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
-        return dx, dw, None, db, None, None, None
+        return dx, dw, None, db, None, None
 
 
 def grouped_matmul(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels = "auto", bias_EO: Tensor | None = None,
@@ -127,5 +108,4 @@ def grouped_matmul(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Ke
 
     With `later` the weight's gradient is put off to it, if it has a buffer to go to.
     """
-    twin = twin_for(kernels, x_RI, weight_EOI, bias_EO)
-    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, twin, use_triton(kernels, x_RI), later)
+    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, use_triton(kernels, x_RI), later)

@@ -34,11 +34,3 @@ def _capable(index: int) -> bool:
     import torch
 
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-@cache
-def is_hopper(index: int) -> bool:
-    """Whether GPU number `index` is of NVIDIA's Hopper generation or newer."""
-    import torch
-
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
