@@ -88,6 +88,10 @@ RULES = [
     (f"{GROUPED} model.router_bias_update_rate=-1", 1, "model.router_bias_update_rate", -1, "[0, inf)", set(), (0.001,)),
     (f"{GROUPED} model.moe_intermediate_size=1 layout.tp=4", 4, "layout.tp", 4, "width of the shared experts", {"model.n_shared_experts", "model.moe_intermediate_size"}, (1,)),
     (f"{LATENT} model.n_group=2", 1, "model.n_group", 2, "has no effect without layers with experts", {"model.first_k_dense_replace", "model.num_hidden_layers"}, (8,)),
+    (f"{GROUPED} model.num_nextn_predict_layers=-1", 1, "model.num_nextn_predict_layers", -1, ">= 0", set(), (0, 1)),
+    (f"{GROUPED} model.num_nextn_predict_layers=1 model.mtp_loss_weight=-1", 1, "model.mtp_loss_weight", -1, "[0, inf)", set(), (0.3,)),
+    (f"{GROUPED} model.mtp_loss_weight=0.1", 1, "model.mtp_loss_weight", 0.1, "has no effect without", {"model.num_nextn_predict_layers"}, (0.3,)),
+    (f"{GROUPED} model.num_nextn_predict_layers=1 layout.pp=8", 8, "layout.pp", 8, "stages without a block", {"layout.virtual_stages", "blocks (layers + 3)"}, (4,)),
     (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (2, 4)),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),

@@ -76,6 +76,9 @@ def check_latent(config: DeepseekV3Config) -> list[Problem]:
     if dim < 2 or dim % 2:
         rule = "must be even and >= 2 (rotary embedding turns pairs)"
         found.append(problem("model", config, "qk_rope_head_dim", rule, {}, multiples(dim, 2) if dim > 2 else (2,)))
+    found += at_least("model", config, 0, "num_nextn_predict_layers") + within("model", config, "mtp_loss_weight", "[0, inf)", (0.3,))
+    if config.num_nextn_predict_layers == 0:
+        found += no_effect("model", config, ["mtp_loss_weight"], "model.num_nextn_predict_layers", {"model.num_nextn_predict_layers": 0})
     return found + no_effect("model", config, ["num_key_value_heads", "head_dim"], "heads of their own (deepseek_v3 makes them from latents)", {})
 
 

@@ -54,10 +54,18 @@ class DeepseekV3Config(ExpertsConfig):
     """Coefficient of the balancing loss E * sum f_i P_i of each layer (technical report, equation 17); 0: none."""
     router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "sequence"
     """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole step before)."""
+    num_nextn_predict_layers: int = 0
+    """Modules after the last layer, each with a layer of its own, that in training predict one token further ahead each (DeepSeek-V3: 1)."""
+    mtp_loss_weight: float = 0.3
+    """Weight of the mean of their losses beside the main loss."""
 
     @property
     def routed_experts(self) -> int:
-        return self.n_routed_experts if any(map(self.has_experts, range(self.num_hidden_layers))) else 0
+        return self.n_routed_experts if self.has_experts(self.num_hidden_layers + self.predict_layers - 1) else 0
+
+    @property
+    def predict_layers(self) -> int:
+        return self.num_nextn_predict_layers
 
     @property
     def expert_size(self) -> int:

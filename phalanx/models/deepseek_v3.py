@@ -5,16 +5,22 @@ DeepSeek-AI, "DeepSeek-V3 technical report", 2024. The first `first_k_dense_repl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from phalanx.models import llama
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.mixtral import balance_of
+from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.mla import LatentAttention, LatentSizes
 from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block
 from phalanx.nn.moe import ExpertNames, MoE
+from phalanx.nn.mtp import Depth, MultiTokenPrediction
+from phalanx.nn.norm import RMSNorm
 from phalanx.ops.attention import Kind
 from phalanx.ops.rope_scaling import Rotation, yarn_mscale
 from phalanx.ops.route import Router
@@ -67,6 +73,21 @@ def router(config: DeepseekV3Config) -> Router:
     )  # fmt: skip
 
 
-def make_blocks(config: DeepseekV3Config, env: Env, which: range) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head."""
-    return llama.make_blocks(config, env, which, make_attention=attention, make_mlp=mlp)
+def predict_ahead(config: DeepseekV3Config, env: Env, embedding: nn.Parameter | None) -> MultiTokenPrediction:
+    """The modules that predict tokens further ahead, numbered as layers after the last one."""
+    c = config
+    embed = Embedding(
+        env, "model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.initializer_range, llama.embedding_replicas(c, env), embedding
+    )  # fmt: skip
+    head = llama.make_head(c, env, embed.weight if c.tie_word_embeddings else None)
+    depths = [
+        Depth(env, f"model.layers.{n}", c.hidden_size, c.rms_norm_eps, c.initializer_range, llama.LlamaLayer(c, env, n, attention, mlp))
+        for n in range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
+    ]
+    return MultiTokenPrediction(env, RMSNorm(env, "model.norm", c.hidden_size, c.rms_norm_eps), embed, head, depths, c.mtp_loss_weight)
+
+
+def make_blocks(config: DeepseekV3Config, env: Env, which: Sequence[int]) -> list[Block]:
+    """Blocks number `which`: embedding, layers, what predicts tokens further ahead (if anything), head."""
+    ahead = predict_ahead if config.num_nextn_predict_layers else None
+    return llama.make_blocks(config, env, which, make_attention=attention, make_mlp=mlp, make_ahead=ahead)
