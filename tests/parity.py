@@ -55,6 +55,16 @@ MODELS = {
         sliding_window=9, max_window_layers=2,
     ),
     "deepseek_v3": DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=3, first_k_dense_replace=1, num_attention_heads=4,
+        q_lora_rank=18, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7, n_routed_experts=8, num_experts_per_tok=3,
+        n_shared_experts=2, moe_intermediate_size=14, n_group=4, topk_group=2, router_bias_update_rate=0.05, router_aux_loss_coef=0.1,
+    ),
+    "deepseek_v3-mtp": DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=2, first_k_dense_replace=1, num_attention_heads=4,
+        q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=14, n_group=2, topk_group=1, router_aux_loss_coef=0.1, num_nextn_predict_layers=2, mtp_loss_weight=0.7,
+    ),
+    "deepseek_v3-dense": DeepseekV3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=3, first_k_dense_replace=3, num_attention_heads=4,
         q_lora_rank=18, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7, rms_norm_eps=1e-5,
         rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.8),
@@ -63,6 +73,7 @@ MODELS = {
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=SEQ, dropout=0.1, attention_dropout=0.1,
     ),
 }  # fmt: skip
+MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 
 def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -> Run:
@@ -135,7 +146,7 @@ def run_layout(rank: int, world: int, run: Run, steps: int, documents: bool = Fa
         tokens = accumulate(state, step_batches(run, mesh, step, documents))
         grads.append(parts_of(state, "grad"))
         result = update(state, tokens, lr=1e-2)
-        losses.append(result.loss.item())
+        losses.append((result.loss.item(), 0.0 if result.ahead is None else result.ahead.item()))
         norms.append(result.grad_norm.item())
     state.buffers.ready()
     sites = list(mesh.watch.calls)

@@ -199,7 +199,7 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
     ("qwen3", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
     ("mistral", "bf16", 2, dict(tp=2), 20000),
     ("qwen2", "fp32", 4, dict(tp=4), 1 << 30),
-    ("deepseek_v3", "bf16", 4, dict(tp=2, pp=2), 20000),
+    ("deepseek_v3-dense", "bf16", 4, dict(tp=2, pp=2), 20000),
 ])  # fmt: skip
 def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
     ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
@@ -257,7 +257,7 @@ def their_config(model: str) -> dict:
     ("qwen3", torch.bfloat16, "10KB", 4, dict(tp=4)),
     ("mistral", torch.bfloat16, "5GB", 2, dict(tp=2)),
     ("qwen2", torch.float32, "10KB", 4, dict(tp=2, pp=2)),
-    ("deepseek_v3", torch.float32, "10KB", 2, dict(tp=2)),
+    ("deepseek_v3-dense", torch.float32, "10KB", 2, dict(tp=2)),
 ])  # fmt: skip
 def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
     theirs = their_model(model, dtype)
@@ -355,15 +355,18 @@ def test_what_we_cannot_compute_is_refused_by_name(change, named):
         from_hf({**to_hf(MODELS["gpt2"], torch.float32), "activation_function": "relu"})
 
 
-LATENT_HF = to_hf(MODELS["deepseek_v3"], torch.float32)
+LATENT_HF = to_hf(MODELS["deepseek_v3-dense"], torch.float32)
 
 
 @pytest.mark.parametrize("change, named", [
-    (dict(attention_bias=True), "attention_bias=True"), (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers=1"),
-    (dict(num_key_value_heads=2), "num_key_value_heads=2"), (dict(first_k_dense_replace=1), "first_k_dense_replace=1"),
+    (dict(attention_bias=True), "attention_bias=True"), (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+    (dict(num_key_value_heads=2), "num_key_value_heads=2"), (dict(scoring_func="softmax"), "scoring_func='softmax'"),
+    (dict(topk_method="greedy"), "topk_method='greedy'"), (dict(moe_layer_freq=2), "moe_layer_freq=2"),
 ])  # fmt: skip
 def test_what_latent_attention_does_not_have_is_refused_by_name(change, named):
-    assert from_hf(LATENT_HF) == MODELS["deepseek_v3"]
+    assert from_hf(LATENT_HF) == MODELS["deepseek_v3-dense"]
+    for name in ("deepseek_v3", "deepseek_v3-mtp"):
+        assert differences(asdict(from_hf(to_hf(MODELS[name], torch.float32))), asdict(MODELS[name])) == []
     with pytest.raises(CheckpointError, match=named):
         from_hf({**LATENT_HF, **change})
 

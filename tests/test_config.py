@@ -27,6 +27,7 @@ TRAIN = {"steps": 100, "global_batch": 16, "micro_batch": 2, "seq_length": 64}
 BASE = {"model": LLAMA, "train": TRAIN, "data": {"mock": True}}
 GPT2_BASE = {**BASE, "model": GPT2}
 LATENT = "model.family=deepseek_v3 model.first_k_dense_replace=4"
+GROUPED = "model.family=deepseek_v3 model.first_k_dense_replace=1 model.n_routed_experts=8 model.num_experts_per_tok=2 model.n_group=4 model.topk_group=2"
 LAPTOP = Facts(files=False)
 
 
@@ -75,8 +76,23 @@ RULES = [
     (f"{LATENT} model.qk_nope_head_dim=0", 1, "model.qk_nope_head_dim", 0, ">= 1", set(), (1, 2)),
     (f"{LATENT} model.head_dim=16", 1, "model.head_dim", 16, "has no effect without heads of their own", set(), (None,)),
     (f"{LATENT} model.num_key_value_heads=2", 1, "model.num_key_value_heads", 2, "has no effect without heads of their own", set(), (None,)),
+    (f"{GROUPED} model.n_group=3", 1, "model.n_group", 3, "must divide n_routed_experts", {"model.n_routed_experts"}, (2, 4)),
+    (f"{GROUPED} model.n_group=0", 1, "model.n_group", 0, ">= 1", set(), (2,)),
+    (f"{GROUPED} model.topk_group=0", 1, "model.topk_group", 0, ">= 1", set(), (1, 2)),
+    (f"{GROUPED} model.topk_group=5", 1, "model.topk_group", 5, "must be <= n_group", {"model.n_group"}, (4,)),
+    (f"{GROUPED} model.num_experts_per_tok=5", 1, "model.num_experts_per_tok", 5, "experts in topk_group groups", {"experts in topk_group groups", "model.n_routed_experts", "model.topk_group", "model.n_group"}, (4,)),
+    (f"{GROUPED} model.moe_intermediate_size=0", 1, "model.moe_intermediate_size", 0, ">= 1", set(), (1, 2)),
+    (f"{GROUPED} model.first_k_dense_replace=-1", 1, "model.first_k_dense_replace", -1, ">= 0", set(), (0, 1)),
+    (f"{GROUPED} model.n_shared_experts=-1", 1, "model.n_shared_experts", -1, ">= 0", set(), (0, 1)),
+    (f"{GROUPED} model.routed_scaling_factor=0", 1, "model.routed_scaling_factor", 0, "(0, inf)", set(), (2.5,)),
+    (f"{GROUPED} model.router_bias_update_rate=-1", 1, "model.router_bias_update_rate", -1, "[0, inf)", set(), (0.001,)),
+    (f"{GROUPED} model.moe_intermediate_size=1 layout.tp=4", 4, "layout.tp", 4, "width of the shared experts", {"model.n_shared_experts", "model.moe_intermediate_size"}, (1,)),
+    (f"{LATENT} model.n_group=2", 1, "model.n_group", 2, "has no effect without layers with experts", {"model.first_k_dense_replace", "model.num_hidden_layers"}, (8,)),
+    (f"{GROUPED} model.num_nextn_predict_layers=-1", 1, "model.num_nextn_predict_layers", -1, ">= 0", set(), (0, 1)),
+    (f"{GROUPED} model.num_nextn_predict_layers=1 model.mtp_loss_weight=-1", 1, "model.mtp_loss_weight", -1, "[0, inf)", set(), (0.3,)),
+    (f"{GROUPED} model.mtp_loss_weight=0.1", 1, "model.mtp_loss_weight", 0.1, "has no effect without", {"model.num_nextn_predict_layers"}, (0.3,)),
+    (f"{GROUPED} model.num_nextn_predict_layers=1 layout.pp=8", 8, "layout.pp", 8, "stages without a block", {"layout.virtual_stages", "blocks (layers + 3)"}, (4,)),
     (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (2, 4)),
-    ("model.family=deepseek_v3 model.first_k_dense_replace=3", 1, "model.first_k_dense_replace", 3, ">= num_hidden_layers", {"model.num_hidden_layers"}, (4,)),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),

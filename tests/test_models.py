@@ -40,11 +40,11 @@ CASES = {
     "qwen2: no window, tied, linear scaling": replace(
         MODELS["qwen2"], sliding_window=None, max_window_layers=0, tie_word_embeddings=True, rope_scaling=RopeScaling(rope_type="linear", factor=2.0)
     ),
-    "deepseek_v3: latents, yarn": MODELS["deepseek_v3"],
+    "deepseek_v3: latents, yarn": MODELS["deepseek_v3-dense"],
     "deepseek_v3: queries from x, halves, tied": replace(
-        MODELS["deepseek_v3"], q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True, rope_scaling=None
+        MODELS["deepseek_v3-dense"], q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True, rope_scaling=None
     ),
-    "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3"], rope_scaling=MODELS["llama"].rope_scaling),
+    "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3-dense"], rope_scaling=MODELS["llama"].rope_scaling),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2),
 }

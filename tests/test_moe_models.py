@@ -7,7 +7,7 @@ Transformers keeps experts stacked in memory and one by one in files, so both we
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,13 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.base.batch import IGNORE, Batch
+from phalanx.checkpoint.hf import differences, model_config_from_hf, to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.check import rotated_features
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, MixtralConfig
 from phalanx.train.build import build
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, tell
+from tests.checkpoints import make_run
 from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 from tests.test_models import all_logits, load_weights
 
@@ -35,6 +39,10 @@ CASES = {
     "qwen3_moe: some layers dense": replace(MODELS["qwen3_moe"], router_aux_loss_coef=0.0),
     "qwen3_moe: renormalised": replace(
         MODELS["qwen3_moe"], router_aux_loss_coef=0.0, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=(1,), tie_word_embeddings=False
+    ),
+    "deepseek_v3": replace(MODELS["deepseek_v3"], router_aux_loss_coef=0.0),
+    "deepseek_v3: one group, weights as they are, no first dense layer": replace(
+        MODELS["deepseek_v3"], router_aux_loss_coef=0.0, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=1, first_k_dense_replace=0
     ),
 }  # fmt: skip
 LAYOUTS = {
@@ -48,6 +56,9 @@ def hf_model(config: ExpertsConfig):
     import transformers
 
     c = config
+    if isinstance(c, DeepseekV3Config):
+        options = dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
+        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options))
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
             "tie_word_embeddings", "rope_theta", "max_position_embeddings", "num_experts_per_tok")  # fmt: skip
     options = {k: getattr(c, k) for k in same} | dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
@@ -61,7 +72,7 @@ def hf_model(config: ExpertsConfig):
 
 def widen(model, config: ExpertsConfig) -> None:
     """Hugging Face computes norms, rotary angles and routers in float32 whatever the weights are: the same formulas in float64."""
-    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    dim = rotated_features(config)
     inverse = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
     def rotary(x, position_ids):
@@ -73,10 +84,24 @@ def widen(model, config: ExpertsConfig) -> None:
         weights, experts = torch.topk(F.softmax(logits, -1), m.top_k, -1)
         return logits, weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
 
+    def route_in_groups(h, m):
+        """DeepSeek-V3's, expert by expert: the best groups by their two best scores with the bias, the best experts in them."""
+        logits = F.linear(h.reshape(-1, h.shape[-1]), m.weight)
+        scores = logits.sigmoid()
+        chosen_by = (scores + m.e_score_correction_bias.double()).unflatten(1, (m.num_group, -1))
+        worst_group = chosen_by.topk(2, -1).values.sum(-1).topk(m.topk_group, -1).values[:, -1:]
+        out = chosen_by.topk(2, -1).values.sum(-1) < worst_group
+        experts = chosen_by.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1).topk(m.top_k, -1).indices
+        weights = scores.gather(1, experts)
+        weights = weights / weights.sum(-1, keepdim=True) if m.norm_topk_prob else weights
+        return logits, weights * m.routed_scaling_factor, experts
+
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+        if kind == "DeepseekV3TopkRouter":
+            module.forward = lambda h, m=module: route_in_groups(h, m)
         if kind.endswith("TopKRouter"):
             module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
     model.model.rotary_emb.forward = rotary
@@ -100,6 +125,9 @@ def hugging_face(case: str) -> dict:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.normal_(0.0, 0.3)
     widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
     logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
@@ -109,7 +137,8 @@ def hugging_face(case: str) -> dict:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)
-    return {"weights": weights, "grads": saved(model), "logits": logits.detach().numpy(), "loss": loss.item()}
+    grads = {k: v for k, v in saved(model).items() if not k.endswith("e_score_correction_bias")}
+    return {"weights": weights, "grads": grads, "logits": logits.detach().numpy(), "loss": loss.item()}
 
 
 def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
@@ -147,3 +176,30 @@ def test_equal_to_hugging_face(ranks, case, layout):
     for name, right in truth["grads"].items():
         off, bound = np.abs(grads[name] - right).max(), 1e-10 * max(np.abs(right).max(), 1e-6 * largest)
         assert off <= bound, f"gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2, ep=4), dict(pp=2, ep=2)], ids=str)
+def test_folders_of_deepseek_both_ways(ranks, tmp_path, layout):
+    """What transformers saves is loaded bit for bit, and what we save is what it loads, the bias that experts are chosen by included."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    config = MODELS["deepseek_v3"]
+    torch.manual_seed(0)
+    theirs = hf_model(config)
+    with torch.no_grad():
+        for t in (*theirs.parameters(), *(b for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias"))):
+            t.normal_()
+    theirs.save_pretrained(tmp_path / "hf")
+    assert differences(asdict(model_config_from_hf(tmp_path / "hf")), asdict(config)) == []
+    truth = {k: v.double().numpy() for k, v in load_file(tmp_path / "hf/model.safetensors").items()}
+    assert sum("e_score_correction_bias" in name for name in truth) == 2
+    assert ranks.run("tests.checkpoints:load_weights_on_rank", 4, make_run("deepseek_v3", "bf16", **layout), tmp_path / "hf", truth) == [[]] * 4
+    ranks.run("tests.checkpoints:save_on_rank", 4, make_run("deepseek_v3", "fp32", **layout), tmp_path / "run", {})
+    (folder,) = (tmp_path / "run").glob("**/weights")
+    assert differences(asdict(model_config_from_hf(folder)), asdict(config)) == []
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    ours, expected = saved(loaded), load_file(folder / "model.safetensors")
+    assert ours.keys() == expected.keys()
+    assert all(np.array_equal(ours[name], t.numpy()) and t.any() for name, t in expected.items())

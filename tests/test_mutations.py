@@ -24,7 +24,7 @@ LAYOUTS = {
     "llama tp4, 2 kv heads": case("llama", 4, tp=4, global_batch=2),
     "tied llama pp2 x 2 virtual stages": case("llama-tied", 2, pp=2, virtual_stages=2, global_batch=4),
     "llama tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on", global_batch=2),
-    "deepseek_v3 tp2, dp2": case("deepseek_v3", 4, tp=2, global_batch=4),
+    "deepseek_v3 tp2, dp2, ep4": case("deepseek_v3", 4, tp=2, ep=4, global_batch=4),
     "mixtral tp2, ep2 x etp2, capacity": case("mixtral-full", 4, tp=2, ep=2, etp=2, global_batch=4),
     "qwen3_moe tp2, ep2 of 4, all-gather": case("qwen3_moe", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", global_batch=4),
     "mixtral ep2, all-gather": case("mixtral", 2, ep=2, dispatch="allgather", global_batch=4),

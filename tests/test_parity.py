@@ -38,9 +38,22 @@ NAMED = {
     "mistral tp4 with 2 kv heads, overlapped, selective recompute": case("mistral", 4, tp=4, tp_overlap="on", recompute="selective"),
     "qwen2 tp4 with 2 kv heads, documents": case("qwen2", 4, tp=4, documents=True),
     "qwen2 pp2 x 2 virtual stages, dp2": case("qwen2", 4, pp=2, virtual_stages=2),
-    "deepseek_v3 tp2 pp2 dp2, documents": case("deepseek_v3", 8, tp=2, pp=2, documents=True),
-    "deepseek_v3 tp4, overlapped, selective recompute": case("deepseek_v3", 4, tp=4, tp_overlap="on", recompute="selective"),
-    "deepseek_v3 tp2, pointwise recompute, level 0": case("deepseek_v3", 4, tp=2, recompute="pointwise", sharding=0),
+    "deepseek_v3 dense, tp2 pp2 dp2, documents": case("deepseek_v3-dense", 8, tp=2, pp=2, documents=True),
+    "deepseek_v3 dense, tp4, overlapped, selective recompute": case("deepseek_v3-dense", 4, tp=4, tp_overlap="on", recompute="selective"),
+    "deepseek_v3 with two further tokens, tp2 dp2, ep4": case("deepseek_v3-mtp", 4, tp=2, ep=4, micro_batch=2),
+    "deepseek_v3 with two further tokens, pp2 dp2, documents, full recompute": case("deepseek_v3-mtp", 4, pp=2, documents=True, recompute="full"),
+    "deepseek_v3 with two further tokens, tied, pp4, each block alone": case("deepseek_v3-mtp-tied", 4, pp=4, stages=(1, 2, 1, 1)),
+    "deepseek_v3 with two further tokens, pp3, tp2, head and embedding shared by two pairs": case(
+        "deepseek_v3-mtp", 6, pp=3, tp=2, stages=(1, 3, 1), documents=True
+    ),
+    "deepseek_v3 with two further tokens, pp2 x 2 virtual stages, each rank has two ends": case(
+        "deepseek_v3-mtp-tied", 2, pp=2, virtual_stages=2, stages=(1, 2, 1, 1)
+    ),
+    "deepseek_v3 tp2 pp2 dp2, ep4, documents": case("deepseek_v3", 8, tp=2, pp=2, ep=4, documents=True),
+    "deepseek_v3 tp2, ep2 x etp2, pointwise recompute, level 0": case("deepseek_v3", 4, tp=2, ep=2, etp=2, recompute="pointwise", sharding=0),
+    "deepseek_v3 tp2 dp2, ep4 by all-gather, overlapped, full recompute": case(
+        "deepseek_v3", 4, tp=2, ep=4, dispatch="allgather", ep_overlap="on", tp_overlap="on", recompute="full"
+    ),
     "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
     "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
     "tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on"),
@@ -73,7 +86,7 @@ def build_run(c: dict):
 def generated() -> dict[str, dict]:
     """Factorisations of up to 8 ranks over pp, dp, tp; schedules; sharding levels; recompute; bucket sizes."""
     cases = {}
-    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "deepseek_v3")
+    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "deepseek_v3-dense")
     for model, (pp, dp, tp) in itertools.product(models, itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))):
         if not 1 < pp * dp * tp <= 8:
             continue

@@ -50,6 +50,10 @@ class Batch:
         tensors = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
         return sum(t.nbytes for t in tensors)
 
+    def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
+        """The same tokens with other labels (T,) and another gradient of their summed loss; what was derived is not shared."""
+        return replace(self, labels=labels, loss_seed=seed, _derived={})
+
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.seq_length

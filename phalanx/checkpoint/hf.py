@@ -21,8 +21,11 @@ LLAMAS: dict[str, tuple[type[LlamaConfig], str]] = {
     "qwen3": (Qwen3Config, "Qwen3ForCausalLM"), "mixtral": (MixtralConfig, "MixtralForCausalLM"),
     "qwen3_moe": (Qwen3MoEConfig, "Qwen3MoeForCausalLM"),
 }  # fmt: skip
-# how the load of experts is kept even: a run may go on with another way
-BALANCE = ("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "expert_capacity_factor", "expert_capacity_drop")
+# how the load of experts is kept even, and what losses weigh: a run may go on with another way
+BALANCE = (
+    "router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "expert_capacity_factor", "expert_capacity_drop",
+    "router_bias_update_rate", "router_forced_balance", "mtp_loss_weight",
+)  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GELU = ("gelu_new", "gelu_pytorch_tanh")
 
@@ -33,9 +36,13 @@ LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 LATENT_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "attention_dropout": (0.0, None), "quantization_config": (None,),
-    "num_nextn_predict_layers": (0,), "num_mtp_layers": (0,),
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
-LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave", "first_k_dense_replace")
+LATENT_FIELDS = (
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave", "first_k_dense_replace",
+    "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor",
+    "norm_topk_prob",
+)  # fmt: skip
 FULL_ONLY: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # families without a window
 GPT2_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
@@ -107,13 +114,17 @@ def _decoder(c: dict[str, Any], theta: float, scaling: RopeScaling | None) -> di
 
 def _deepseek_v3(c: dict[str, Any], where: str) -> DeepseekV3Config:
     theta, scaling, odd = _rope(c)
-    heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+    heads = c["num_attention_heads"]
     if c.get("num_key_value_heads", heads) != heads:
         odd.append(f"num_key_value_heads={c['num_key_value_heads']!r} (supported: {heads}, as many as query heads)")
-    if c.get("first_k_dense_replace", 3) < layers:
-        odd.append(f"first_k_dense_replace={c.get('first_k_dense_replace', 3)!r} (supported: {layers}, without experts)")
     _refuse(c, LATENT_ONLY, where, odd)
-    return DeepseekV3Config(**_decoder(c, theta, scaling), **{k: c[k] for k in LATENT_FIELDS if k in c})
+    own = {"first_k_dense_replace": 3, **{k: c[k] for k in LATENT_FIELDS if k in c}}
+    if "n_routed_experts" not in c and "num_local_experts" in c:  # transformers' other name of it
+        own["n_routed_experts"] = c["num_local_experts"]
+    own["num_nextn_predict_layers"] = c.get("num_nextn_predict_layers", c.get("num_mtp_layers", 0))
+    if "aux_loss_alpha" in c:
+        own |= {"router_aux_loss_coef": c["aux_loss_alpha"], "router_aux_loss_scope": "sequence" if c.get("seq_aux", True) else "micro_batch"}
+    return DeepseekV3Config(**_decoder(c, theta, scaling), **own)
 
 
 def _window(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
@@ -215,8 +226,11 @@ def _to_llama(m: LlamaConfig) -> dict[str, Any]:
 
 
 def _to_deepseek_v3(m: DeepseekV3Config) -> dict[str, Any]:
-    latent = {k: getattr(m, k) for k in LATENT_FIELDS}
-    return {"architectures": ["DeepseekV3ForCausalLM"], **_to_decoder(m), **latent, "attention_bias": False, "num_nextn_predict_layers": 0}
+    own: dict[str, Any] = {k: getattr(m, k) for k in LATENT_FIELDS}
+    own |= {"aux_loss_alpha": m.router_aux_loss_coef, "seq_aux": m.router_aux_loss_scope == "sequence"}
+    own |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "attention_bias": False}
+    own["num_nextn_predict_layers"] = m.num_nextn_predict_layers
+    return {"architectures": ["DeepseekV3ForCausalLM"], **_to_decoder(m), **own}
 
 
 def _to_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ Shapes = dict[str, tuple[int, ...]]
 SHOWN = 50  # problems of tensors in one error
 HEAD = "lm_head.weight"
 PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
+COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")  # of the embedding and the head, beside published MTP modules
+AHEAD = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old Hugging Face files carry along
 
 
@@ -81,8 +84,14 @@ def fitting(index: Index, wanted: Shapes, where: str) -> Index:
     problems = mismatches(index, wanted)
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise CheckpointError(f"{where} does not fit the model:\n" + "\n".join(problems[:SHOWN] + more))
+        raise CheckpointError(f"{where} does not fit the model:\n" + "\n".join(problems[:SHOWN] + more + _depths(index, wanted)))
     return index
+
+
+def _depths(index: Index, wanted: Shapes) -> list[str]:
+    """What to set if the model predicts more or fewer tokens ahead than the folder."""
+    have, want = ({m[1] for name in names if (m := AHEAD.fullmatch(name))} for names in (index, wanted))
+    return [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"] if have != want else []
 
 
 def check_weights(path: Path, manifest: Manifest, part: int, parts: int) -> None:
@@ -199,8 +208,8 @@ def hf_files(folder: Path) -> list[str]:
 
 
 def adapt(index: Index, wanted: Shapes, where: str) -> Index:
-    """The index under the model's names: a missing base prefix added, constants dropped, the head settled."""
-    kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS)}
+    """The index under the model's names: a missing base prefix added, constants and copies dropped, the head settled."""
+    kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS) and not COPY.fullmatch(name)}
     prefix = next((p for p in PREFIXES if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -125,15 +125,17 @@ class Mesh:
     def prepare(self, replicas: set[Replica]) -> None:
         """Make the sub-axes that a model needs. `replicas`: those of all pipeline ranks, so that all make as many groups.
 
-        Two replicas of one axis and size are different parts of it (such as the runs of tp ranks that share a kv head).
+        Of those of one axis and size, as many are made at once as have no rank in common (such as the runs of tp ranks that share a kv
+        head). Of pp all ranks are given the same replicas, of tp each rank its own.
         """
         for axis, size in sorted({(r.axis, len(r.members)) for r in replicas}):
             if size == self.grid.size(axis):
                 continue
-            mine = next((r for r in replicas if r.axis == axis and len(r.members) == size and getattr(self.at, axis) in r.members), None)
-            made = self._phase(f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,))
-            if mine:
-                self._subs[mine] = made
+            for apart in _apart(sorted((r for r in replicas if r.axis == axis and len(r.members) == size), key=lambda r: r.members)):
+                mine = next((r for r in apart if getattr(self.at, axis) in r.members), None)
+                made = self._phase(f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,))
+                if mine:
+                    self._subs[mine] = made
 
     def overlap(self, axis: Axis, field: str, mode: str, whole: int) -> str:
         """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of `whole` bytes.
@@ -214,3 +216,15 @@ def local_device(kind: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def _apart(replicas: Iterable[Replica]) -> list[list[Replica]]:
+    """Sorted into groups, in each of which no two have a member in common."""
+    groups: list[list[Replica]] = []
+    for r in replicas:
+        home = next((g for g in groups if not any(set(r.members) & set(o.members) for o in g)), None)
+        if home is None:
+            groups.append([r])
+        else:
+            home.append(r)
+    return groups

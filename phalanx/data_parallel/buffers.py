@@ -165,8 +165,8 @@ class Buffers:
             f.grad[f.hi :].zero_()
 
     def finish(self) -> None:
-        """Complete all reductions; those shared between stages last, in bucket order on each of their ranks."""
-        for f in self.flat:
+        """Complete all reductions; those shared between stages last, by name: in the same order on each of their ranks."""
+        for f in sorted(self.flat, key=lambda f: (f.deferred, f.bucket.slots[0].spec.name if f.deferred else "")):
             f.finish()
 
     def grad_norm(self) -> Tensor:

@@ -7,11 +7,15 @@ from phalanx.base.rules import at_least, divisors, no_effect, problem, within
 from phalanx.layout.config import LayoutConfig
 
 
-def check(config: LayoutConfig, *, world_size: int, blocks: int, experts: int = 0, expert_size: int = 0) -> list[Problem]:
-    """blocks: transformer layers + 2 (embedding and head are blocks). experts: per layer, 0 for a dense model; expert_size: their width."""
+def check(config: LayoutConfig, *, world_size: int, blocks: int, beside_layers: int = 2, experts: int = 0,
+          expert_size: int = 0) -> list[Problem]:  # fmt: skip
+    """blocks: transformer layers and `beside_layers` others (embedding, head, what predicts further tokens).
+
+    experts: per layer, 0 for a dense model; expert_size: their width.
+    """
     found = at_least("layout", config, 1, "tp", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
     if not found:
-        found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks)
+        found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks, f"blocks (layers + {beside_layers})")
         found += check_experts(config, world_size, experts, expert_size)
     return found
 
@@ -60,11 +64,11 @@ def check_schedule(config: LayoutConfig) -> list[Problem]:
     return found
 
 
-def check_stages(config: LayoutConfig, blocks: int) -> list[Problem]:
+def check_stages(config: LayoutConfig, blocks: int, name_of_blocks: str) -> list[Problem]:
     count = config.pp * config.virtual_stages
     if count > blocks:
         name, other = ("virtual_stages", "pp") if config.virtual_stages > 1 else ("pp", "virtual_stages")
-        because = {f"layout.{other}": getattr(config, other), "blocks (layers + 2)": blocks}
+        because = {f"layout.{other}": getattr(config, other), name_of_blocks: blocks}
         return [problem("layout", config, name, "leaves stages without a block", because)]
     if config.stages is None:
         return []
@@ -76,6 +80,6 @@ def check_stages(config: LayoutConfig, blocks: int) -> list[Problem]:
     if any(n < 1 for n in config.stages):
         found.append(problem("layout", config, "stages", "must give each stage at least 1 block", {}, (even,)))
     if sum(config.stages) != blocks:
-        because = {"sum": sum(config.stages), "blocks (layers + 2)": blocks}
+        because = {"sum": sum(config.stages), name_of_blocks: blocks}
         found.append(problem("layout", config, "stages", "must sum to the number of blocks", because, (even,)))
     return found

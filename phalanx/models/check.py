@@ -30,10 +30,10 @@ def check_llama(config: LlamaConfig) -> list[Problem]:
         heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
         found += check_rope_scaling(config.rope_scaling, rotated_features(config) if heads_known else 0)
     found += check_window(config)
-    if isinstance(config, DeepseekV3Config):
-        return found + check_latent(config)
     if isinstance(config, ExpertsConfig):
         found += check_experts(config)
+    if isinstance(config, DeepseekV3Config):
+        return found + check_latent(config)
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
         return found
     return check_heads(config) + check_head_dim(config)
@@ -72,15 +72,14 @@ def rotated_features(config: LlamaConfig) -> int:
 
 def check_latent(config: DeepseekV3Config) -> list[Problem]:
     found = at_least("model", config, 1, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    dim, layers = config.qk_rope_head_dim, config.num_hidden_layers
+    dim = config.qk_rope_head_dim
     if dim < 2 or dim % 2:
         rule = "must be even and >= 2 (rotary embedding turns pairs)"
         found.append(problem("model", config, "qk_rope_head_dim", rule, {}, multiples(dim, 2) if dim > 2 else (2,)))
-    found += no_effect("model", config, ["num_key_value_heads", "head_dim"], "heads of their own (deepseek_v3 makes them from latents)", {})
-    if config.first_k_dense_replace < layers:
-        rule = "must be >= num_hidden_layers (this version has no experts for deepseek_v3)"
-        found.append(problem("model", config, "first_k_dense_replace", rule, {"model.num_hidden_layers": layers}, (layers,)))
-    return found
+    found += at_least("model", config, 0, "num_nextn_predict_layers") + within("model", config, "mtp_loss_weight", "[0, inf)", (0.3,))
+    if config.num_nextn_predict_layers == 0:
+        found += no_effect("model", config, ["mtp_loss_weight"], "model.num_nextn_predict_layers", {"model.num_nextn_predict_layers": 0})
+    return found + no_effect("model", config, ["num_key_value_heads", "head_dim"], "heads of their own (deepseek_v3 makes them from latents)", {})
 
 
 ROPE_EXAMPLES: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -135,7 +134,7 @@ def check_window(config: LlamaConfig) -> list[Problem]:
 
 
 def check_experts(config: ExpertsConfig) -> list[Problem]:
-    name = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+    name = next(n for n in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(config, n))
     count = getattr(config, name)
     found = at_least("model", config, 1, name, "num_experts_per_tok")
     found += within("model", config, "router_aux_loss_coef", "[0, inf)") + within("model", config, "router_z_loss_coef", "[0, inf)")
@@ -147,7 +146,39 @@ def check_experts(config: ExpertsConfig) -> list[Problem]:
     if not found and config.num_experts_per_tok > count:
         because = {f"model.{name}": count}
         found.append(problem("model", config, "num_experts_per_tok", f"must be <= {name}", because, (count,)))
+    if isinstance(config, DeepseekV3Config):
+        found += check_deepseek_experts(config, found)
     return found + (check_qwen3_moe(config) if isinstance(config, Qwen3MoEConfig) else [])
+
+
+DEEPSEEK_EXPERTS = (
+    "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group", "routed_scaling_factor",
+    "norm_topk_prob", "router_bias_update_rate", "router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "expert_capacity_factor",
+    "router_forced_balance",
+)  # fmt: skip
+
+
+def check_deepseek_experts(config: DeepseekV3Config, before: list[Problem]) -> list[Problem]:
+    """Groups are equal, and those that a token chooses in have as many experts as it goes to."""
+    c = config
+    if not c.routed_experts:
+        because = {"model.first_k_dense_replace": c.first_k_dense_replace, "model.num_hidden_layers": c.num_hidden_layers}
+        return no_effect("model", c, DEEPSEEK_EXPERTS, "layers with experts", because)
+    found = at_least("model", c, 1, "n_group", "topk_group", "moe_intermediate_size")
+    found += at_least("model", c, 0, "first_k_dense_replace", "n_shared_experts")
+    found += within("model", c, "routed_scaling_factor", "(0, inf)", (2.5,)) + within("model", c, "router_bias_update_rate", "[0, inf)", (0.001,))
+    if found or before:
+        return found
+    experts = {"model.n_routed_experts": c.n_routed_experts}
+    if c.n_routed_experts % c.n_group:
+        return [problem("model", c, "n_group", "must divide n_routed_experts", experts, divisors(c.n_group, c.n_routed_experts))]
+    if c.topk_group > c.n_group:
+        return [problem("model", c, "topk_group", "must be <= n_group", {"model.n_group": c.n_group}, (c.n_group,))]
+    room = c.n_routed_experts // c.n_group * c.topk_group
+    if c.num_experts_per_tok > room:
+        because = {**experts, "model.n_group": c.n_group, "model.topk_group": c.topk_group, "experts in topk_group groups": room}
+        return [problem("model", c, "num_experts_per_tok", "must be <= the number of experts in topk_group groups", because, (room,))]
+    return []
 
 
 def check_qwen3_moe(config: Qwen3MoEConfig) -> list[Problem]:
@@ -192,4 +223,7 @@ def check_tensor_parallel(config: LlamaConfig | GPT2Config, tp: int) -> list[Pro
         size = getattr(config, name)
         if size is not None and size < tp:
             found.append(Problem("layout.tp", tp, f"must be <= {name}", {f"model.{name}": size}, divisors(tp, heads)))
+    if isinstance(config, DeepseekV3Config) and config.routed_experts and 0 < config.n_shared_experts * config.moe_intermediate_size < tp:
+        because = {"model.n_shared_experts": config.n_shared_experts, "model.moe_intermediate_size": config.moe_intermediate_size}
+        found.append(Problem("layout.tp", tp, "must be <= the width of the shared experts", because, divisors(tp, heads)))
     return found

@@ -88,6 +88,11 @@ class LlamaConfig:
         """Width of an expert; 0 for a dense model."""
         return 0
 
+    @property
+    def predict_layers(self) -> int:
+        """Layers after the last one that predict tokens further ahead, all in one block; 0 where there is none."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
@@ -160,4 +165,9 @@ class GPT2Config:
     @property
     def expert_size(self) -> int:
         """Width of an expert; 0 for a dense model."""
+        return 0
+
+    @property
+    def predict_layers(self) -> int:
+        """Layers after the last one that predict tokens further ahead, all in one block; 0 where there is none."""
         return 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from phalanx.base.batch import Batch
+from phalanx.layout.param import Replica
 from phalanx.models.config import LlamaConfig
 from phalanx.nn.attention import Attention
 from phalanx.nn.embedding import Embedding
@@ -15,17 +16,32 @@ from phalanx.nn.env import Env
 from phalanx.nn.head import Head
 from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
+from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import RMSNorm
 from phalanx.ops.rope_scaling import Rotation
 
 MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
+MakeAhead = Callable[[Any, Env, nn.Parameter | None], MultiTokenPrediction]  # (config, env, the embedding's weight if it is on this rank)
+
+
+def embedding_replicas(config: LlamaConfig, env: Env) -> tuple[Replica, ...]:
+    """Who else holds the input embedding: a tied head, and what predicts tokens further ahead."""
+    first, last = env.tied_stages
+    return env.shared(first, last if config.tie_word_embeddings else None, env.ahead_stage)
+
+
+def make_head(config: LlamaConfig, env: Env, weight: nn.Parameter | None) -> Head:
+    """`weight`: the head's (of a tied model the embedding's) where another block on this rank has it."""
+    c, tied = config, config.tie_word_embeddings
+    replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.ahead_stage)
+    return Head(env, "model.embed_tokens.weight" if tied else "lm_head.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas, weight)
 
 
 class LlamaEmbedding(Block):
     def __init__(self, config: LlamaConfig, env: Env):
         super().__init__(env)
-        replicas = env.tied() if config.tie_word_embeddings else ()
-        self.embed = Embedding(env, "model.embed_tokens.weight", config.vocab_size, config.hidden_size, config.initializer_range, replicas)
+        c, replicas = config, embedding_replicas(config, env)
+        self.embed = Embedding(env, "model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.embed(batch.tokens)
@@ -52,14 +68,14 @@ class LlamaLayer(Block):
 
 
 class LlamaHead(Block):
+    """`normed`: the block before has the model's last norm."""
+
     recomputable = False
 
-    def __init__(self, config: LlamaConfig, env: Env, tied: nn.Parameter | None):
+    def __init__(self, config: LlamaConfig, env: Env, tied: nn.Parameter | None, normed: bool = False):
         super().__init__(env)
-        c = config
-        name = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
-        self.norm = RMSNorm(env, "model.norm", c.hidden_size, c.rms_norm_eps)
-        self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, env.tied() if c.tie_word_embeddings else (), tied)
+        self.norm = nn.Identity() if normed else RMSNorm(env, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = make_head(config, env, tied)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.head.loss(self.norm(x), batch)
@@ -85,16 +101,25 @@ def mlp(config: LlamaConfig, env: Env, layer: int) -> SwiGLU:
     return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range)  # type: ignore[arg-type]
 
 
-def make_blocks(config: LlamaConfig, env: Env, which: range, make_attention: MakePart | None = None, make_mlp: MakePart | None = None) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head. `make_attention`, `make_mlp`: what layers have instead of Llama's."""
-    made: dict[int, Block] = {}
-    last = config.num_hidden_layers + 1
+def make_blocks(config: LlamaConfig, env: Env, which: Sequence[int], make_attention: MakePart | None = None, make_mlp: MakePart | None = None,
+                make_ahead: MakeAhead | None = None) -> list[Block]:  # fmt: skip
+    """Blocks number `which`, those of one rank: embedding, layers, what predicts tokens further ahead (if anything), head.
+
+    `make_attention`, `make_mlp`: what layers have instead of Llama's.
+    """
+    made: list[Block] = []
+    embedding: nn.Parameter | None = None  # weights that blocks on this rank share
+    head: nn.Parameter | None = None
     for i in which:
         if i == 0:
-            made[i] = LlamaEmbedding(config, env)
-        elif i < last:
-            made[i] = LlamaLayer(config, env, i - 1, make_attention, make_mlp)
+            made.append(first := LlamaEmbedding(config, env))
+            embedding = first.embed.weight
+            head = embedding if config.tie_word_embeddings else None
+        elif i <= config.num_hidden_layers:
+            made.append(LlamaLayer(config, env, i - 1, make_attention, make_mlp))
+        elif make_ahead is not None and i == config.num_hidden_layers + 1:
+            made.append(ahead := make_ahead(config, env, embedding))
+            head = ahead.head.weight
         else:
-            first = made.get(0)
-            made[i] = LlamaHead(config, env, first.embed.weight if config.tie_word_embeddings and isinstance(first, LlamaEmbedding) else None)
-    return list(made.values())
+            made.append(LlamaHead(config, env, head, normed=make_ahead is not None))
+    return made

@@ -22,11 +22,14 @@ def vocabulary_spec(env: Env, name: str, vocab: int, width: int, init: Init, rep
 
 
 class Embedding(Module):
-    def __init__(self, env: Env, name: str, vocab: int, width: int, std: float, replicas: tuple[Replica, ...] = ()):
+    """`weight` may be handed in: that of another block on this rank which reads the same one."""
+
+    def __init__(self, env: Env, name: str, vocab: int, width: int, std: float, replicas: tuple[Replica, ...] = (),
+                 weight: nn.Parameter | None = None):  # fmt: skip
         super().__init__(env)
         first, stop = env.cut(vocab)
         self.first, self.count = first, stop - first
-        self.weight: nn.Parameter = self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+        self.weight = weight if weight is not None else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (T,) of the whole micro-batch -> this rank's tokens (T / tp, D)."""

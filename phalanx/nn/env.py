@@ -18,7 +18,8 @@ from phalanx.ops.kernels import Kernels
 
 @dataclass(frozen=True)
 class Env:
-    """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and the head."""
+    """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and the head, `ahead_stage` the
+    one that predicts tokens further ahead with both (None: the model has no such block)."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -27,6 +28,7 @@ class Env:
     seed: int = 0
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     tied_stages: tuple[int, int] = (0, 0)
+    ahead_stage: int | None = None
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
@@ -55,5 +57,9 @@ class Env:
 
     def tied(self) -> tuple[Replica, ...]:
         """Replicas of a parameter that the first and the last stage share."""
-        first, last = self.tied_stages
-        return (Replica("pp", (first, last)),) if first != last else ()
+        return self.shared(*self.tied_stages)
+
+    def shared(self, *stages: int | None) -> tuple[Replica, ...]:
+        """Replicas of a parameter that blocks on these pipeline ranks share; None: a block that there is not."""
+        members = tuple(sorted({s for s in stages if s is not None}))
+        return (Replica("pp", members),) if len(members) > 1 else ()

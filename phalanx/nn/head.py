@@ -39,3 +39,6 @@ class Head(Module):
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.vocab * self.weight.shape[1]
+
+    def loss_flops(self, seq_length: int) -> float:
+        return self.flops(seq_length)

@@ -37,6 +37,10 @@ class Module(nn.Module):
         """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as half."""
         return sum(m.flops(seq_length) for m in self.children() if isinstance(m, Module))
 
+    def loss_flops(self, seq_length: int) -> float:
+        """Of these, those of heads, which in training make the gradients of their products in forward."""
+        return sum(m.loss_flops(seq_length) for m in self.children() if isinstance(m, Module))
+
 
 class Block(Module):
     """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed loss."""

@@ -161,7 +161,7 @@ class MoE(Module):
             counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
             means = torch.stack([ops.entropy(choice), balance * len(logits), z * batch.num_tokens])
             sums = torch.cat((means.double(), lost.double()))
-        return _Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
+        return Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
         """() the same on all tp ranks; its gradient goes to this rank's scores."""
@@ -197,7 +197,7 @@ def loss_weight(batch: Batch) -> Tensor:
     return tokens if batch.loss_seed is None else tokens * batch.loss_seed
 
 
-class _Attach(Function):
+class Attach(Function):
     """x unchanged; its backward starts that of `loss` with the gradient `weight`, and calls `then`."""
 
     @staticmethod

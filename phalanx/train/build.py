@@ -17,6 +17,7 @@ from phalanx.layout.buckets import Slot
 from phalanx.layout.param import Piece
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
+from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.ops.kernels import use_triton
 from phalanx.ops.wheels import WHEELS, unusable
 from phalanx.optim.adamw import AdamW
@@ -33,8 +34,8 @@ NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
 
 @dataclass
 class State:
-    """What a rank trains with. `routed`: its layers with experts. `programs` caches the instruction lists by (number of micro-batches,
-    backward or not)."""
+    """What a rank trains with. `routed`: its layers with experts. `ahead`: its block that predicts further tokens, if any. `programs` caches
+    the instruction lists by (number of micro-batches, backward or not)."""
 
     plan: Plan
     mesh: Mesh
@@ -45,6 +46,7 @@ class State:
     stages: Stages
     handlers: Handlers
     routed: tuple[MoE, ...] = ()
+    ahead: tuple[MultiTokenPrediction, ...] = ()
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
 
     def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
@@ -104,7 +106,8 @@ def build(plan: Plan, mesh: Mesh) -> State:
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
     mesh.warm_up()
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers, routed_layers(blocks, mesh.device))
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers, routed_layers(blocks, mesh.device),
+                 ahead_blocks(blocks, mesh.device))  # fmt: skip
 
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
@@ -112,6 +115,14 @@ def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.devi
     found = tuple(m for run in blocks.values() for block in run for m in block.modules() if isinstance(m, MoE))
     for layer in found:
         layer.tally = torch.zeros(layer.router.num_experts + len(TALLIED), dtype=torch.float64, device=device)
+    return found
+
+
+def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MultiTokenPrediction, ...]:
+    """The block that predicts further tokens, if it is here, with its tally at zero."""
+    found = tuple(block for run in blocks.values() for block in run if isinstance(block, MultiTokenPrediction))
+    for block in found:
+        block.tally = torch.zeros((), dtype=torch.float64, device=device)
     return found
 
 

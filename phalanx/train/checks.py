@@ -73,12 +73,16 @@ def raise_problems(problems: list[Problem]) -> None:
 
 
 def broken_rules(run: Run, facts: Facts) -> list[Problem]:
-    blocks = max(run.model.num_hidden_layers, 1) + 2
+    more = 2 + (run.model.predict_layers > 0)
+    blocks = max(run.model.num_hidden_layers, 1) + more
     evaluates = run.train.eval_interval is not None
     return [
         *facts.env,
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
-        *check_layout(run.layout, world_size=facts.world_size, blocks=blocks, experts=run.model.routed_experts, expert_size=run.model.expert_size),
+        *check_layout(
+            run.layout, world_size=facts.world_size, blocks=blocks, beside_layers=more, experts=run.model.routed_experts,
+            expert_size=run.model.expert_size,
+        ),
         *check_train(run),
         *check_batch(run, facts),
         *check_device(run, facts),

@@ -61,12 +61,12 @@ def rank_uses(plan: Plan, num_micro_batches: int) -> tuple[list[RankUse], Trace]
 def step_costs(plan: Plan) -> Costs:
     """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free.
 
-    The head makes its gradients in forward, and is not made again with recompute.
+    Heads make their gradients in forward, and are not made again with recompute.
     """
     again = 3.0 if plan.run.train.recompute == "full" else 2.0
-    last = len(plan.facts) - 1
-    forward = [sum(plan.facts[b].flops * (3.0 if b == last else 1.0) for b in stage) for stage in plan.stages]
-    backward = [sum(plan.facts[b].flops * again for b in stage if b != last) for stage in plan.stages]
+    stages = [[plan.facts[b] for b in stage] for stage in plan.stages]
+    forward = [sum(f.flops + 2.0 * f.loss_flops for f in stage) for stage in stages]
+    backward = [sum((f.flops - f.loss_flops) * again for f in stage) for stage in stages]
     return Costs(tuple(forward), tuple(backward))
 
 

@@ -43,7 +43,9 @@ class Pending:
 
     def __init__(self, step: int, lr: float, result: StepResult):
         self.step, self.lr = step, lr
-        fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop)
+        self._ahead = result.ahead is not None
+        ahead = torch.zeros_like(result.loss) if result.ahead is None else result.ahead
+        fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop, ahead)
         told = torch.stack([f.double() for f in fields])
         self._routing = None if result.routing is None else result.routing.shape
         if result.routing is not None:
@@ -60,9 +62,13 @@ class Pending:
         loss, norm, skipped, tokens, stop = self._host[:5].tolist()
         return loss, norm, skipped > 0, int(tokens), stop > 0
 
+    def ahead(self) -> float | None:
+        """Mean loss of what predicts further tokens, after `read`; None where nothing does."""
+        return self._host[5].item() if self._ahead else None
+
     def routing(self) -> dict[str, list[Any]] | None:
         """Per layer, after `read`; None without experts."""
-        return None if self._routing is None else routing_values(self._host[5:].view(self._routing).tolist())
+        return None if self._routing is None else routing_values(self._host[6:].view(self._routing).tolist())
 
 
 @dataclass
@@ -96,11 +102,12 @@ def peak_memory(device: torch.device) -> int:
 def step_line(values: dict[str, Any]) -> str:
     """The step line of DESIGN: key=value, the same keys in the same order on every layout."""
     v = values
+    ahead = f" mtp_loss={v['mtp_loss']:.4f}" if "mtp_loss" in v else ""
     mfu = "n/a" if v["mfu"] is None else f"{100 * v['mfu']:.1f}%"
     return (
         f"step={v['step']} loss={v['loss']:.4f} grad_norm={v['grad_norm']:.3g} lr={v['lr']:.3e} tok/s={v['tokens_per_s']:.0f} "
         f"tok/s/gpu={v['tokens_per_s_per_gpu']:.0f} tflops/gpu={v['tflops_per_gpu']:.4g} mfu={mfu} mem={v['memory_gib']:.2f}GiB "
-        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{routing_text(v['experts']) if 'experts' in v else ''}"
+        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{ahead}{routing_text(v['experts']) if 'experts' in v else ''}"
     )
 
 
@@ -197,7 +204,7 @@ class Reporter:
 
     def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
         rate = samples * self.speed.seq_length / seconds
-        routing = pending.routing()
+        routing, ahead = pending.routing(), pending.ahead()
         flops = rate * self.speed.flops_per_token / self.speed.ranks
         return {
             "step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens_per_s": rate,
@@ -205,5 +212,5 @@ class Reporter:
             "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": peak_memory(self.device) / 2**30,
             "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
             "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
-            **({} if routing is None else {"experts": routing}),
+            **({} if ahead is None else {"mtp_loss": ahead}), **({} if routing is None else {"experts": routing}),
         }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -33,13 +33,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: range) -> list[Block]:
+def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: Sequence[int]) -> list[Block]:
     return FAMILIES[model.family](model, env, which)  # type: ignore[operator]
 
 
 def num_blocks(model: LlamaConfig | GPT2Config) -> int:
-    """Embedding, layers, head."""
-    return model.num_hidden_layers + 2
+    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+    return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
 
 def grid_of(run: Run, world: int) -> Grid:
@@ -49,12 +49,14 @@ def grid_of(run: Run, world: int) -> Grid:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Of one whole, uncut block: number of parameters, those of its experts among them, and forward FLOPs per token."""
+    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and those of heads
+    among them."""
 
     name: str
     numel: int
     flops: float
     experts: int = 0
+    loss_flops: float = 0.0
 
 
 @lru_cache(maxsize=8)
@@ -68,7 +70,7 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
         seen.update(id(p) for p in fresh)
         specs = [spec_of(p) for p in fresh if spec_of(p).trained]
         experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
-        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), block.flops(seq_length), experts))
+        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), block.flops(seq_length), experts, block.loss_flops(seq_length)))
     return tuple(facts)
 
 
@@ -147,22 +149,28 @@ class Plan:
         """Of a micro-batch's activations of one rank, gathered over ep and etp."""
         return self.exchange_bytes // self.grid.tp * self.grid.ep * self.grid.etp
 
+    @property
+    def ahead_stage(self) -> int | None:
+        """The pipeline rank that predicts tokens further ahead, with the block before the last."""
+        if not self.run.model.predict_layers:
+            return None
+        return next(rank for stage, rank in zip(self.stages, self.stage_rank) if len(self.facts) - 2 in stage)
+
     def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
         train = self.run.train
         return Env(
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
-            recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), kernels=train.kernels, plain_ops=tuple(train.plain_ops),
-            dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
+            recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage,
+            kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
         )  # fmt: skip
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
-        """The blocks of one rank on the meta device, by (stage, run)."""
-        made = {}
-        for stage in self.stages_of(at.pp):
-            blocks = dict(zip(self.stages[stage], make_blocks(self.run.model, self.env(at, axes), self.stages[stage])))
-            for number, run in enumerate(self.runs[stage]):
-                made[stage, number] = [blocks[b] for b in run]
-        return made
+        """The blocks of one rank on the meta device, by (stage, run). Made together, so that those which share a weight have it once."""
+        numbers = [b for stage in self.stages_of(at.pp) for b in self.stages[stage]]
+        blocks = dict(zip(numbers, make_blocks(self.run.model, self.env(at, axes), numbers)))
+        return {
+            (stage, number): [blocks[b] for b in run] for stage in self.stages_of(at.pp) for number, run in enumerate(self.runs[stage])
+        }  # fmt: skip
 
     def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[nn.Parameter]]:
         """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""

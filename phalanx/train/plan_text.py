@@ -77,9 +77,11 @@ def stage_table(plan: Plan) -> str:
 
 def contents(plan: Plan, blocks: range) -> str:
     """Such as "embedding, layers 0-17"."""
-    layers = range(max(blocks.start, 1) - 1, min(blocks.stop, len(plan.facts) - 1) - 1)
+    model, last = plan.run.model, len(plan.facts) - 1
+    layers = range(max(blocks.start, 1) - 1, min(blocks.stop - 1, model.num_hidden_layers))
+    ahead = "predicts further tokens" if model.predict_layers and last - 1 in blocks else ""
     between = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}" if layers else ""
-    names = ("embedding" if 0 in blocks else "", between, "head" if len(plan.facts) - 1 in blocks else "")
+    names = ("embedding" if 0 in blocks else "", between, ahead, "head" if last in blocks else "")
     return ", ".join(n for n in names if n)
 
 

@@ -23,6 +23,7 @@ class StepResult:
     skipped    1 if the norm was not finite: then nothing was updated
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
+    ahead      mean loss per token of what predicts further tokens, if there is such a block
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     """
 
@@ -32,6 +33,7 @@ class StepResult:
     tokens: Tensor
     stop: Tensor
     routing: Tensor | None = None
+    ahead: Tensor | None = None
 
 
 def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult:
@@ -51,6 +53,8 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
 
 
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
+    for block in state.ahead:
+        block.tally.zero_()  # type: ignore[union-attr]
     state.stages.begin(batches, seed=state.scaler.scale / tokens)
     execute(state.program(len(batches)), state.handlers)
     state.stages.end()
@@ -86,31 +90,36 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     told = tell(state, stop)
     for layer in state.routed:
         layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
-    return StepResult(told.loss / tokens, norm, skip, tokens, told.stop, told.routing)
+    depths = state.plan.run.model.predict_layers
+    return StepResult(told.loss / tokens, norm, skip, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None)
 
 
 @dataclass(frozen=True)
 class Told:
-    """What ranks tell each other at the end of a step: () float64 summed loss and number of ranks that want to stop; routing as of StepResult."""
+    """What ranks tell each other at the end of a step: () float64 summed loss, number of ranks that want to stop, summed loss of what
+    predicts further tokens; routing as of StepResult."""
 
     loss: Tensor
     stop: Tensor
+    ahead: Tensor
     routing: Tensor | None = None
 
 
 def tell(state: State, stop: bool = False) -> Told:
     """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their part; each has counted its own tokens' routing."""
-    layers, device = state.plan.run.model.num_hidden_layers, state.mesh.device
-    width = state.plan.run.model.routed_experts + len(TALLIED) if state.plan.run.model.routed_experts else 0
-    told = torch.zeros(2 + layers * width, dtype=torch.float64, device=device)
-    told[:2].fill_(float(stop))
-    told[0] = state.stages.loss_sum if state.mesh.at.tp == 0 else 0.0
-    routing = told[2:].view(layers, width)
+    model, device = state.plan.run.model, state.mesh.device
+    layers, width = model.num_hidden_layers + model.predict_layers, model.routed_experts + len(TALLIED) if model.routed_experts else 0
+    told = torch.zeros(3 + layers * width, dtype=torch.float64, device=device)
+    told[1:2].fill_(float(stop))
+    if state.mesh.at.tp == 0:
+        told[0] = state.stages.loss_sum
+        told[2:3] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
+    routing = told[3:].view(layers, width)
     for layer in state.routed:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
     state.mesh.world.all_reduce(told).wait()
-    return Told(told[0], told[1], routing if width else None)
+    return Told(told[0], told[1], told[2], routing if width else None)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:

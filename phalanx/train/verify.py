@@ -30,7 +30,7 @@ from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2C
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run
-from phalanx.train.plan import grid_of, make_plan, without_layout
+from phalanx.train.plan import grid_of, make_plan, num_blocks, without_layout
 from phalanx.train.step import accumulate, update
 
 MAX_RANKS = 8
@@ -79,7 +79,7 @@ def shrink(run: Run, world: int) -> Small:
     grid = grid_of(run, world)
     pp, dp, tp = fewer_ranks([grid.pp, grid.dp, grid.tp])
     layout = small_layout(run, world, pp, tp)
-    model = small_model(run, tp, small_layers(run.model.num_hidden_layers, layout))
+    model = small_model(run, tp, small_layers(run.model, layout))
     micro_batch, seq_length = min(run.train.micro_batch, 2), 16
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
     train = replace(
@@ -109,11 +109,11 @@ def small_layout(run: Run, world: int, pp: int, tp: int) -> LayoutConfig:
     return replace(given, pp=pp, tp=tp, stages=stages, bucket_mb=0 if many else given.bucket_mb)
 
 
-def small_layers(layers: int, layout: LayoutConfig) -> int:
-    """Enough for every stage to have a layer and some to have more (layers + 2 blocks)."""
+def small_layers(model: LlamaConfig | GPT2Config, layout: LayoutConfig) -> int:
+    """Enough for every stage to have a layer and some to have more (blocks: layers, and two or three others)."""
     if layout.stages:
-        return sum(layout.stages) - 2
-    return min(layers, max(2, layout.pp * layout.virtual_stages + 1))
+        return sum(layout.stages) - (num_blocks(model) - model.num_hidden_layers)
+    return min(model.num_hidden_layers, max(2, layout.pp * layout.virtual_stages + 1))
 
 
 def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:

@@ -1,0 +1,100 @@
+"""Multi-token prediction: modules after the last layer that predict tokens further ahead. DeepSeek-V3 technical report, section 2.2.
+
+Knows how depths are chained, what they read and how their losses join the main one; a depth's layer, the embedding and the head are
+handed in. T tokens of a micro-batch, D model, k depth (1 is the token after the next).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.base.batch import IGNORE, Batch
+from phalanx.layout.param import Init
+from phalanx.nn.embedding import Embedding
+from phalanx.nn.env import Env
+from phalanx.nn.head import Head
+from phalanx.nn.module import Block, Module, Rows, column_spec
+from phalanx.nn.moe import Attach
+from phalanx.nn.norm import RMSNorm
+from phalanx.ops.matmul import local_matmul
+
+
+class Depth(Module):
+    """One depth: h_k = norm(layer(project([norm(token ahead); norm(h_{k-1})]))). The projection is whole on each tp rank."""
+
+    def __init__(self, env: Env, at: str, width: int, eps: float, std: float, layer: Block):
+        super().__init__(env)
+        self.enorm, self.hnorm = RMSNorm(env, f"{at}.enorm", width, eps), RMSNorm(env, f"{at}.hnorm", width, eps)
+        self.project = self.param(column_spec([Rows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)], 2 * width, Init("normal", std)))
+        self.layer = layer
+        self.norm = RMSNorm(env, f"{at}.shared_head.norm", width, eps)
+
+    def forward(self, h: Tensor, ahead: Tensor, batch: Batch) -> Tensor:
+        """h, ahead (T / tp, D) -> (T / tp, D)."""
+        x = local_matmul(torch.cat((self.enorm(ahead), self.hnorm(h)), -1), self.project)
+        return self.norm(self.layer(x, batch))
+
+    def flops(self, seq_length: int) -> float:
+        rows, columns = self.project.shape
+        return 2.0 * rows * columns + self.layer.flops(seq_length)
+
+
+class MultiTokenPrediction(Block):
+    """x -> norm(x), the model's last norm; in training its backward starts that of the losses of all depths too.
+
+    The losses are summed over tokens, times weight / number of depths, and divided by the tokens with a main loss, as all of the
+    gradient is: a depth's mean over all positions (equation 24), of which the last k have no loss. `tally` () float64 adds up the
+    depths' summed losses over micro-batches; made by whoever trains.
+    """
+
+    recomputable = False  # heads make gradients in forward: that must happen once
+
+    def __init__(self, env: Env, norm: RMSNorm, embed: Embedding, head: Head, depths: list[Depth], weight: float):
+        super().__init__(env)
+        self.norm, self.embed, self.head, self.depths, self.weight = norm, embed, head, nn.ModuleList(depths), weight
+        self.tally: Tensor | None = None
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        h = self.norm(x)
+        if not self.training or not torch.is_grad_enabled():
+            return h
+        unit = torch.ones((), dtype=torch.float64, device=x.device) if batch.loss_seed is None else batch.loss_seed
+        share = unit * (self.weight / len(self.depths))
+        state, loss = h, h.new_zeros((), dtype=torch.float32)
+        for k, depth in enumerate(self.depths, 1):
+            tokens, labels = batch.derive(("ahead", k), partial(shifted, batch, k))
+            state = self._hidden(depth, state, self.embed(tokens), batch)
+            further = batch.with_loss(labels, None if batch.loss_seed is None else share)
+            loss = loss + self.head.loss(state, further)
+        return Attach.apply(h, loss, share, partial(self._count, loss.detach()))
+
+    def _hidden(self, depth: nn.Module, h: Tensor, ahead: Tensor, batch: Batch) -> Tensor:
+        if self.env.recompute == "full":
+            return checkpoint(depth, h, ahead, batch, use_reentrant=False, preserve_rng_state=False)
+        return depth(h, ahead, batch)
+
+    def _count(self, loss: Tensor) -> None:
+        if self.tally is not None:
+            self.tally += loss
+
+    def flops(self, seq_length: int) -> float:
+        return self.loss_flops(seq_length) + sum(d.flops(seq_length) for d in self.depths if isinstance(d, Depth))
+
+    def loss_flops(self, seq_length: int) -> float:
+        return len(self.depths) * self.head.flops(seq_length)
+
+
+def shifted(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    """(tokens, labels), each (T,), `k` places further on in the sequence and the document.
+
+    Where that is past their end there is no loss, and the token is its own.
+    """
+    place = torch.arange(batch.num_tokens, device=batch.tokens.device)
+    further = torch.where(place % batch.seq_length < batch.seq_length - k, place + k, place)
+    if batch.documents is not None:
+        further = torch.where(batch.documents[further] == batch.documents, further, place)
+    return batch.tokens[further], torch.where(further > place, batch.labels[further], IGNORE)
