@@ -29,12 +29,12 @@ def checkpoints_of(run: Run) -> Path:
 class Saves:
     """The saves of one rank; all ranks call each method together.
 
-    start   the checkpoint that the run continues from; order: what the places in the data depend on (`Loader.order`)
+    start   the checkpoint that the run continues from; facts: what a run that continues from one of these is compared with (train/resume)
     """
 
-    def __init__(self, state: State, counters: Counters, start: Path | None, log: Log, order: str):
+    def __init__(self, state: State, counters: Counters, start: Path | None, facts: dict[str, Any], log: Log):
         run = state.plan.run
-        self.run, self.counters, self.log, self.order = run, counters, log, order
+        self.run, self.counters, self.log, self.facts = run, counters, log, facts
         self.parent = step_of(start) if start else None
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         root, config = checkpoints_of(run), run.checkpoint
@@ -90,6 +90,5 @@ class Saves:
 
     def _snapshot(self) -> Snapshot:
         run, counters = self.run, self.counters
-        settings: dict[str, Any] = {f"train.{name}": getattr(run.train, name) for name in ("seq_length", "seed", "precision")}
-        scalars = {**asdict(counters), **settings, "data.order": self.order}
+        scalars = {**asdict(counters), "train.precision": run.train.precision, "facts": self.facts}
         return Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, self.tokenizer, self.ids, self.parent)
