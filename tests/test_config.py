@@ -138,6 +138,7 @@ RULES = [
     # numbers (70, 76, 77)
     ("model.rms_norm_eps=0", 1, "model.rms_norm_eps", 0, "(0, inf)", set(), (1e-5,)),
     ("train.timeout_s=0", 1, "train.timeout_s", 0, "(0, inf)", set(), (600.0,)),
+    ("train.time_limit_s=0", 1, "train.time_limit_s", 0, "(0, inf)", set(), (None,)),
     ("train.seed=-1", 1, "train.seed", -1, "[0, 2**63)", set(), (1234,)),
     ("train.seed=18446744073709551616", 1, "train.seed", 2**64, "[0, 2**63)", set(), (1234,)),
     ("train.steps=0", 1, "train.steps", 0, ">= 1", set(), (1, 2)),

@@ -454,7 +454,7 @@ def test_train_from_text(tmp_path):
     mixed = program("train", "run.yaml", "train.steps=4", *other, cwd=tmp_path)
     assert mixed.returncode == 4 and "cannot continue from run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
     assert "data.order" in mixed.stderr and 'data.sources ["' in mixed.stderr
-    mixed = program("train", "run.yaml", "train.steps=4", *other, "checkpoint.allow=data", cwd=tmp_path)
+    mixed = program("train", "run.yaml", "train.steps=4", *other, "checkpoint.allow=[data]", cwd=tmp_path)
     assert mixed.returncode == 0 and "the data is not that of run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
 
 

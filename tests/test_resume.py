@@ -62,8 +62,9 @@ def test_what_must_match_is_refused_old_to_new(begun, tmp_path, path, value, sho
 
 
 @pytest.mark.parametrize("path, value, shown", [
-    ("optim.lr", 1e-3, "optim.lr 0.003 -> 0.001"), ("train.micro_batch", 4, "train.micro_batch 2 -> 4"), ("train.precision", "bf16", '"fp32" -> "bf16"'),
-    ("optim.lr_scale", {"*norm*": 0.5}, 'optim.lr_scale {} -> {"*norm*": 0.5}'), ("model.initializer_range", 0.1, "model.initializer_range 0.02 -> 0.1"),
+    ("optim.lr", 1e-3, "optim.lr 0.003 -> 0.001"), ("train.micro_batch", 4, "train.micro_batch 2 -> 4"),
+    ("train.precision", "bf16", 'train.precision "fp32" -> "bf16"'), ("optim.lr_scale", {"*norm*": 0.5}, 'optim.lr_scale {} -> {"*norm*": 0.5}'),
+    ("model.initializer_range", 0.1, "model.initializer_range 0.02 -> 0.1"),
 ])  # fmt: skip
 def test_what_may_change_is_told(begun, tmp_path, capsys, path, value, shown):
     train(again(begun, tmp_path, path, value), Placement())
@@ -112,7 +113,8 @@ def test_another_file_of_the_same_size_is_seen_and_a_moved_one_is_the_same(tmp_p
 
 # --- exactness --------------------------------------------------------------------------------------------------------------------
 
-DROPOUT = GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16, dropout=0.2, attention_dropout=0.1)
+DROPOUT = GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16,
+                     dropout=0.2, attention_dropout=0.1)  # fmt: skip
 
 
 def exact(run: Run):

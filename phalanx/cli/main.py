@@ -387,7 +387,8 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     if ready.placement is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     else:
-        signal.signal(signal.SIGTERM, stop_early)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, stop_early)
         find(target)(ready.placement or Placement(), **values)
 
 

@@ -94,7 +94,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
 def check_train(run: Run) -> list[Problem]:
     c = run.train
     found = at_least("train", c, 1, "steps", "global_batch", "micro_batch", "seq_length", "eval_interval", "eval_samples", "max_skipped")
-    found += within("train", c, "timeout_s", "(0, inf)")
+    found += within("train", c, "timeout_s", "(0, inf)") + within("train", c, "time_limit_s", "(0, inf)", (None,))
     if not 0 <= c.seed < 2**63:
         found.append(problem("train", c, "seed", "must be an integer in [0, 2**63)", {}, (1234,)))
     found += check_profile(run)

@@ -66,6 +66,8 @@ class TrainConfig:
     """Stop (exit 5) after this many skipped steps in a row."""
     timeout_s: float = 600.0
     """A collective that takes longer means a lost peer."""
+    time_limit_s: float | None = None
+    """Seconds after which the run finishes its step, saves and ends with exit code 75, as on SIGTERM; unset: no limit."""
     profile: str | None = None
     """Steps to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/ folder."""
     profile_ranks: Literal["first", "all"] = "first"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,16 +45,28 @@ from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, facts
 from phalanx.train.saves import Saves, checkpoints_of
 
+SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
+
 
 class StopRequest:
-    """SIGTERM (and SIGINT) set a flag that the loop reads; the handlers before are put back at the end."""
+    """SIGTERM, SIGUSR1 and SIGINT, or a limit of time, ask this process to stop after its step; `asked` says so to the loop.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+    A second signal ends it at once, without saving. The handlers before are put back at the end.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._end = math.inf if limit_s is None else time.monotonic() + limit_s
+        self._first = math.inf
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+
+    def asked(self) -> bool:
+        return self._first < math.inf or time.monotonic() > self._end
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if time.monotonic() > self._first + SAME_S:
+            os.write(2, b"stopped at once by a second signal; the last step is not saved\n")
+            os._exit(128 + signum)
+        self._first = min(self._first, time.monotonic())
 
     def restore(self) -> None:
         for number, handler in self._before.items():
@@ -65,12 +80,14 @@ def train(run: Run, placement: Placement) -> None:
         log = Log(placement.rank, folder / "log.txt")
         after.callback(log.close)
         if placement.rank == 0:
-            after.enter_context(FolderLock(folder))
+            lock = after.enter_context(FolderLock(folder))
+            if lock.took_over:
+                log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
             save_run(run, folder / "config.yaml")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
-        stop = StopRequest()
+        stop = StopRequest(run.train.time_limit_s)
         after.callback(stop.restore)
         mesh = join(run, placement)
         after.callback(leave_world)
@@ -176,7 +193,7 @@ def loop_of(
     after.callback(bar.close)
     reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
     saves = Saves(state, counters, start, now, log)
-    return Loop(state, loader, valid, reporter, counters, saves, lambda: stop.asked)
+    return Loop(state, loader, valid, reporter, counters, saves, stop.asked)
 
 
 def describe(state: State, samples: int) -> str:

@@ -34,7 +34,7 @@ SAMPLED = 16  # windows of a source that stand for its contents
 # compares what is read rather than the paths it is read from.
 CLASSES: tuple[tuple[str, Class], ...] = (
     ("model.*", "may change"), ("train.seq_length", "must match"), ("train.seed", "must match"), ("facts.data*", "must match"),
-    ("facts.*", "may change"), ("train.timeout_s", "recorded"), ("train.profile*", "recorded"), ("train.eval_*", "recorded"),
+    ("facts.*", "may change"), ("train.time*", "recorded"), ("train.profile*", "recorded"), ("train.eval_*", "recorded"),
     ("train.*", "may change"), ("layout.*", "may change"), ("optim.*", "may change"), ("data.*", "recorded"), ("checkpoint.*", "recorded"),
     ("log.*", "recorded"), ("dir", "recorded"), ("init_from", "recorded"),
 )  # fmt: skip
