@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from phalanx.base.devices import find_device
-from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint, NumericalStop
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.agree import agree, together
-from phalanx.checkpoint.keep import candidates, list_checkpoints, none_good
+from phalanx.checkpoint.keep import candidates, list_checkpoints, none_good, step_of
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import Loader
@@ -43,7 +44,7 @@ from phalanx.train.plan import make_plan
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, facts
-from phalanx.train.saves import Saves, checkpoints_of
+from phalanx.train.saves import Saves, checkpoints_of, numbers_of
 
 SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
 
@@ -134,8 +135,7 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
         if scalars.get("train.precision") != run.train.precision:
             state.scaler.reset()  # a loss scale belongs to its precision
         log.info(f"continue from {source}")
-        names = ("step", "consumed_samples", "tokens", "skipped", "skipped_in_a_row")
-        return Counters(**{name: scalars[name] for name in names}), source
+        return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:
         load_weights(run.init_from, state.buffers, state.mesh)
         log.info(f"start from the weights of {run.init_from}")
@@ -155,7 +155,7 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
     for path in sources:
         try:
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
-            return path, load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model)
+            return path, load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state))
         except DamagedCheckpoint as error:
             if not run.checkpoint.fallback or len(sources) == 1:
                 raise
@@ -193,7 +193,25 @@ def loop_of(
     after.callback(bar.close)
     reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
     saves = Saves(state, counters, start, now, log)
-    return Loop(state, loader, valid, reporter, counters, saves, stop.asked)
+
+    def go_back(before: int, tries: int) -> dict[str, Any]:
+        """Load the checkpoint before step `before`, the `tries`th newest of them; its scalars."""
+        there = choose(state, lambda: [p for p in reversed(list_checkpoints(checkpoints_of(run))) if step_of(p) < before])
+        if not there:
+            raise NumericalStop(f"there is no checkpoint before step {before} to roll back to")
+        path, scalars = load_newest(state, there[min(tries, len(there)) - 1 :], now, log)
+        newer = there[: there.index(path)]  # what they hold was not trained on the way from here
+        agree(mesh.world, lambda: forget(newer) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            log.warn(f"rolled back to {path}; the data up to step {before} is not used again")
+        return scalars
+
+    return Loop(state, loader, valid, reporter, counters, saves, stop.asked, go_back)
+
+
+def forget(paths: list[Path]) -> None:
+    for path in paths:
+        storage_for(path).retire(path)
 
 
 def describe(state: State, samples: int) -> str:

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
 from phalanx.checkpoint.keep import Keep, step_of
@@ -26,6 +28,11 @@ def checkpoints_of(run: Run) -> Path:
     return place(run.checkpoint.dir or str(Path(run.dir) / "checkpoints"))
 
 
+def numbers_of(state: State) -> dict[str, Tensor]:
+    """Small tensors of a run's state that are no part of its optimizer."""
+    return {f"guard.{name}": value for name, value in state.guard.state().items()}
+
+
 class Saves:
     """The saves of one rank; all ranks call each method together.
 
@@ -40,7 +47,8 @@ class Saves:
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else (), config.read_back)
         axis = host_axis(state.mesh.world, config.timeout_s)
-        self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background)
+        self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background,
+                           more=numbers_of(state))  # fmt: skip
 
     def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, int]]:
         """Where the tokenizer's files are that checkpoints carry, and its special tokens."""
