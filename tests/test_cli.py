@@ -16,7 +16,7 @@ from phalanx.base.log import Log, describe, pairs
 from phalanx.base.placement import Placement
 from phalanx.cli.setup import prepare
 from phalanx.launch.env import first_host, read_placement
-from phalanx.launch.local import environment, start
+from phalanx.launch.local import environment, forwarded_signals, start
 from phalanx.launch.outcome import Outcome, RankFailed, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -281,7 +281,7 @@ def wait_for(condition, limit: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_the_ranks_are_waited_for(jobs, signum):
     parent = parent_with_ranks(jobs, "save_on_stop")
     parent.send_signal(signum)
@@ -295,6 +295,46 @@ def test_a_signal_before_training_began(jobs):
     parent.send_signal(signal.SIGTERM)
     _, err = parent.communicate(timeout=60)
     assert parent.returncode == 75 and "before training began" in err and "Traceback" not in err
+
+
+def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
+    """The same signal twice within a second is one request: terminals and schedulers tell everybody, and repeat themselves."""
+    rank = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True)); "
+                             "print('ready', flush=True); [time.sleep(1) for _ in range(60)]"], stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert rank.stdout.readline() == "ready\n"
+    (tmp_path / "rank-0.pid").write_text(str(rank.pid))
+    with forwarded_signals(tmp_path) as stops:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert rank.stdout.readline() == "told\n" and stops.at_once == 0 and rank.poll() is None
+        stops.first -= 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.at_once == signal.SIGTERM and rank.wait(60) == -signal.SIGKILL
+    assert capsys.readouterr().err.count("stopping: waiting") == 1
+
+
+def test_a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second():
+    from phalanx.train.main import StopRequest
+
+    def child(tell) -> int:
+        pid = os.fork()
+        if pid == 0:
+            tell(StopRequest())
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def twice_at_once(stop):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(75 if stop.asked() else 1)
+
+    def again_later(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop._first -= 2
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert child(twice_at_once) == 75 and child(again_later) == 128 + signal.SIGTERM
+    assert not StopRequest(1000.0).asked() and StopRequest(-1.0).asked()
 
 
 def test_ranks_do_not_outlive_their_launcher(jobs):

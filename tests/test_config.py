@@ -154,6 +154,13 @@ RULES = [
     # numbers (70, 76, 77)
     ("model.rms_norm_eps=0", 1, "model.rms_norm_eps", 0, "(0, inf)", set(), (1e-5,)),
     ("train.timeout_s=0", 1, "train.timeout_s", 0, "(0, inf)", set(), (600.0,)),
+    ("train.guard.window=1 train.guard.sigmas=6", 1, "train.guard.window", 1, ">= 2", set(), (2, 3)),
+    ("train.guard.window=64", 1, "train.guard.window", 64, "has no effect without sigmas", {"train.guard.sigmas"}, (128,)),
+    ("train.guard.sigmas=0", 1, "train.guard.sigmas", 0, "(0, inf)", set(), (6.0,)),
+    ("train.guard.policy=rollback", 1, "train.guard.policy", "rollback", "needs checkpoints", {"checkpoint.interval"}, ("skip", "stop")),
+    ("train.guard.max_rollbacks=2", 1, "train.guard.max_rollbacks", 2, "has no effect", {"train.guard.policy"}, (3,)),
+    ("train.guard.replicas_interval=0", 1, "train.guard.replicas_interval", 0, ">= 1", set(), (1, 2)),
+    ("train.time_limit_s=0", 1, "train.time_limit_s", 0, "(0, inf)", set(), (None,)),
     ("train.seed=-1", 1, "train.seed", -1, "[0, 2**63)", set(), (1234,)),
     ("train.seed=18446744073709551616", 1, "train.seed", 2**64, "[0, 2**63)", set(), (1234,)),
     ("train.steps=0", 1, "train.steps", 0, ">= 1", set(), (1, 2)),

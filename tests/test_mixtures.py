@@ -448,11 +448,14 @@ def test_train_from_text(tmp_path):
     for text in ("validation valid", "validation more", "valid step=2 valid=", " more="):
         assert text in first.stdout
     again = program("train", "run.yaml", "train.steps=3", cwd=tmp_path)
-    assert again.returncode == 0 and "prepare in into" not in again.stdout and "otherwise than in" not in again.stderr, again.stderr
+    assert again.returncode == 0 and "prepare in into" not in again.stdout and "is not that of" not in again.stderr, again.stderr
     assert load_run(tmp_path / "run/config.yaml").data.text == ("in",)
     other = ("data.text=[]", "data.paths=m", "data.split=1,0,0", "data.valid={}", "train.eval_interval=null")
     mixed = program("train", "run.yaml", "train.steps=4", *other, cwd=tmp_path)
-    assert mixed.returncode == 0 and "the data is mixed or cut otherwise than in run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
+    assert mixed.returncode == 4 and "cannot continue from run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
+    assert "data.order" in mixed.stderr and 'data.sources ["' in mixed.stderr
+    mixed = program("train", "run.yaml", "train.steps=4", *other, "checkpoint.allow=[data]", cwd=tmp_path)
+    assert mixed.returncode == 0 and "the data is not that of run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
 
 
 # ---- sizes

@@ -132,6 +132,22 @@ def test_sigterm_saves_and_the_run_goes_on(config, undisturbed, tmp_path):
     assert steps(folder) == steps(undisturbed)
 
 
+def test_one_rank_or_a_limit_of_time_is_enough(config, undisturbed, tmp_path):
+    """SIGUSR1 to one rank alone: all save the same step. Then a limit that is over at once: one step more each time. Nothing is lost."""
+    folder = tmp_path / "run"
+    process = start(config, folder)
+    wait_for_step(folder, process, 4)
+    os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    before = max(steps(folder))
+    done = run(config, folder, "train.time_limit_s=0.001")
+    assert done.returncode == 75 and before < max(steps(folder)) < before + 4, done.stdout + done.stderr
+    done = run(config, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps(folder) == steps(undisturbed)
+
+
 def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path):
     """Stopped at step 10 on tp2 x pp2, continued on 2 data-parallel ranks: the same losses up to rounding."""
     folder = tmp_path / "run"

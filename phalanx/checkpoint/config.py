@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -28,5 +28,7 @@ class CheckpointConfig:
     """A checkpoint (or a run folder: its newest) to continue from; the run's own checkpoints, if any, go first."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest checkpoint of this run's folder; never: refuse to start where one exists."""
+    allow: list[str] = field(default_factory=list)
+    """Keys (or sections, or globs) that may differ from the checkpoint although they must match, such as data."""
     fallback: bool = True
     """If the newest checkpoint is damaged, say so and continue from the newest good one; false: stop (exit 4)."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
@@ -35,12 +37,12 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constan
 
 
 def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh,
-               model: ModelConfig | None = None) -> dict[str, Any]:  # fmt: skip
+               model: ModelConfig | None = None, more: Mapping[str, Tensor] | None = None) -> dict[str, Any]:  # fmt: skip
     """Masters, moments, the optimizer's step and the loss scale, bit for bit as saved in any layout; then weights = cast of masters.
 
     Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of them if the
     checkpoint is missing, or is of another model (given `model`, every differing field is listed, old -> new); DamagedCheckpoint
-    if a byte that a rank reads is not what was saved.
+    if a byte that a rank reads is not what was saved. more: small tensors that were saved along; all zero if they do not fit those.
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
@@ -56,10 +58,14 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     receipts = manifest.receipts("state")
     agree(mesh.world, lambda: _fill_state(items, index, path / "state", receipts))
     agree(mesh.world, lambda: _fill_state({KINDS[0]: kept}, index_kept, path / "state", receipts))
-    scalars = {name: float.fromhex(text) for name, text in manifest.optimizer.items()}
-    optimizer.step.fill_(scalars["optimizer.step"])
+    numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
+    optimizer.step.fill_(numbers["optimizer.step"][0])
     for name, value in scaler.state().items():
-        value.fill_(scalars[f"scaler.{name}"])
+        value.fill_(numbers[f"scaler.{name}"][0])
+    fits = all(len(numbers.get(name, [])) == value.numel() for name, value in (more or {}).items())
+    for name, value in (more or {}).items():
+        saved = torch.tensor(numbers[name] if fits else [0.0] * value.numel(), dtype=torch.float64)
+        value.copy_(saved.view(value.shape))
     agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size))
     _publish(buffers)
     return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}

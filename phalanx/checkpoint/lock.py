@@ -16,7 +16,10 @@ NAME = ".lock"
 
 
 class FolderLock:
-    """Held from creation until `release` (or the end of `with`). Raises FolderInUse that names the holder's host and process."""
+    """Held from creation until `release` (or the end of `with`). Raises FolderInUse that names the holder's host and process.
+
+    took_over   the holder before, if it ended without releasing the lock (it was killed); else None
+    """
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder) / NAME
@@ -28,11 +31,14 @@ class FolderLock:
             holder = os.pread(self._file, 4096, 0).decode(errors="replace")
             os.close(self._file)
             raise FolderInUse(f"another run writes to {folder}: {_holder(holder)}; wait for it or choose another `dir`") from error
+        before = os.pread(self._file, 4096, 0).decode(errors="replace")
+        self.took_over = _holder(before) if before else None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
 
     def release(self) -> None:
         if self._file >= 0:
+            os.ftruncate(self._file, 0)
             os.close(self._file)
             self._file = -1
 

@@ -27,7 +27,7 @@ class Manifest:
     parent                      step of the checkpoint before this one in the same run; None: the run began from none
     model, config, layout       dicts of the configs that made it; the layout is for people, loading never looks at it
     scalars                     exact JSON values (floats in their shortest exact form): the loop's counters
-    optimizer                   the same of the optimizer and the loss scaler, as `float.hex`
+    optimizer                   numbers of the optimizer, the loss scaler and the guard, as `float.hex`, separated by spaces
     files                       path inside the checkpoint -> receipt
     """
 

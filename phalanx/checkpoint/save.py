@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +94,7 @@ class Content:
 
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
     state       this rank's boxes of masters and moments, by kind; kept: those of what is not trained
-    scalars     of the optimizer and the scaler, (): on the device until they are copied
+    scalars     of the optimizer, the scaler and others, small: on the device until they are copied
     needed      bytes that this rank will write
     """
 
@@ -121,8 +121,12 @@ def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: Adam
     return write(collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes), target, mesh.world)
 
 
-def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, max_file_bytes: int) -> Content:
-    """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are asked for."""
+def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, max_file_bytes: int,
+            more: Mapping[str, Tensor] | None = None) -> Content:  # fmt: skip
+    """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are asked for.
+
+    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`.
+    """
     buffers.ready()
     weights, state, kept = weights_to_save(buffers, mesh), state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
@@ -130,7 +134,7 @@ def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: Loss
     return Content(
         snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
         gather(mesh.world, files, weights, mesh.device), [(kind, i) for kind in KINDS for i in state[kind]], kept,
-        {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}},
+        {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
         sum(i.box.numel * i.view.element_size() for items in (weights, kept, *state.values()) for i in items),
     )  # fmt: skip
 
@@ -317,8 +321,13 @@ def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:
     return Manifest(
         step=snapshot.step, consumed_samples=snapshot.consumed_samples, parent=snapshot.parent, model=dataclasses.asdict(snapshot.model),
         config=snapshot.config, layout=content.layout, scalars=snapshot.scalars,
-        optimizer={name: float(value.item()).hex() for name, value in content.scalars.items()}, files=dict(sorted(files.items())),
+        optimizer={name: hex_of(value) for name, value in content.scalars.items()}, files=dict(sorted(files.items())),
     )  # fmt: skip
+
+
+def hex_of(values: Tensor) -> str:
+    """Numbers in a form that is read back exactly."""
+    return " ".join(float(x).hex() for x in values.flatten().tolist())
 
 
 def _commit(folder: Path, final: Path, manifest: Manifest, storage: Storage) -> None:

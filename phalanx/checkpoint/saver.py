@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.host import HostCopies
@@ -40,8 +42,8 @@ class Saver:
     """
 
     def __init__(self, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, target: Target, axis: Axis, *,
-                 background: bool = False, max_file_bytes: int = MAX_FILE_BYTES):  # fmt: skip
-        self._collect = lambda snapshot: collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes)
+                 background: bool = False, max_file_bytes: int = MAX_FILE_BYTES, more: Mapping[str, Tensor] | None = None):  # fmt: skip
+        self._collect = lambda snapshot: collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more)
         self.target, self.axis, self.background, self.why_not = target, axis, background, ""
         self._host, self._device = HostCopies(mesh.device), mesh.device
         self._asked_for_room = False

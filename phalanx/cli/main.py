@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
@@ -15,26 +14,12 @@ import click
 from phalanx import __version__
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
+from phalanx.cli.checkpoints import checkpoint, export, import_
+from phalanx.cli.verbs import Verbs
 
 CONFIG = click.argument("config", metavar="CONFIG")
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[a.b=c]...")
 RANKS = click.option("--ranks", type=int, default=None, metavar="N", help="Number of ranks (default: all GPUs; on a CPU what the layout needs).")
-
-
-class Verbs(click.Group):
-    """A group that lists its verbs in the order of use, and says what a mistyped one may have meant."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        order = ("doctor", "data", "plan", "train", "verify", "bench", "generate", "checkpoint", "explain")
-        return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = difflib.get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(close)}?" if close else f" There are: {', '.join(self.list_commands(ctx))}."
-            ctx.fail(f"No such verb: {name}.{hint}")
-        return super().resolve_command(ctx, args)
 
 
 INVITATION = f"""\
@@ -292,33 +277,9 @@ def data_show(
         click.echo(data_text(what, tokenizer, documents, start))
 
 
-@cli.group(cls=Verbs)
-def checkpoint() -> None:
-    """Look into checkpoints."""
-
-
-@checkpoint.command("list")
-@click.argument("run")
-def checkpoint_list(run: str) -> None:
-    """List the checkpoints of the folder RUN."""
-    from phalanx.cli.show import checkpoints_text
-
-    click.echo(checkpoints_text(Path(run)))
-
-
-@checkpoint.command("verify")
-@click.argument("path")
-def checkpoint_verify(path: str) -> None:
-    """Read every byte of a checkpoint (or of the newest of the run PATH) and compare it with its manifest."""
-    from phalanx.base.errors import CheckpointError
-    from phalanx.checkpoint.keep import find
-    from phalanx.checkpoint.manifest import verify
-
-    found = find(path)
-    problems = verify(found)
-    if problems:
-        raise CheckpointError("\n".join([f"{found} is damaged:", *problems]))
-    click.echo(f"{found} good")
+cli.add_command(checkpoint)
+cli.add_command(export)
+cli.add_command(import_)
 
 
 @cli.group(cls=Verbs)
@@ -426,7 +387,8 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     if ready.placement is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     else:
-        signal.signal(signal.SIGTERM, stop_early)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, stop_early)
         find(target)(ready.placement or Placement(), **values)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.base.errors import CheckpointError
-from phalanx.base.rules import near_paths
 
 if TYPE_CHECKING:
     from phalanx.data.index import Corpus
@@ -98,17 +97,19 @@ def run_data_text(
     return step_text(run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None)
 
 
-def checkpoints_text(run: Path) -> str:
+def checkpoints_text(run: str) -> str:
     """One line per checkpoint of a run folder (or of its checkpoints folder), oldest first."""
-    from phalanx.checkpoint.keep import list_checkpoints, problem_of
+    from phalanx.checkpoint.keep import list_checkpoints, pin_of, problem_of
+    from phalanx.checkpoint.places import missing, place
 
-    if not run.is_dir():
-        near = ", ".join(near_paths(str(run)))
-        raise CheckpointError(f"{run} does not exist{f'; near it: {near}' if near else ''}")
-    found = list_checkpoints(run / "checkpoints") or list_checkpoints(run)
+    folder = place(run)
+    if not folder.is_dir():
+        raise CheckpointError(missing(folder))
+    found = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
     if not found:
-        return f"no checkpoint in {run / 'checkpoints'}"
-    return "\n".join(f"{path}  {_size(path):.1f} MiB  {problem_of(path) or 'good'}" for path in found)
+        return f"no checkpoint in {folder / 'checkpoints'}"
+    lines = [f"{path}  {_size(path):.1f} MiB  {problem_of(path) or 'good'}" for path in found]
+    return "\n".join(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found))
 
 
 def _size(folder: Path) -> float:

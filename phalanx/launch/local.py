@@ -10,8 +10,10 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +23,7 @@ from phalanx.launch.outcome import RankFailed, read_outcomes, verdict
 
 # How long ranks may go on after one of them failed, before they are killed.
 GRACE_S = 15
+SAME_S = 1.0  # signals this close together are one request
 
 
 def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Path | None = None, max_restarts: int = 0) -> None:
@@ -28,15 +31,16 @@ def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Pat
 
     arguments  plain values (they travel as JSON)
     logs       a folder for each rank's output; None: all write where this process writes
-    Raises RankFailed with the exit code of the rank that began it. SIGTERM, SIGINT and SIGHUP are passed on as SIGTERM, and
-    the ranks are waited for; a second SIGINT kills them.
+    Raises RankFailed with the exit code of the rank that began it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on as SIGTERM,
+    and the ranks are waited for; a second signal kills them (Ctrl-C at once, others if they come a second later: schedulers repeat).
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder, environment(ranks):
         (Path(folder) / "arguments.json").write_text(json.dumps(dict(arguments)), encoding="utf-8")
         with forwarded_signals(Path(folder)) as stops:
             exits = _run_agent(Path(folder), target, ranks, logs, max_restarts)
-        if len(stops) > 1 and stops[-1] == signal.SIGINT:
-            raise RankFailed("stopped at once by a second Ctrl-C; the last step is not saved", 130)
+        if stops.at_once:
+            name = "Ctrl-C" if stops.at_once == signal.SIGINT else signal.Signals(stops.at_once).name
+            raise RankFailed(f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once)
         failed = verdict(ranks, read_outcomes(folder), exits)
     if failed is not None:
         raise failed
@@ -97,25 +101,36 @@ def environment(ranks: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@dataclass
+class Stops:
+    """Signals that came to the launcher: when the first did, and the one that ends the ranks at once (0: none)."""
+
+    first: float | None = None
+    at_once: int = 0
+
+
 @contextlib.contextmanager
-def forwarded_signals(folder: Path) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGINT and SIGHUP on to the ranks as SIGTERM. Yields the list of signals that came."""
-    stops: list[int] = []
+def forwarded_signals(folder: Path) -> Iterator[Stops]:
+    """Pass signals on to the ranks as SIGTERM, a second one as SIGKILL. Yields what came."""
+    stops = Stops()
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        stops.append(signum)
-        at_once = len(stops) > 1 and signum == signal.SIGINT
+        again, now = stops.first is not None, time.monotonic()
+        if again and signum != signal.SIGINT and now < stops.first + SAME_S:  # type: ignore[operator]
+            return
+        stops.at_once = signum if again else 0
+        stops.first = stops.first if again else now
         (folder / "stop").touch()
         for path in folder.glob("rank-*.pid"):
             with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if at_once else signal.SIGTERM)
-        if len(stops) == 1:
+                os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if again else signal.SIGTERM)
+        if not again:
             print("stopping: waiting for the ranks to save (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
 
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    before = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
     try:
         yield stops
     finally:

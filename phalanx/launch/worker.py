@@ -25,7 +25,8 @@ from phalanx.launch.outcome import Outcome
 
 def main(folder: str, target: str) -> None:
     try:
-        signal.signal(signal.SIGTERM, stop_early)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, stop_early)
         announce(Path(folder), int(os.environ.get("RANK", "0")))
         follow_parent()
         placement, problems = read_placement(os.environ)

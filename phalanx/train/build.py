@@ -26,6 +26,7 @@ from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.schedule.actions import Gather, Instruction, Reduce
 from phalanx.train.checks import unfit_for_wheels
+from phalanx.train.guard import Guard
 from phalanx.train.plan import Plan
 
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
@@ -43,6 +44,7 @@ class State:
     buffers: Buffers
     optimizer: AdamW
     scaler: LossScaler
+    guard: Guard
     stages: Stages
     handlers: Handlers
     routed: tuple[MoE, ...] = ()
@@ -101,13 +103,14 @@ def build(plan: Plan, mesh: Mesh) -> State:
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
         train.loss_scale_min, kind.loss_scaling,
     )  # fmt: skip
+    guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
     runner = Graphs(mesh.device, mesh.memories) if uses_graphs(plan, mesh.device) else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
     mesh.warm_up()
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, stages, handlers, routed_layers(blocks, mesh.device),
-                 ahead_blocks(blocks, mesh.device))  # fmt: skip
+    routed, ahead = routed_layers(blocks, mesh.device), ahead_blocks(blocks, mesh.device)
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, routed, ahead)
 
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:

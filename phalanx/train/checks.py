@@ -98,7 +98,8 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
 def check_train(run: Run) -> list[Problem]:
     c = run.train
     found = at_least("train", c, 1, "steps", "global_batch", "micro_batch", "seq_length", "eval_interval", "eval_samples", "max_skipped")
-    found += within("train", c, "timeout_s", "(0, inf)")
+    found += check_guard(run)
+    found += within("train", c, "timeout_s", "(0, inf)") + within("train", c, "time_limit_s", "(0, inf)", (None,))
     if not 0 <= c.seed < 2**63:
         found.append(problem("train", c, "seed", "must be an integer in [0, 2**63)", {}, (1234,)))
     found += check_profile(run)
@@ -150,6 +151,18 @@ def check_batch(run: Run, facts: Facts) -> list[Problem]:
         because = {"micro_batch * dp": unit, "train.micro_batch": c.micro_batch, "dp": dp}
         found.append(problem("train", c, "global_batch", "must be a multiple of micro_batch * dp", because, multiples(c.global_batch, unit)))
     return found + check_rampup(run, unit)
+
+
+def check_guard(run: Run) -> list[Problem]:
+    g, at = run.train.guard, "train.guard"
+    found = at_least(at, g, 2, "window") + at_least(at, g, 1, "max_rollbacks", "replicas_interval") + within(at, g, "sigmas", "(0, inf)", (6.0,))
+    if g.sigmas is None:
+        found += no_effect(at, g, ("window",), "sigmas", {f"{at}.sigmas": None})
+    if g.policy != "rollback":
+        found += no_effect(at, g, ("max_rollbacks",), "policy=rollback", {f"{at}.policy": g.policy})
+    elif run.checkpoint.interval is None:
+        found.append(problem(at, g, "policy", "needs checkpoints to roll back to", {"checkpoint.interval": None}, ("skip", "stop")))
+    return found
 
 
 def check_rampup(run: Run, unit: int) -> list[Problem]:

@@ -25,6 +25,23 @@ class RampConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What is done about steps whose loss or gradient norm is not finite or a spike; such a step is never applied."""
+
+    policy: Literal["skip", "stop", "rollback"] = "skip"
+    """skip the step; stop the run (exit 5); or rollback: continue from the checkpoint before with the data after the bad step."""
+    sigmas: float | None = None
+    """A loss or gradient norm is a spike if it is more than this many standard deviations above the window's mean; unset: none is."""
+    window: int = 128
+    """Steps whose losses and norms are kept to judge the next by (half of them must be there)."""
+    max_rollbacks: int = 3
+    """rollback: tries to pass one bad step, each from an older checkpoint, before the run stops."""
+    replicas_interval: int | None = None
+    """Compare hashes of what data-parallel ranks hold alike every so many steps; unset: never. A difference stops the run (exit 5).
+    With sharding the weights are handed out anew in each step, so only what changed since is seen; at layout.sharding=0 everything is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int
     """Optimizer steps of the whole run."""
@@ -64,8 +81,12 @@ class TrainConfig:
     """fp16: the scale never goes below this."""
     max_skipped: int = 50
     """Stop (exit 5) after this many skipped steps in a row."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What is done about bad numbers."""
     timeout_s: float = 600.0
     """A collective that takes longer means a lost peer."""
+    time_limit_s: float | None = None
+    """Seconds after which the run finishes its step, saves and ends with exit code 75, as on SIGTERM; unset: no limit."""
     profile: str | None = None
     """Steps to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/ folder."""
     profile_ranks: Literal["first", "all"] = "first"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
+from typing import Any
 
 from phalanx.base.batch import Batch
 from phalanx.base.errors import NumericalStop, Preempted
@@ -11,11 +13,21 @@ from phalanx.data.loader import Loader, Prefetcher
 from phalanx.optim.schedules import learning_rate
 from phalanx.train.build import State
 from phalanx.train.evaluate import evaluate
+from phalanx.train.guard import NOT_FINITE, REASONS
 from phalanx.train.metrics import Counters, Pending, Reporter
 from phalanx.train.order import global_batch_at, micro_batches
 from phalanx.train.record import Recorder
+from phalanx.train.replicas import check_replicas
 from phalanx.train.saves import Saves
 from phalanx.train.step import train_step
+
+
+class BadStep(Exception):
+    """A step that the guard refused, where the run is to go back."""
+
+    def __init__(self, step: int, text: str):
+        self.step, self.text = step, text
+        super().__init__(text)
 
 
 @dataclass
@@ -24,6 +36,7 @@ class Loop:
 
     saves   saves checkpoints of finished steps
     asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
+    go_back loads the checkpoint before a step (the how-manieth newest) and returns its counters
     """
 
     state: State
@@ -33,8 +46,39 @@ class Loop:
     counters: Counters
     saves: Saves
     asked: Callable[[], bool]
+    go_back: Callable[[int, int], dict[str, Any]]
 
     def run(self) -> None:
+        """Raises NumericalStop, Preempted or CheckpointError; a save that is under way then is good, and waited for."""
+        try:
+            self._run_and_go_back()
+        except NumericalStop:
+            self.saves.check(wait=True)
+            raise
+
+    def _run_and_go_back(self) -> None:
+        bad_step = tries = 0
+        while True:
+            try:
+                return self._run()
+            except BadStep as bad:
+                tries = tries + 1 if bad.step <= bad_step else 1
+                bad_step = max(bad.step, bad_step)
+                self._roll_back(bad, tries)
+
+    def _roll_back(self, bad: BadStep, tries: int) -> None:
+        """Weights, state and step of a checkpoint before, the place in the data after the bad step."""
+        if tries > self.state.plan.run.train.guard.max_rollbacks:
+            raise NumericalStop(f"{bad.text}, after {tries - 1} rollbacks (train.guard.max_rollbacks)") from bad
+        self.saves.check(wait=True)
+        c, scalars = self.counters, self.go_back(bad.step, tries)
+        c.step, c.tokens, c.skipped, c.skipped_in_a_row = (scalars[n] for n in ("step", "tokens", "skipped", "skipped_in_a_row"))
+        c.rollbacks += 1
+        self.saves.parent = c.step
+        if self.reporter.trackers is not None:
+            self.reporter.trackers.rewind(c.step)
+
+    def _run(self) -> None:
         run, mesh = self.state.plan.run, self.state.mesh
         self.state.train()
         samples = micro_batches(run, self.counters.consumed_samples, self.counters.step, mesh.dp.size, mesh.dp.index)
@@ -52,6 +96,8 @@ class Loop:
                 consumed += size
                 stop = self._finish(pending)
                 self.saves.check()
+                if self._replicas_due(step):
+                    check_replicas(self.state)
                 pending = (Pending(step, lr, result), size)
                 if stop or self._due(step):
                     stop = self._finish(pending) or stop
@@ -71,12 +117,30 @@ class Loop:
         if pending is None:
             return False
         stop = self.reporter.finished(*pending)
+        self._judge(pending[0])
         limit = self.state.plan.run.train.max_skipped
         if self.counters.skipped_in_a_row >= limit:
-            self.saves.check(wait=True)  # what is being saved is good
-            what = f"the gradient norm of {limit} steps in a row was not finite (train.max_skipped={limit})"
+            what = f"{limit} steps in a row had a loss or a gradient norm that could not be applied (train.max_skipped={limit})"
             raise NumericalStop(f"stopped at step {self.counters.step}: {what}")
         return stop
+
+    def _judge(self, pending: Pending) -> None:
+        """What train.guard.policy does about a step that was not applied. Overflows of a loss scale that adapts are no events."""
+        loss, norm, why, _, _ = pending.read()
+        if not why or (self.state.scaler.dynamic and why == NOT_FINITE and isfinite(loss)):
+            return
+        bad = BadStep(pending.step, f"step {pending.step} is bad: {REASONS[why]} (loss={loss:.6g} grad_norm={norm:.6g})")
+        policy = self.state.plan.run.train.guard.policy
+        if policy == "rollback":
+            raise bad
+        if policy == "stop":
+            raise NumericalStop(f"{bad.text}; it was not applied (train.guard.policy=stop)")
+        if self.reporter.log.rank == 0:
+            self.reporter.log.warn(f"{bad.text}; it was skipped")
+
+    def _replicas_due(self, step: int) -> bool:
+        interval = self.state.plan.run.train.guard.replicas_interval
+        return interval is not None and step % interval == 0
 
     def _due(self, step: int) -> bool:
         return self._save_due(step) or self._eval_due(step)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,19 +16,21 @@ from typing import Any
 import torch
 
 from phalanx.base.devices import find_device
-from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint, NumericalStop
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
-from phalanx.checkpoint.agree import agree
-from phalanx.checkpoint.keep import candidates, list_checkpoints, none_good
+from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.keep import candidates, list_checkpoints, none_good, step_of
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import check_tokenizers
 from phalanx.data.text import use_text
+from phalanx.data.tokenizers import load_tokenizer
 from phalanx.train.build import State, build, choices, init_weights
 from phalanx.train.config import Run
 from phalanx.train.data_text import data_table, open_loaders
@@ -38,18 +43,31 @@ from phalanx.train.order import total_samples
 from phalanx.train.plan import make_plan
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
-from phalanx.train.saves import Saves, checkpoints_of
+from phalanx.train.resume import check_resume, facts
+from phalanx.train.saves import Saves, checkpoints_of, numbers_of
+
+SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
 
 
 class StopRequest:
-    """SIGTERM (and SIGINT) set a flag that the loop reads; the handlers before are put back at the end."""
+    """SIGTERM, SIGUSR1 and SIGINT, or a limit of time, ask this process to stop after its step; `asked` says so to the loop.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+    A second signal ends it at once, without saving. The handlers before are put back at the end.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._end = math.inf if limit_s is None else time.monotonic() + limit_s
+        self._first = math.inf
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+
+    def asked(self) -> bool:
+        return self._first < math.inf or time.monotonic() > self._end
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if time.monotonic() > self._first + SAME_S:
+            os.write(2, b"stopped at once by a second signal; the last step is not saved\n")
+            os._exit(128 + signum)
+        self._first = min(self._first, time.monotonic())
 
     def restore(self) -> None:
         for number, handler in self._before.items():
@@ -63,12 +81,14 @@ def train(run: Run, placement: Placement) -> None:
         log = Log(placement.rank, folder / "log.txt")
         after.callback(log.close)
         if placement.rank == 0:
-            after.enter_context(FolderLock(folder))
+            lock = after.enter_context(FolderLock(folder))
+            if lock.took_over:
+                log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
             save_run(run, folder / "config.yaml")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
-        stop = StopRequest()
+        stop = StopRequest(run.train.time_limit_s)
         after.callback(stop.restore)
         mesh = join(run, placement)
         after.callback(leave_world)
@@ -76,8 +96,9 @@ def train(run: Run, placement: Placement) -> None:
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
-        counters, start = start_state(state, log)
-        loop_of(state, loaders, counters, start, log, stop, after).run()
+        now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
+        counters, start = start_state(state, now, log)
+        loop_of(state, loaders, counters, start, now, log, stop, after).run()
         log.info(f"done step={counters.step} folder={folder}")
     if placement.rank == 0 and run.log.report:
         print(f"report {write_report(folder)}", flush=True)
@@ -97,11 +118,11 @@ def device_of(run: Run, placement: Placement) -> torch.device:
     return local_device(kind, placement.local_rank)
 
 
-def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
+def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, Path | None]:
     """Set weights and state: the run's newest checkpoint, else checkpoint.load, else init_from, else initial values.
 
     Returns the counters and the checkpoint that the run continues from. A path that is given and is not there is an error,
-    never a fresh start.
+    never a fresh start. now: facts() of this run.
     """
     run = state.plan.run
     own = choose(state, lambda: list_checkpoints(checkpoints_of(run))[::-1])
@@ -110,13 +131,11 @@ def start_state(state: State, log: Log) -> tuple[Counters, Path | None]:
     load = run.checkpoint.load
     sources = own or (choose(state, lambda: candidates(load)) if load else [])
     if sources:
-        source, scalars = load_newest(state, sources, log)
-        check_position(run, scalars, source)
+        source, scalars = load_newest(state, sources, now, log)
         if scalars.get("train.precision") != run.train.precision:
             state.scaler.reset()  # a loss scale belongs to its precision
         log.info(f"continue from {source}")
-        names = ("step", "consumed_samples", "tokens", "skipped", "skipped_in_a_row")
-        return Counters(**{name: scalars[name] for name in names}), source
+        return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:
         load_weights(run.init_from, state.buffers, state.mesh)
         log.info(f"start from the weights of {run.init_from}")
@@ -130,12 +149,13 @@ def choose(state: State, look: Callable[[], list[Path]]) -> list[Path]:
     return [place(p) for p in agree(state.mesh.world, lambda: [str(p) for p in look()] if state.mesh.rank == 0 else [])[0]]
 
 
-def load_newest(state: State, sources: list[Path], log: Log) -> tuple[Path, dict[str, Any]]:
+def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log) -> tuple[Path, dict[str, Any]]:
     """Load the first of these checkpoints that is good in every byte; each damaged one is named. If none is, the run does not start."""
     run, problems = state.plan.run, list[str]()
     for path in sources:
         try:
-            return path, load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model)
+            together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
+            return path, load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state))
         except DamagedCheckpoint as error:
             if not run.checkpoint.fallback or len(sources) == 1:
                 raise
@@ -145,26 +165,12 @@ def load_newest(state: State, sources: list[Path], log: Log) -> tuple[Path, dict
     raise none_good(sources[0].parent, problems)
 
 
-def check_position(run: Run, scalars: dict[str, Any], source: Path) -> None:
-    """A place in the data is a number of samples: it means something else with another length of sequences or another seed."""
-    now = {"train.seq_length": run.train.seq_length, "train.seed": run.train.seed}
-    changed = [f"{key}: {scalars[key]} -> {value}" for key, value in now.items() if key in scalars and scalars[key] != value]
-    if changed:
-        raise CheckpointError(f"{source}: the run cannot continue with another {', '.join(changed)}; the order of its data would change")
-
-
-def warn_if_order_changed(loader: Loader, start: Path | None, log: Log) -> None:
-    """Other sources, weights, splits or (with numbers of tokens) steps give the same sample number another window."""
-    before = read_manifest(start).scalars.get("data.order") if start else None
-    if before not in (None, loader.order):
-        log.warn(f"the data is mixed or cut otherwise than in {start}: from here on samples may come again that were seen before")
-
-
 def loop_of(
     state: State,
     loaders: tuple[Loader, dict[str, Loader]],
     counters: Counters,
     start: Path | None,
+    now: dict[str, Any],
     log: Log,
     stop: StopRequest,
     after: ExitStack,
@@ -180,15 +186,32 @@ def loop_of(
         log.info(describe(state, total_samples(run)))
         log.info(choices(state))
         log.info(data_table(run, loader, valid))
-        warn_if_order_changed(loader, start, log)
         log.info(mfu_text(run, mesh.grid.world, device, name))
         trackers = Trackers(folder, counters.step, run.log.tensorboard, run.log.wandb, to_dict(run))
         after.callback(trackers.close)
     bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
     after.callback(bar.close)
     reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
-    saves = Saves(state, counters, start, log, loader.order)
-    return Loop(state, loader, valid, reporter, counters, saves, lambda: stop.asked)
+    saves = Saves(state, counters, start, now, log)
+
+    def go_back(before: int, tries: int) -> dict[str, Any]:
+        """Load the checkpoint before step `before`, the `tries`th newest of them; its scalars."""
+        there = choose(state, lambda: [p for p in reversed(list_checkpoints(checkpoints_of(run))) if step_of(p) < before])
+        if not there:
+            raise NumericalStop(f"there is no checkpoint before step {before} to roll back to")
+        path, scalars = load_newest(state, there[min(tries, len(there)) - 1 :], now, log)
+        newer = there[: there.index(path)]  # what they hold was not trained on the way from here
+        agree(mesh.world, lambda: forget(newer) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            log.warn(f"rolled back to {path}; the data up to step {before} is not used again")
+        return scalars
+
+    return Loop(state, loader, valid, reporter, counters, saves, stop.asked, go_back)
+
+
+def forget(paths: list[Path]) -> None:
+    for path in paths:
+        storage_for(path).retire(path)
 
 
 def describe(state: State, samples: int) -> str:

@@ -56,11 +56,11 @@ class Pending:
             self._host.copy_(told, non_blocking=True)
         self.moment = Moment(told.device)
 
-    def read(self) -> tuple[float, float, bool, int, bool]:
-        """(loss, gradient norm, skipped, tokens with a loss, stop)."""
+    def read(self) -> tuple[float, float, int, int, bool]:
+        """(loss, gradient norm, why the step was skipped, tokens with a loss, stop)."""
         self.moment.wait()
         loss, norm, skipped, tokens, stop = self._host[:5].tolist()
-        return loss, norm, skipped > 0, int(tokens), stop > 0
+        return loss, norm, int(skipped), int(tokens), stop > 0
 
     def ahead(self) -> float | None:
         """Mean loss of what predicts further tokens, after `read`; None where nothing does."""
@@ -80,6 +80,7 @@ class Counters:
     tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,12 @@ class Trackers:
             lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
             self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to this step: lines of later ones go from metrics.jsonl. (TensorBoard and W&B show both tries.)"""
+        self._file.close()
+        self._keep_until(step)
+        self._file = open(self._path, "a", encoding="utf-8")
+
     def write(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -191,7 +198,7 @@ class Reporter:
         c = self.counters
         c.step, c.consumed_samples = pending.step, c.consumed_samples + samples
         c.tokens += samples * self.speed.seq_length
-        c.skipped += skipped
+        c.skipped += skipped > 0
         c.skipped_in_a_row = c.skipped_in_a_row + 1 if skipped else 0
         values = self._values(pending, loss, norm, samples, seconds)
         if self.trackers is not None:

@@ -74,6 +74,12 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
     return tuple(facts)
 
 
+def exported_shapes(model: LlamaConfig | GPT2Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
+    specs = [spec_of(p) for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
+    return {piece.name: piece.shape for spec in specs if spec.exported for piece in spec.pieces}
+
+
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
     return parameter.spec  # type: ignore[attr-defined]
 

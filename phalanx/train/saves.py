@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
 from phalanx.checkpoint.keep import Keep, step_of
@@ -26,21 +28,27 @@ def checkpoints_of(run: Run) -> Path:
     return place(run.checkpoint.dir or str(Path(run.dir) / "checkpoints"))
 
 
+def numbers_of(state: State) -> dict[str, Tensor]:
+    """Small tensors of a run's state that are no part of its optimizer."""
+    return {f"guard.{name}": value for name, value in state.guard.state().items()}
+
+
 class Saves:
     """The saves of one rank; all ranks call each method together.
 
-    start   the checkpoint that the run continues from; order: what the places in the data depend on (`Loader.order`)
+    start   the checkpoint that the run continues from; facts: what a run that continues from one of these is compared with (train/resume)
     """
 
-    def __init__(self, state: State, counters: Counters, start: Path | None, log: Log, order: str):
+    def __init__(self, state: State, counters: Counters, start: Path | None, facts: dict[str, Any], log: Log):
         run = state.plan.run
-        self.run, self.counters, self.log, self.order = run, counters, log, order
+        self.run, self.counters, self.log, self.facts = run, counters, log, facts
         self.parent = step_of(start) if start else None
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else (), config.read_back)
         axis = host_axis(state.mesh.world, config.timeout_s)
-        self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background)
+        self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background,
+                           more=numbers_of(state))  # fmt: skip
 
     def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, int]]:
         """Where the tokenizer's files are that checkpoints carry, and its special tokens."""
@@ -90,6 +98,5 @@ class Saves:
 
     def _snapshot(self) -> Snapshot:
         run, counters = self.run, self.counters
-        settings: dict[str, Any] = {f"train.{name}": getattr(run.train, name) for name in ("seq_length", "seed", "precision")}
-        scalars = {**asdict(counters), **settings, "data.order": self.order}
+        scalars = {**asdict(counters), "train.precision": run.train.precision, "facts": self.facts}
         return Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, self.tokenizer, self.ids, self.parent)

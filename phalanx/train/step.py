@@ -12,6 +12,7 @@ from phalanx.base.batch import IGNORE, Batch
 from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State
+from phalanx.train.guard import NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class StepResult:
 
     loss       mean per token with a loss
     grad_norm  of the whole model, before clipping
-    skipped    1 if the norm was not finite: then nothing was updated
+    skipped    why nothing was updated (guard.REASONS), 0 if it was
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
     ahead      mean loss per token of what predicts further tokens, if there is such a block
@@ -76,22 +77,23 @@ def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
 
 
 def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
-    """Norm, clip, optimizer. A norm that is not finite skips the step on all ranks, state unchanged."""
+    """Norm, clip, optimizer. A step that the guard finds unfit is skipped on all ranks, state unchanged."""
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
-    skip = (~torch.isfinite(norm)).float()
+    told = tell(state, stop)
+    verdict = state.guard.judge(told.loss / tokens, norm)
+    skip = (verdict > 0).float()
     factor = 1.0 / scaler.scale
     if clip > 0:
         factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
     state.optimizer.update(lr, skip, factor)
     buffers.gather()
     buffers.zero_rest()
-    scaler.update(skip)
-    told = tell(state, stop)
+    scaler.update((verdict == NOT_FINITE).float())
     for layer in state.routed:
         layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
     depths = state.plan.run.model.predict_layers
-    return StepResult(told.loss / tokens, norm, skip, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None)
+    return StepResult(told.loss / tokens, norm, verdict, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None)
 
 
 @dataclass(frozen=True)

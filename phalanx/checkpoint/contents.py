@@ -1,0 +1,101 @@
+"""Contents: the global tensors of a checkpoint, or of a Hugging Face folder, one at a time on one process; each byte checked as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.checkpoint.holdings import KINDS
+from phalanx.checkpoint.keep import find
+from phalanx.checkpoint.load import hf_index, state_index, weight_receipts
+from phalanx.checkpoint.manifest import NAME, Manifest, read_manifest
+from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.save import key_of
+from phalanx.checkpoint.storage import Receipt
+from phalanx.checkpoint.tensors import CheckedFile, Index, PlainFile, Stored, open_tensors, receipt_of
+
+WEIGHTS = "weights"
+
+
+class Contents:
+    """Tensors by kind: `weights` as they are exported and, of a checkpoint of ours, `master`, `m` and `v`. Files stay open until `close`."""
+
+    def __init__(self, path: str | Path):
+        self.path, self.manifest = _meant(path)
+        self.weights = self.path / WEIGHTS if self.manifest else self.path
+        self._open = ExitStack()
+        self._files: dict[Path, CheckedFile | PlainFile] = {}
+        receipts = weight_receipts(self.weights) if self.manifest else None
+        self._kinds: dict[str, tuple[Path, Index, dict[str, Receipt] | None]] = {WEIGHTS: (self.weights, hf_index(self.weights, receipts), receipts)}
+        if self.manifest is not None:
+            state, kept = state_index(self.path, self.manifest), state_index(self.path, self.manifest, "kept")
+            for kind in KINDS:
+                index = {**state, **kept} if kind == KINDS[0] else state
+                keyed = {n: Stored(s.shape, [replace(p, key=key_of(kind, n, p.box)) for p in s.parts]) for n, s in index.items()}
+                self._kinds[kind] = (self.path / "state", keyed, self.manifest.receipts("state"))
+        self.untrained = frozenset(kept) if self.manifest is not None else frozenset[str]()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self._kinds)
+
+    @property
+    def best(self) -> str:
+        """The kind with the most exact weights."""
+        return KINDS[0] if KINDS[0] in self._kinds else WEIGHTS
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {name: stored.shape for name, stored in self._kinds[kind][1].items()} if kind in self._kinds else {}
+
+    def files(self, kind: str) -> dict[str, str]:
+        """The file in which a whole tensor lies, by its name."""
+        return {name: stored.parts[0].file for name, stored in self._kinds[kind][1].items()}
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """A whole global tensor, put together from the boxes that are stored."""
+        folder, index, receipts = self._kinds[kind]
+        stored, whole, found = index[name], None, 0
+        for part in stored.parts:
+            piece = self._file(folder, part.file, receipts).read(part.key)
+            if whole is None:
+                whole = torch.empty(stored.shape, dtype=piece.dtype)
+            whole[part.box.slices()] = piece
+            found += part.box.numel
+        if whole is None or found != whole.numel():
+            raise DamagedCheckpoint(f"{folder}: {found} elements of {name} {stored.shape} are stored")
+        return whole
+
+    def pairs(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        for name in self.shapes(kind):
+            yield name, self.read(kind, name)
+
+    def _file(self, folder: Path, name: str, receipts: dict[str, Receipt] | None) -> CheckedFile | PlainFile:
+        if folder / name not in self._files:
+            opened = open_tensors(folder / name, receipt_of(receipts, folder, name))
+            self._open.callback(opened.__exit__, None, None, None)
+            self._files[folder / name] = opened
+        return self._files[folder / name]
+
+    def __enter__(self) -> Contents:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._open.close()
+
+
+def _meant(path: str | Path) -> tuple[Path, Manifest | None]:
+    """A run (its newest checkpoint), a checkpoint, or a Hugging Face folder."""
+    given = place(path)
+    if not given.is_dir():
+        raise CheckpointError(missing(given))
+    if not (given / NAME).exists() and (given / "config.json").is_file():
+        return given, None
+    found = find(path)
+    return found, read_manifest(found)

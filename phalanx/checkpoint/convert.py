@@ -1,0 +1,186 @@
+"""Export and import: from a checkpoint to a Hugging Face folder, and from folders of others to one; each with a report of what was compared.
+
+Nothing here runs code of a folder: safetensors and JSON are read, and of torch's distributed checkpoints the metadata through an
+unpickler that knows their own data classes and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.contents import WEIGHTS, Contents
+from phalanx.checkpoint.gather import Held, plan_files
+from phalanx.checkpoint.load import adapt, fitting
+from phalanx.checkpoint.manifest import inside
+from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.save import MAX_FILE_BYTES, TOKENIZER_FILES
+from phalanx.checkpoint.storage import Storage, sum_of, write_file
+from phalanx.checkpoint.tensors import Part, PlainFile, Stored, TensorFile
+from phalanx.checkpoint.tools import index_text, new_folder, write_weights
+from phalanx.layout.box import Box
+
+REPORT = "parity.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DCP_NAMES = {
+    "torch.distributed.checkpoint.metadata": {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "Metadata", "_MEM_FORMAT_ENCODING",
+                                              "BytesStorageMetadata", "TensorStorageMetadata", "StorageMeta"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath"}, "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
+    """The weights of a checkpoint as a Hugging Face folder of its own, rounded once from the masters to `dtype` (default: that of the run).
+
+    Its report compares what was written, read again, with the masters.
+    """
+    with Contents(path) as contents:
+        def rounded(name: str, like: Tensor) -> Tensor:
+            return contents.read(contents.best, name).to(like.dtype)
+
+        folder = write_weights(contents, out, rounded, DTYPES[dtype] if dtype else None)
+        truth = ((name, contents.read(contents.best, name)) for name in contents.shapes(WEIGHTS))
+        return report(folder, truth, f"{contents.best} of {contents.path}")
+
+
+def report(folder: Path, truth: Iterator[tuple[str, Tensor]], source: str) -> Path:
+    """Write beside the weights what they were compared with: values that differ and by how much, per tensor. CheckpointError if rounding
+    does not explain it."""
+    lines, wrong = {}, []
+    with Contents(folder) as written:
+        for name, wanted in truth:
+            found = written.read(WEIGHTS, name)
+            apart = (found.double() - wanted.double()).abs()
+            lines[name] = {"shape": list(found.shape), "dtype": str(found.dtype).removeprefix("torch."), "differing": int((apart != 0).sum()),
+                           "largest": float(apart.max()) if apart.numel() else 0.0}  # fmt: skip
+            if not torch.equal(found, wanted.to(found.dtype)):
+                wrong.append(name)
+    files = {path.name: sum_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    text = json.dumps({"compared_with": source, "exact": not any(line["differing"] for line in lines.values()), "xxh3": files, "tensors": lines})
+    write_file(Storage(), folder / REPORT, [text.encode()])
+    if wrong:
+        raise CheckpointError(f"{folder} does not hold what was to be written: {', '.join(wrong[:5])}")
+    return folder
+
+
+def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted: dict[str, tuple[int, ...]], prefix: str = "") -> Path:
+    """A Hugging Face folder from safetensors files, or from a torch distributed checkpoint, of whatever metadata.
+
+    config      a folder with config.json (and tokenizer), which the result carries
+    wanted      names and shapes that the model of that config has; everything else is an error that names it
+    prefix      what the names begin with in `path` and not in the model, such as `model.` of a trainer's state
+    """
+    given = place(path)
+    if not given.is_dir():
+        raise CheckpointError(missing(given, "folder"))
+    with ExitStack() as opened:
+        source = DcpFolder(given) if (given / ".metadata").is_file() else SafetensorsFolder(given, opened)
+        named = {name: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
+        index = {n.removeprefix(prefix): Stored(shape, [Part("", n, Box.full(shape))]) for n, shape in named.items()}
+        index = fitting(adapt(index, wanted, str(config)), wanted, str(given))
+        folder = new_folder(out)
+        held: list[Held] = [(n, s.shape, Box.full(s.shape), source.dtype(s.parts[0].key)) for n, s in index.items()]
+        files = plan_files([held], MAX_FILE_BYTES)
+        for file in files:
+            output = TensorFile(Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs])
+            try:
+                for job in file.jobs:
+                    output.add(source.read(index[job.name].parts[0].key))
+                output.finish()
+            finally:
+                output.close()
+        if len(files) > 1:
+            write_file(Storage(), folder / "model.safetensors.index.json", [index_text(files)])
+        for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+            if (Path(config) / name).is_file():
+                shutil.copyfile(Path(config) / name, folder / name)
+        return report(folder, ((name, source.read(stored.parts[0].key)) for name, stored in index.items()), str(given))
+
+
+class SafetensorsFolder:
+    """Every tensor of every safetensors file of a folder."""
+
+    def __init__(self, folder: Path, opened: ExitStack):
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, PlainFile] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = opened.enter_context(PlainFile(path))
+            for name in file.keys():
+                if name in self.shapes:
+                    raise CheckpointError(f"{folder}: {name} is in two files, {path.name} is one of them")
+                self.shapes[name], self._files[name] = file.shape(name), file
+        if not self.shapes:
+            raise CheckpointError(f"{folder} holds no .safetensors files and no .metadata (pickled .bin and .pt files are not read)")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name).dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._files[name].read(name)
+
+
+class DcpFolder:
+    """The tensors of a checkpoint of torch.distributed.checkpoint."""
+
+    def __init__(self, folder: Path):
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self.folder, self._metadata = folder, _dcp_metadata(folder / ".metadata")
+        entries = {n: m for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        self.shapes = {name: tuple(entry.size) for name, entry in entries.items()}
+        self._dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def read(self, name: str) -> Tensor:
+        """Tensors are stored by torch.save and read with weights_only=True, as torch's own reader does."""
+        from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+
+        class Reader(FileSystemReader):
+            def read_metadata(reader, *args: Any, **kwargs: Any) -> Any:
+                return self._metadata
+
+        found = {name: torch.empty(self.shapes[name], dtype=self._dtypes[name])}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that there is one process only
+                load(found, storage_reader=Reader(self.folder), no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {type(cause).__name__}: {cause}") from error
+        return found[name]
+
+
+class _OnlyDcp(pickle.Unpickler):
+    """Knows the data classes of torch.distributed.checkpoint, sizes and dtypes; a file that asks for anything else is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        of_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        if of_torch or name in DCP_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise CheckpointError(f"asks for {module}.{name}, which has no place in the metadata of a checkpoint")
+
+
+def _dcp_metadata(path: Path) -> Any:
+    try:
+        metadata = _OnlyDcp(io.BytesIO(path.read_bytes())).load()
+        odd = [info.relative_path for info in metadata.storage_data.values() if not inside(info.relative_path) or "/" in info.relative_path]
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: it {error}") from error
+    except Exception as error:  # whatever damaged bytes make of an unpickler
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if odd:
+        raise CheckpointError(f"{path} names files outside its folder: {', '.join(map(repr, odd[:3]))}")
+    return metadata
