@@ -34,6 +34,7 @@ def kernels() -> list[tuple]:
                         rows="i32", D="i32", programs="i32")  # fmt: skip
         found.append((norm._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
     for gate in (dict(ALPHA=1.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False), dict(ALPHA=1.702, LIMIT=7.0, SHIFT=1.0, CLAMP=True)):
+        gate["PAIRS"] = gate["CLAMP"]
         some = dict(weights="*fp32", last="*i32")
         gate |= dict(WEIGH=gate["CLAMP"], SOME=gate["CLAMP"], BLOCK=256, **wide)
         found.append((gated._forward, dict(x=BF, **some, y=BF, F="i32"), gate))

@@ -14,7 +14,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import MixtralConfig, Qwen3MoEConfig
+from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
@@ -45,6 +45,11 @@ MODELS = {
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, moe_intermediate_size=14, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=10, num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True,
         norm_topk_prob=False, router_aux_loss_coef=0.1, router_aux_loss_scope="sequence",
+    ),
+    "gpt_oss": GptOssConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=14, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
+        num_local_experts=8, num_experts_per_tok=3, sliding_window=5, swiglu_limit=1.5, router_aux_loss_coef=0.1, router_z_loss_coef=0.01,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, truncate=False),
     ),
     "mistral": MistralConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, sliding_window=5,

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -28,8 +29,9 @@ from phalanx.layout.box import Box
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.moe_config import ExpertsConfig
 from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
 from tests.parity import MODELS
 
@@ -88,6 +90,7 @@ LAYOUTS_OF_EXPERTS = {
 @pytest.mark.parametrize("model, precision, saved, loaded", [
     ("mixtral-full", "bf16", "edp2 ep2", "ep4"), ("mixtral-full", "bf16", "ep4", "pp2 ep2"), ("qwen3_moe", "fp32", "1", "ep2 etp2"),
     ("qwen3_moe", "bf16", "pp2 ep2", "1"), ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
+    ("gpt_oss", "bf16", "ep2 etp2", "pp2 ep2"), ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
 ])  # fmt: skip
 def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS_OF_EXPERTS[saved]
@@ -200,6 +203,7 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
     ("mistral", "bf16", 2, dict(tp=2), 20000),
     ("qwen2", "fp32", 4, dict(tp=4), 1 << 30),
     ("deepseek_v3-dense", "bf16", 4, dict(tp=2, pp=2), 20000),
+    ("gpt_oss", "bf16", 4, dict(tp=2, ep=2, etp=2), 30000),
 ])  # fmt: skip
 def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
     ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
@@ -225,11 +229,12 @@ def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, l
 
 
 def comparable(model):
-    """With the defaults filled in that Hugging Face writes down."""
+    """With the defaults filled in that Hugging Face writes down, and without what it has no key for."""
     if isinstance(model, GPT2Config | DeepseekV3Config):
         return model
     head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    return replace(model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim)
+    ours = {"router_z_loss_coef": 0.0} if isinstance(model, ExpertsConfig) else {}
+    return replace(model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim, **ours)
 
 
 def their_model(model: str, dtype: torch.dtype):
@@ -258,6 +263,7 @@ def their_config(model: str) -> dict:
     ("mistral", torch.bfloat16, "5GB", 2, dict(tp=2)),
     ("qwen2", torch.float32, "10KB", 4, dict(tp=2, pp=2)),
     ("deepseek_v3-dense", torch.float32, "10KB", 2, dict(tp=2)),
+    ("gpt_oss", torch.bfloat16, "30KB", 4, dict(tp=2, ep=2, etp=2)),
 ])  # fmt: skip
 def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
     theirs = their_model(model, dtype)
@@ -353,6 +359,32 @@ def test_what_we_cannot_compute_is_refused_by_name(change, named):
         from_hf(config)
     with pytest.raises(CheckpointError, match="activation_function='relu'"):
         from_hf({**to_hf(MODELS["gpt2"], torch.float32), "activation_function": "relu"})
+
+
+OSS_HF = to_hf(MODELS["gpt_oss"], torch.float32)
+
+
+@pytest.mark.parametrize("change, named", [
+    (dict(attention_bias=False), "attention_bias=False (supported: True)"), (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+    (dict(layer_types=["full_attention"]), "for each of 3 layers"), (dict(layer_types=["linear_attention"] * 3), "linear_attention"),
+    (dict(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+])  # fmt: skip
+def test_what_gpt_oss_does_not_have_is_refused_by_name(change, named):
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        from_hf({**OSS_HF, **change})
+
+
+def test_gpt_oss_of_others():
+    """Truth: what transformers' GptOssConfig takes for keys that are absent, and the published config's own keys."""
+    import transformers
+
+    theirs = transformers.GptOssConfig(num_hidden_layers=4).to_dict()
+    short = {k: theirs[k] for k in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    assert from_hf(short) == from_hf(theirs)
+    assert from_hf(theirs).rope_scaling == RopeScaling(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False)
+    assert [from_hf(theirs).window(i) for i in range(4)] == [128, None, 128, None] and from_hf(theirs).layer_types is None
+    given = from_hf({**theirs, "layer_types": ["full_attention"] * 4})
+    assert given.layer_types == ("full_attention",) * 4 and to_hf(given, torch.float32)["layer_types"] == ["full_attention"] * 4
 
 
 LATENT_HF = to_hf(MODELS["deepseek_v3-dense"], torch.float32)

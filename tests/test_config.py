@@ -26,6 +26,9 @@ GPT2 = {"family": "gpt2", "vocab_size": 256, "hidden_size": 64, "num_hidden_laye
 TRAIN = {"steps": 100, "global_batch": 16, "micro_batch": 2, "seq_length": 64}
 BASE = {"model": LLAMA, "train": TRAIN, "data": {"mock": True}}
 GPT2_BASE = {**BASE, "model": GPT2}
+MIXTRAL = "model.family=mixtral model.num_local_experts=8"
+QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
+OSS = "model.family=gpt_oss model.num_local_experts=8"
 LATENT = "model.family=deepseek_v3 model.first_k_dense_replace=4"
 GROUPED = "model.family=deepseek_v3 model.first_k_dense_replace=1 model.n_routed_experts=8 model.num_experts_per_tok=2 model.n_group=4 model.topk_group=2"
 LAPTOP = Facts(files=False)
@@ -97,6 +100,42 @@ RULES = [
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),
     ("model.family=qwen2 model.max_window_layers=2", 1, "model.max_window_layers", 2, "has no effect without model.sliding_window", {"model.sliding_window"}, (0,)),
+    # experts and how they are spread (23, 24, 26, 30, 31)
+    (f"{MIXTRAL} layout.ep=3", 6, "layout.ep", 3, "must divide the number of experts", {"experts per layer"}, (2,)),
+    (f"{MIXTRAL} layout.ep=16 train.global_batch=32", 16, "layout.ep", 16, "must divide the number of experts", {"experts per layer"}, (8,)),
+    ("layout.ep=2", 2, "layout.ep", 2, "has no effect without experts", {"experts of model"}, (1,)),
+    ("layout.etp=2", 2, "layout.etp", 2, "has no effect without experts", {"experts of model"}, (1,)),
+    ("layout.dispatch=allgather", 2, "layout.dispatch", "allgather", "has no effect without experts", {"experts of model"}, ("auto",)),
+    ("layout.expert_room=3.0", 2, "layout.expert_room", 3.0, "has no effect without experts", {"experts of model"}, (2.0,)),
+    ("layout.ep_overlap=off", 2, "layout.ep_overlap", "off", "has no effect without experts", {"experts of model"}, ("auto",)),
+    (f"{MIXTRAL} layout.ep=8 layout.etp=2", 8, "layout.ep", 8, "ep * etp must divide the number of ranks of a stage", {"layout.etp", "ep * etp", "ranks of a stage"}, (4,)),
+    (f"{MIXTRAL} layout.ep=4 layout.pp=2", 4, "layout.ep", 4, "ep * etp must divide the number of ranks of a stage", {"layout.etp", "ep * etp", "ranks of a stage"}, (2,)),
+    (f"{MIXTRAL} layout.etp=4 model.intermediate_size=3", 4, "layout.etp", 4, "must be <= the width of an expert", {"width of an expert"}, (2,)),
+    (f"{MIXTRAL} layout.ep=0", 1, "layout.ep", 0, ">= 1", set(), (1,)),
+    (f"{MIXTRAL} layout.etp=-1", 1, "layout.etp", -1, ">= 1", set(), (1,)),
+    (f"{MIXTRAL} layout.expert_room=0.5", 1, "layout.expert_room", 0.5, "[1, inf]", set(), (2.0,)),
+    (f"{MIXTRAL} model.num_experts_per_tok=9", 1, "model.num_experts_per_tok", 9, "must be <= num_local_experts", {"model.num_local_experts"}, (8,)),
+    (f"{QWEN3_MOE} model.num_experts_per_tok=9", 1, "model.num_experts_per_tok", 9, "must be <= num_experts", {"model.num_experts"}, (8,)),
+    (f"{OSS} model.num_experts_per_tok=9", 1, "model.num_experts_per_tok", 9, "must be <= num_local_experts", {"model.num_local_experts"}, (8,)),
+    (f"{MIXTRAL} model.num_experts_per_tok=0", 1, "model.num_experts_per_tok", 0, ">= 1", set(), (1, 2)),
+    (f"{MIXTRAL} model.num_local_experts=0", 1, "model.num_local_experts", 0, ">= 1", set(), (2,)),
+    (f"{QWEN3_MOE} model.num_experts=0", 1, "model.num_experts", 0, ">= 1", set(), (2,)),
+    (f"{MIXTRAL} model.expert_capacity_factor=0", 1, "model.expert_capacity_factor", 0, "(0, inf)", set(), (1.25,)),
+    (f"{MIXTRAL} model.expert_capacity_factor=-1", 1, "model.expert_capacity_factor", -1, "(0, inf)", set(), (1.25,)),
+    (f"{MIXTRAL} model.expert_capacity_drop=position", 1, "model.expert_capacity_drop", "position", "has no effect without model.expert_capacity_factor", {"model.expert_capacity_factor"}, ("probability",)),
+    (f"{MIXTRAL} model.router_aux_loss_coef=-0.1", 1, "model.router_aux_loss_coef", -0.1, "[0, inf)", set(), (0.001,)),
+    (f"{MIXTRAL} model.router_aux_loss_coef=0 model.router_aux_loss_scope=sequence", 1, "model.router_aux_loss_scope", "sequence", "has no effect without model.router_aux_loss_coef", {"model.router_aux_loss_coef"}, ("micro_batch",)),
+    (f"{MIXTRAL} model.router_z_loss_coef=-1", 1, "model.router_z_loss_coef", -1, "[0, inf)", set(), (0.0,)),
+    (f"{QWEN3_MOE} model.moe_intermediate_size=0", 1, "model.moe_intermediate_size", 0, ">= 1", set(), (1, 2)),
+    (f"{QWEN3_MOE} model.decoder_sparse_step=0", 1, "model.decoder_sparse_step", 0, ">= 1", set(), (1, 2)),
+    (f"{QWEN3_MOE} model.mlp_only_layers=[1,4]", 1, "model.mlp_only_layers", (1, 4), "must be numbers of layers, from 0", {"model.num_hidden_layers"}, ((1,),)),
+    (f"{QWEN3_MOE} model.mlp_only_layers=[0,1,2,3]", 1, "model.mlp_only_layers", (0, 1, 2, 3), "must leave a layer with experts", {"model.decoder_sparse_step", "model.num_hidden_layers"}, ((),)),
+    (f"{OSS} model.layer_types=[full_attention,full_attention,sliding_attention]", 1, "model.layer_types", ("full_attention", "full_attention", "sliding_attention"), "must have one kind per layer", {"kinds", "model.num_hidden_layers"}, (("full_attention", "full_attention", "sliding_attention", "full_attention"), None)),
+    (f"{OSS} model.layer_types=[]", 1, "model.layer_types", (), "must have one kind per layer", {"kinds", "model.num_hidden_layers"}, (None,)),
+    (f"{OSS} model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
+    (f"{OSS} model.sliding_window=64 model.layer_types=[full_attention,full_attention,full_attention,full_attention]", 1, "model.sliding_window", 64, "has no effect without a layer of sliding_attention", {"model.layer_types"}, (128,)),
+    (f"{OSS} model.swiglu_limit=0", 1, "model.swiglu_limit", 0, "(0, inf]", set(), (7.0,)),
+    (f"{OSS} model.swiglu_alpha=0", 1, "model.swiglu_alpha", 0, "(0, inf)", set(), (1.702,)),
     # pipeline (13, stages)
     ("layout.virtual_stages=2", 1, "layout.virtual_stages", 2, "needs pp >= 2", {"layout.pp"}, (1,)),
     ("layout.schedule=interleaved", 1, "layout.schedule", "interleaved", "needs virtual_stages >= 2", {"layout.virtual_stages"}, ("auto", "1f1b")),
@@ -229,6 +268,10 @@ ACCEPTED = [
     (BASE, "checkpoint.keep_last=0 checkpoint.interval=10", 1),
     (BASE, "data.mock=false data.paths=[a,b] data.weights=[1,2] data.max_epochs=1", 1),
     (BASE, "train.eval_interval=5 train.eval_samples=8 data.valid.web=[x]", 1),
+    (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
+    (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp
+    (BASE, f"{QWEN3_MOE} layout.ep=2 layout.dispatch=allgather layout.expert_room=.inf", 2),
+    (BASE, f"{OSS} layout.etp=4 model.swiglu_limit=.inf", 4),
     (GPT2_BASE, "model.dropout=0.1 model.attention_dropout=0.1 layout.tp=2", 2),
 ]
 
@@ -360,6 +403,9 @@ FORM = [
     ("train.precision=no", "train.precision", "must be one of", ("fp32", "bf16", "fp16", "fp64")),
     ("optim.name=adamm", "optim.name", 'must be one of "adamw"', ("adamw",)),
     ("model.family=lama", "model.family", 'must be one of "llama", "mistral", "qwen2", "qwen3", ', ("llama",)),
+    ("model.family=gpt-oss", "model.family", 'must be one of "llama", ', ("gpt_oss",)),
+    ("model.family=qwen3_meo", "model.family", 'must be one of "llama", ', ("qwen3_moe",)),
+    ("layout.dispatch=deepep", "layout.dispatch", "must be one of", ("auto", "allgather", "alltoall")),
     ("data.tokenizer=3", "data.tokenizer", "must be str or null, got int", ("3",)),
     ("data.paths=3", "data.paths", "must be list of str, got int", ([],)),
     ("layout.stages=[1,x]", "layout.stages.1", "must be int, got string", ()),

@@ -20,16 +20,15 @@ from phalanx.base.batch import IGNORE, Batch
 from phalanx.checkpoint.hf import differences, model_config_from_hf, to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.check import rotated_features
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig, MixtralConfig
+from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig
 from phalanx.train.build import build
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, tell
 from tests.checkpoints import make_run
 from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
-from tests.test_models import all_logits, load_weights
+from tests.test_models import all_logits, load_weights, rotation_of
 
 CASES = {
     "mixtral": replace(MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
@@ -44,10 +43,16 @@ CASES = {
     "deepseek_v3: one group, weights as they are, no first dense layer": replace(
         MODELS["deepseek_v3"], router_aux_loss_coef=0.0, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=1, first_k_dense_replace=0
     ),
+    "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
+    "gpt_oss: layers of a kind, tied, no scaling": replace(
+        MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0, tie_word_embeddings=True, rope_scaling=None, num_experts_per_tok=1,
+        layer_types=("full_attention", "full_attention", "sliding_attention"), sliding_window=9, swiglu_alpha=1.3, swiglu_limit=7.0,
+    ),
 }  # fmt: skip
 LAYOUTS = {
     "one rank": (1, {}), "ep2": (2, dict(ep=2)), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "tp2, ep2": (2, dict(tp=2, ep=2)),
-    "pp2, etp2": (4, dict(pp=2, etp=2)), "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather")),
+    "pp2, etp2": (4, dict(pp=2, etp=2)), "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather", expert_room=8.0)),
+    "tp2, ep2 x etp2 by all-gather": (4, dict(tp=2, ep=2, etp=2, dispatch="allgather", expert_room=8.0)),
 }  # fmt: skip
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 
@@ -61,6 +66,8 @@ def hf_model(config: ExpertsConfig):
         return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options))
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
             "tie_word_embeddings", "rope_theta", "max_position_embeddings", "num_experts_per_tok")  # fmt: skip
+    if isinstance(c, GptOssConfig):
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**to_hf(c, torch.float64), experts_implementation="eager"))
     options = {k: getattr(c, k) for k in same} | dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
     options["head_dim"] = c.head_dim or c.hidden_size // c.num_attention_heads
     if isinstance(c, MixtralConfig):
@@ -72,12 +79,12 @@ def hf_model(config: ExpertsConfig):
 
 def widen(model, config: ExpertsConfig) -> None:
     """Hugging Face computes norms, rotary angles and routers in float32 whatever the weights are: the same formulas in float64."""
-    dim = rotated_features(config)
-    inverse = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    inverse, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
+    halves = 1 if isinstance(config, GptOssConfig) else 2  # in which its angles are laid out
 
     def rotary(x, position_ids):
-        angle = position_ids.double().unsqueeze(-1) * torch.cat((inverse, inverse))
-        return angle.cos(), angle.sin()
+        angle = position_ids.double().unsqueeze(-1) * inverse.repeat(halves)
+        return angle.cos() * factor, angle.sin() * factor
 
     def route(h, m, renormalize):
         logits = F.linear(h.reshape(-1, h.shape[-1]), m.weight)
@@ -102,7 +109,7 @@ def widen(model, config: ExpertsConfig) -> None:
             module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
         if kind == "DeepseekV3TopkRouter":
             module.forward = lambda h, m=module: route_in_groups(h, m)
-        if kind.endswith("TopKRouter"):
+        if kind.endswith("TopKRouter") and not isinstance(config, GptOssConfig):
             module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
     model.model.rotary_emb.forward = rotary
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,10 @@ def test_a_layer_equals_transformers(name, weigh_inside, rows):
 
 
 def test_clamped_swiglu_equals_gpt_oss():
-    """Truth: transformers' GptOssExperts on interleaved gate and up, its limits passed on both sides and met exactly; and its gradient."""
+    """Truth: transformers' GptOssExperts on interleaved gate and up, its limits passed on both sides and met exactly; and its gradient.
+
+    Ours on all gates before all ups, and on pairs as they are.
+    """
     block, _ = their_block("gpt_oss")
     x = normal(9, 2 * F) * 8
     x[0, 0], x[1, F], x[2, F + 1] = 7.0, 7.0, -7.0
@@ -179,6 +183,8 @@ def test_clamped_swiglu_equals_gpt_oss():
     (expected,) = torch.autograd.grad(truth, interleaved, dy)
     (gradient,) = torch.autograd.grad(found, x, dy)
     torch.testing.assert_close(gradient, torch.cat((expected[:, ::2], expected[:, 1::2]), -1), rtol=1e-13, atol=1e-13)
+    pairs = clamped_swiglu(interleaved, replace(CLAMPED_SWIGLU, interleaved=True))
+    torch.testing.assert_close([pairs, *torch.autograd.grad(pairs, interleaved, dy)], [truth, expected], rtol=1e-13, atol=1e-13)
 
 
 def test_route_computes_in_fp32():
@@ -453,9 +459,12 @@ def check_mixture(experts: Tensor, first: int, count: int, kernels: str, bound: 
         assert i not in buffers or a.grad is buffers[i]
 
 
+GATES = (SWIGLU, CLAMPED_SWIGLU, replace(CLAMPED_SWIGLU, interleaved=True))
+
+
 def test_weighing_rows():
     """Truth: rows times their weights by autograd; nothing of the padding, which is NaN, is read."""
-    for gate in (SWIGLU, CLAMPED_SWIGLU):
+    for gate in GATES:
         check_weighing(gate, 6, "auto", 1e-13)
 
 
@@ -592,7 +601,7 @@ def test_rows_by_triton(dtype):
 
 @pytest.mark.parametrize("inner", [6, 1030])
 def test_weighing_rows_by_triton(inner):
-    for gate in (SWIGLU, CLAMPED_SWIGLU):
+    for gate in GATES:
         check_weighing(gate, inner, "triton", 1e-12)
 
 

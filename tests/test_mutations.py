@@ -28,6 +28,7 @@ LAYOUTS = {
     "mixtral tp2, ep2 x etp2, capacity": case("mixtral-full", 4, tp=2, ep=2, etp=2, global_batch=4),
     "qwen3_moe tp2, ep2 of 4, all-gather": case("qwen3_moe", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", global_batch=4),
     "mixtral ep2, all-gather": case("mixtral", 2, ep=2, dispatch="allgather", global_batch=4),
+    "gpt_oss tp2, ep2 x etp2": case("gpt_oss", 4, tp=2, ep=2, etp=2, global_batch=4),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
 }
 

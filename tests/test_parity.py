@@ -67,6 +67,12 @@ NAMED = {
     "mixtral etp2 x ep4, overlapped, full recompute": case("mixtral", 8, ep=4, etp=2, ep_overlap="on", dispatch="allgather", recompute="full"),
     "qwen3_moe ep4, tp2 pp2 dp2, tied, full recompute": case("qwen3_moe", 8, ep=4, tp=2, pp=2, recompute="full"),
     "qwen3_moe tp4, experts whole on each rank": case("qwen3_moe", 4, tp=4, documents=True),
+    "gpt_oss tp4 with 2 kv heads, ep2 x etp2, documents": case("gpt_oss", 4, tp=4, ep=2, etp=2, documents=True),
+    "gpt_oss tp2 pp2 dp2, ep4 across tp2 x dp2, overlapped": case(
+        "gpt_oss", 8, tp=2, pp=2, ep=4, dispatch="allgather", expert_room=4.0, ep_overlap="on", tp_overlap="on"
+    ),
+    "gpt_oss etp2 x edp2, level 0, full recompute": case("gpt_oss", 4, etp=2, sharding=0, recompute="full"),
+    "gpt_oss dp2 ep2, pointwise recompute, tp2": case("gpt_oss", 4, tp=2, ep=2, recompute="pointwise", micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),

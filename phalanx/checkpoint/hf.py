@@ -13,13 +13,13 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.manifest import missing
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig, MixtralConfig, Qwen3MoEConfig
+from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig, Qwen3MoEConfig
 
 ModelConfig = LlamaConfig | GPT2Config
 LLAMAS: dict[str, tuple[type[LlamaConfig], str]] = {
     "llama": (LlamaConfig, "LlamaForCausalLM"), "mistral": (MistralConfig, "MistralForCausalLM"), "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
     "qwen3": (Qwen3Config, "Qwen3ForCausalLM"), "mixtral": (MixtralConfig, "MixtralForCausalLM"),
-    "qwen3_moe": (Qwen3MoEConfig, "Qwen3MoeForCausalLM"),
+    "qwen3_moe": (Qwen3MoEConfig, "Qwen3MoeForCausalLM"), "gpt_oss": (GptOssConfig, "GptOssForCausalLM"),
 }  # fmt: skip
 # how the load of experts is kept even, and what losses weigh: a run may go on with another way
 BALANCE = (
@@ -34,6 +34,8 @@ LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
     "quantization_config": (None,), "partial_rotary_factor": (1.0, None), "router_jitter_noise": (0.0, None),
 }  # fmt: skip
+OSS_ONLY: dict[str, tuple[Any, ...]] = {**LLAMA_ONLY, "attention_bias": (True,)}
+OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # where a config has none
 LATENT_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "attention_dropout": (0.0, None), "quantization_config": (None,),
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
@@ -43,6 +45,7 @@ LATENT_FIELDS = (
     "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor",
     "norm_topk_prob",
 )  # fmt: skip
+LAYER_TYPES = ("sliding_attention", "full_attention")
 FULL_ONLY: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # families without a window
 GPT2_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
@@ -101,6 +104,21 @@ def _llama(c: dict[str, Any], where: str) -> LlamaConfig:
     return cls(**_decoder(c, theta, scaling), num_key_value_heads=c.get("num_key_value_heads"), head_dim=head_dim, **own)
 
 
+def _gpt_oss(c: dict[str, Any], where: str) -> GptOssConfig:
+    c = {"num_key_value_heads": 8, "rope_theta": 150000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **c}
+    if not c.get("rope_scaling") and not c.get("rope_parameters"):
+        c["rope_scaling"] = OSS_ROPE
+    theta, scaling, odd = _rope(c)
+    kinds = c.get("layer_types")
+    if kinds is not None and (len(kinds) != c["num_hidden_layers"] or set(kinds) - set(LAYER_TYPES)):
+        odd.append(f"layer_types={kinds!r} (supported: one of {_shown(LAYER_TYPES)} for each of {c['num_hidden_layers']} layers)")
+    _refuse(c, OSS_ONLY, where, odd)
+    own = {k: c[k] for k in ("head_dim", "sliding_window", "swiglu_alpha", "swiglu_limit") if c.get(k) is not None}
+    if kinds is not None and list(kinds) != [LAYER_TYPES[i % 2] for i in range(len(kinds))]:
+        own["layer_types"] = tuple(kinds)
+    return GptOssConfig(**_decoder(c, theta, scaling), num_key_value_heads=c["num_key_value_heads"], **own, **_experts(c, GptOssConfig))
+
+
 def _decoder(c: dict[str, Any], theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """What all families of Llama's kind have."""
     return {
@@ -141,8 +159,8 @@ def _experts(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
     if not issubclass(cls, ExpertsConfig):
         return {}
     common = {k: c[k] for k in ("num_experts_per_tok", "router_aux_loss_coef") if c.get(k) is not None}
-    if cls is MixtralConfig:
-        return {**common, "num_local_experts": c.get("num_local_experts", 8)}
+    if cls in (MixtralConfig, GptOssConfig):
+        return {**common, "num_local_experts": c.get("num_local_experts", cls.num_local_experts)}  # type: ignore[attr-defined]
     count = c["num_experts"] if "num_experts" in c else c["num_local_experts"]
     layers = tuple(c.get("mlp_only_layers") or ())
     return {
@@ -190,7 +208,7 @@ def _gpt2(c: dict[str, Any], where: str) -> GPT2Config:
 
 
 FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
-    **dict.fromkeys(LLAMAS, _llama), "deepseek_v3": _deepseek_v3, "gpt2": _gpt2,
+    **dict.fromkeys(LLAMAS, _llama), "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3, "gpt2": _gpt2,
 }  # fmt: skip
 
 
@@ -221,8 +239,9 @@ def _to_decoder(m: LlamaConfig) -> dict[str, Any]:
 
 def _to_llama(m: LlamaConfig) -> dict[str, Any]:
     head_dim = m.head_dim or m.hidden_size // m.num_attention_heads
-    biases = {"mlp_bias": False} if isinstance(m, Qwen2Config) else {"attention_bias": False, "mlp_bias": False}  # Qwen2 has no such key
-    return {"architectures": [LLAMAS[m.family][1]], **_to_decoder(m), "head_dim": head_dim, **biases, **_to_window(m), **_to_experts(m)}
+    biases = {} if isinstance(m, Qwen2Config) else {"attention_bias": isinstance(m, GptOssConfig)}  # Qwen2 has no such key
+    own = {**biases, "mlp_bias": False, **_to_window(m), **_to_experts(m)}
+    return {"architectures": [LLAMAS[m.family][1]], **_to_decoder(m), "head_dim": head_dim, **own}
 
 
 def _to_deepseek_v3(m: DeepseekV3Config) -> dict[str, Any]:
@@ -244,6 +263,9 @@ def _to_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 def _to_window(m: LlamaConfig) -> dict[str, Any]:
     if isinstance(m, MistralConfig):
         return {"sliding_window": m.sliding_window}
+    if isinstance(m, GptOssConfig):
+        kinds = ["full_attention" if m.window(i) is None else "sliding_attention" for i in range(m.num_hidden_layers)]
+        return {"sliding_window": m.sliding_window, "layer_types": kinds}
     if isinstance(m, Qwen2Config):
         return {"use_sliding_window": m.sliding_window is not None, "sliding_window": m.sliding_window, "max_window_layers": m.max_window_layers}
     return {}
@@ -253,6 +275,9 @@ def _to_experts(m: LlamaConfig) -> dict[str, Any]:
     if not isinstance(m, ExpertsConfig):
         return {}
     common = {"num_experts_per_tok": m.num_experts_per_tok, "router_aux_loss_coef": m.router_aux_loss_coef, "output_router_logits": False}
+    if isinstance(m, GptOssConfig):
+        gate = {"swiglu_alpha": m.swiglu_alpha, "swiglu_limit": m.swiglu_limit}
+        return {**common, "num_local_experts": m.num_local_experts, **gate, "experts_per_token": m.num_experts_per_tok}
     if not isinstance(m, Qwen3MoEConfig):
         return {**common, "num_local_experts": m.routed_experts, "router_jitter_noise": 0.0}
     return {

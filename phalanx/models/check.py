@@ -10,7 +10,7 @@ from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig, Qwen3MoEConfig
+from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, Qwen3MoEConfig
 
 
 def check(config: LlamaConfig | GPT2Config, *, tp: int, seq_length: int) -> list[Problem]:
@@ -148,6 +148,8 @@ def check_experts(config: ExpertsConfig) -> list[Problem]:
         found.append(problem("model", config, "num_experts_per_tok", f"must be <= {name}", because, (count,)))
     if isinstance(config, DeepseekV3Config):
         found += check_deepseek_experts(config, found)
+    if isinstance(config, GptOssConfig):
+        found += check_gpt_oss(config)
     return found + (check_qwen3_moe(config) if isinstance(config, Qwen3MoEConfig) else [])
 
 
@@ -179,6 +181,19 @@ def check_deepseek_experts(config: DeepseekV3Config, before: list[Problem]) -> l
         because = {**experts, "model.n_group": c.n_group, "model.topk_group": c.topk_group, "experts in topk_group groups": room}
         return [problem("model", c, "num_experts_per_tok", "must be <= the number of experts in topk_group groups", because, (room,))]
     return []
+
+
+def check_gpt_oss(config: GptOssConfig) -> list[Problem]:
+    layers, given = config.num_hidden_layers, config.layer_types
+    found = at_least("model", config, 1, "sliding_window")
+    found += within("model", config, "swiglu_alpha", "(0, inf)") + within("model", config, "swiglu_limit", "(0, inf]")
+    if given is not None and len(given) != layers >= 1:
+        rule, because = "must have one kind per layer", {"kinds": len(given), "model.num_hidden_layers": layers}
+        whole = (given * layers)[:layers]
+        found.append(problem("model", config, "layer_types", rule, because, (*((whole,) if whole else ()), None)))
+    elif given is not None and "sliding_attention" not in given:
+        found += no_effect("model", config, ["sliding_window"], "a layer of sliding_attention", {"model.layer_types": given})
+    return found
 
 
 def check_qwen3_moe(config: Qwen3MoEConfig) -> list[Problem]:

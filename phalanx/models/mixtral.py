@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from phalanx.models import llama
 from phalanx.models.moe_config import ExpertsConfig, MixtralConfig
 from phalanx.nn.env import Env
@@ -22,10 +24,10 @@ def experts(config: MixtralConfig, env: Env, layer: int) -> MoE:
     return MoE(env, names, router, config.hidden_size, config.intermediate_size, config.initializer_range, balance_of(config), layer=layer)
 
 
-def router_of(config: ExpertsConfig, renormalize: bool = True) -> Router:
-    """Softmax over all experts, of which the best are kept."""
-    forced = "balanced" if config.router_forced_balance else "none"
-    return Router(config.num_experts_per_tok, config.routed_experts, renormalize=renormalize, forced=forced)  # type: ignore[arg-type]
+def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["before", "after"] = "before") -> Router:
+    """Softmax over all experts, of which the best are kept; or over the logits of the best (order after)."""
+    forced: Literal["none", "balanced"] = "balanced" if config.router_forced_balance else "none"
+    return Router(config.num_experts_per_tok, config.routed_experts, order=order, renormalize=renormalize, forced=forced)
 
 
 def balance_of(config: ExpertsConfig) -> Balance:

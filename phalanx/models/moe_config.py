@@ -88,3 +88,37 @@ class Qwen3MoEConfig(ExpertsConfig):
 
     def has_experts(self, layer: int) -> bool:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(ExpertsConfig):
+    """Llama's fields; intermediate_size is the width of an expert. Every projection and the router have biases, heads have sinks."""
+
+    family: Literal["gpt_oss"] = "gpt_oss"  # type: ignore[assignment]
+    """Which model this section describes: gpt_oss."""
+    num_local_experts: int = 128
+    """Experts per layer."""
+    num_experts_per_tok: int = 4
+    """Experts that each token goes to."""
+    head_dim: int | None = 64
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    rope_theta: float = 150000.0
+    """Base of the rotary embedding."""
+    sliding_window: int = 128
+    """In a layer with a window a token reads itself and so many tokens less one before it."""
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    """Whether each layer has the window; unset: they take turns, the first has it."""
+    swiglu_alpha: float = 1.702
+    """Gate of the experts: gate * sigmoid(alpha * gate) * (up + 1)."""
+    swiglu_limit: float = 7.0
+    """The gate is cut off above this, up above it and below minus it."""
+
+    @property
+    def routed_experts(self) -> int:
+        return self.num_local_experts
+
+    def window(self, layer: int) -> int | None:
+        """The window of a layer, if it has one."""
+        given = self.layer_types
+        slides = layer % 2 == 0 if given is None else given[layer] == "sliding_attention"
+        return self.sliding_window if slides else None

@@ -7,7 +7,7 @@ Tokens stay cut over tp as between blocks: each rank routes its own. Fedus et al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,10 +21,10 @@ from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.ops import route as ops
-from phalanx.ops.activation import gated_rows
+from phalanx.ops.activation import SWIGLU, Gate, gated_rows
 from phalanx.ops.exchange import EXCHANGES, Dispatch
 from phalanx.ops.grouped import Later, grouped_matmul
-from phalanx.ops.matmul import wide_matmul
+from phalanx.ops.matmul import local_matmul, wide_matmul
 from phalanx.ops.route import BalanceSums, Choice, Router
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
@@ -55,33 +55,81 @@ class Balance:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Global names of the router's matrix, its bias of choice, and an expert's matrices, `{}` standing for its number."""
+    """Global names of the router's matrix and an expert's matrices, `{}` standing for its number; and of the bias of choice, the bias of
+    the logits and the biases of the experts' outputs, where a family has them."""
 
     router: str
     gate: str
     up: str
     down: str
     bias: str = ""
+    router_bias: str = ""
+    down_bias: str = ""
+    activation: Gate = field(default=SWIGLU, kw_only=True)
+
+    def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, None]:
+        """Storage of this part of gate and up, (N, 2F, D), all gates of an expert before its ups, and of down, (N, D, F)."""
+        a, b, width, inner = part.first, part.stop, part.width, part.inner
+        gate_up = _stack(part.experts, [(self.gate, 0), (self.up, b - a)], (inner, width), Box((a, 0), (b, width)), 2 * (b - a), width, std)
+        return gate_up, _stack(part.experts, [(self.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std), None
+
+
+@dataclass(frozen=True)
+class StackedNames:
+    """The same where one tensor holds all experts of a layer (gpt-oss): gate_up (E, D, 2F), gate and up of a feature side by side,
+    down (E, F, D), and their biases (E, 2F) and (E, D)."""
+
+    router: str
+    router_bias: str
+    gate_up: str
+    gate_up_bias: str
+    down: str
+    down_bias: str
+    bias: str = ""
+    activation: Gate = field(kw_only=True)
+
+    def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
+        """Storage of this part of gate and up, (N, 2F, D) with rows in pairs, of down, (N, D, F), and of the bias of gate and up, (N, 2F)."""
+        (e, f), (a, b), width, count = (part.experts.start, part.experts.stop), (part.first, part.stop), part.width, part.count
+        gate_up = _box(self.gate_up, (count, width, 2 * part.inner), Box((e, 0, 2 * a), (f, width, 2 * b)), Init("normal", std), transposed=True)
+        down = _box(self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True)
+        return gate_up, down, _box(self.gate_up_bias, (count, 2 * part.inner), Box((e, 2 * a), (f, 2 * b)), ZEROS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a layer's `count` experts: which of them, and of their `inner` features first .. stop."""
+
+    experts: range
+    first: int
+    stop: int
+    count: int
+    width: int
+    inner: int
+
+    @staticmethod
+    def of(env: Env, count: int, width: int, inner: int) -> Part:
+        at = env.grid.expert_coords(env.at)
+        return Part(range(*cut(count, env.grid.ep)[at.ep]), *cut(inner, env.grid.etp)[at.etp], count, width, inner)
 
 
 class Experts(Module):
-    """This rank's experts: gate and up of each stacked, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp by width."""
+    """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp by width."""
 
-    def __init__(self, env: Env, names: ExpertNames, count: int, width: int, inner: int, std: float):
+    def __init__(self, env: Env, names: ExpertNames | StackedNames, count: int, width: int, inner: int, std: float):
         super().__init__(env)
-        at = env.grid.expert_coords(env.at)
-        own = range(*cut(count, env.grid.ep)[at.ep])
-        a, b = cut(inner, env.grid.etp)[at.etp]
-        self.gate_up = self.param(_stack(own, [(names.gate, 0), (names.up, b - a)], (inner, width), Box((a, 0), (b, width)), 2 * (b - a), width, std))
-        self.down = self.param(_stack(own, [(names.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std))
+        gate_up, down, bias = names.matrices(Part.of(env, count, width, inner), std)
+        self.gate_up, self.down = self.param(gate_up), self.param(down)
+        self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
+        self.activation: Gate = names.activation
 
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None) -> Tensor:
         """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over etp a part of the sum.
 
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
-        gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"), later=later)
-        hidden = gated_rows(gate_up, ends, weights, kernels=self.env.twin("swiglu"))
+        gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"), self.bias, later)
+        hidden = gated_rows(gate_up, ends, weights, self.activation, self.env.twin("swiglu"))
         return grouped_matmul(hidden, self.down, ends, self.env.twin("grouped"))
 
 
@@ -96,10 +144,17 @@ def _stack(experts: range, names: list[tuple[str, int]], shape: tuple[int, int],
     return ParamSpec((len(experts), rows, columns), tuple(pieces), summed_over="edp")
 
 
+def _box(name: str, shape: tuple[int, ...], box: Box, init: Init, transposed: bool = False) -> ParamSpec:
+    """Storage of one box of a tensor that holds all experts; numbers per feature (no matrix) have no weight decay."""
+    stored = (*box.shape[:-2], box.shape[-1], box.shape[-2]) if transposed else box.shape
+    piece = Piece(name, shape, box, Box.full(stored).slices(), init, decay=transposed, transposed=transposed)
+    return ParamSpec(stored, (piece,), summed_over="edp")
+
+
 class MoE(Module):
     """x -> the weighted sum of the chosen experts' outputs (and the shared expert's). `tally` counts over the micro-batches of a step."""
 
-    def __init__(self, env: Env, names: ExpertNames, router: Router, width: int, inner: int, std: float, balance: Balance,
+    def __init__(self, env: Env, names: ExpertNames | StackedNames, router: Router, width: int, inner: int, std: float, balance: Balance,
                  shared: Module | None = None, layer: int = 0):  # fmt: skip
         super().__init__(env)
         self.router, self.balance, self.layer, self.inner = router, balance, layer, inner
@@ -107,6 +162,8 @@ class MoE(Module):
         box = Box.full((count, width))
         piece = Piece(names.router, (count, width), box, box.slices(), Init("normal", std), replicas=env.everyone)
         self.gate = self.param(ParamSpec((count, width), (piece,)))
+        self.gate_bias = self.replicated(names.router_bias, count, Init("normal", std)) if names.router_bias else None
+        self.down_bias = self._down_bias(names.down_bias, count, width) if names.down_bias else None
         self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
         load = names.router.removesuffix(".weight") + ".load"  # of the step before; no tensor of Hugging Face's
         self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
@@ -118,10 +175,12 @@ class MoE(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         exchange = EXCHANGES[self.dispatch](x, self.env.axes, self.env.expert_room)
-        logits = wide_matmul(x, self.gate)
+        logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
         y, missing = exchange(choice.experts_TK, choice.weights_TK, self.router.num_experts, self.experts, self.env.twin("permute"))
+        if self.down_bias is not None:
+            y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
         if self.training:
             dropped = (choice.experts_TK != wanted.experts_TK).sum()
             y = self._balanced(y, wanted, logits, torch.stack((dropped, missing)), batch)
@@ -132,6 +191,11 @@ class MoE(Module):
         count = self.router.num_experts
         whole = Piece(name, (count,), Box.full((count,)), (slice(0, count),), init, decay=False, replicas=self.env.everyone)
         return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours))
+
+    def _down_bias(self, name: str, count: int, width: int) -> nn.Parameter:
+        """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs a token's choice and no exchange."""
+        whole = Piece(name, (count, width), Box.full((count, width)), (slice(0, width), slice(0, count)), ZEROS, False, True, self.env.everyone)
+        return self.param(ParamSpec((width, count), (whole,)))
 
     def flops(self, seq_length: int) -> float:
         count, width = self.gate.shape
@@ -189,6 +253,12 @@ class MoE(Module):
             self.bias.copy_(torch.where(skip > 0, self.bias, moved))
         if self.load is not None:
             self.load.copy_(counts)
+
+
+def spread(choice: Choice, count: int) -> Tensor:
+    """(T, E) what each expert weighs for a token: 0 of those not chosen, and of pairs that were dropped."""
+    weights = choice.weights_TK
+    return weights.new_zeros(len(weights), count + 1).scatter(1, choice.experts_TK, weights)[:, :count]
 
 
 def loss_weight(batch: Batch) -> Tensor:

@@ -16,11 +16,15 @@ from phalanx.ops.kernels import Kernels, use_triton
 
 @dataclass(frozen=True)
 class Gate:
-    """y = g sigmoid(alpha g) (u + shift), with g = min(gate, limit), u = up clamped to +-limit."""
+    """y = g sigmoid(alpha g) (u + shift), with g = min(gate, limit), u = up clamped to +-limit.
+
+    interleaved: gate and up of a feature lie side by side, not all gates before all ups.
+    """
 
     alpha: float = 1.0
     limit: float = math.inf
     shift: float = 0.0
+    interleaved: bool = False
 
 
 SWIGLU = Gate()
@@ -41,7 +45,7 @@ def gated_backward(dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = N
     """The plain twin of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 - s)); clamping passes
     the gradient up to the limit, the limit included."""
     g, u, s = _clamped(x, gate)
-    raw_g, raw_u = x.chunk(2, -1)
+    raw_g, raw_u = _parts(x, gate)
     u = u + gate.shift
     dweights = None
     if weights is not None:
@@ -50,13 +54,19 @@ def gated_backward(dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = N
         dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
     dg = dy * u * s * (1 + gate.alpha * g * (1 - s)) * (raw_g <= gate.limit)
     du = dy * g * s * (raw_u.abs() <= gate.limit)
-    dx = torch.cat((dg, du), -1)
+    dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
     return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
+
+
+def _parts(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """Gate and up, (R, F) each."""
+    g, u = x.unflatten(-1, (-1, 2)).unbind(-1) if gate.interleaved else x.chunk(2, -1)
+    return g, u
 
 
 def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
     """Clamped gate, clamped up, sigmoid(alpha gate)."""
-    g, u = x.chunk(2, -1)
+    g, u = _parts(x, gate)
     g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
     return g, u, torch.sigmoid(gate.alpha * g)
 
@@ -92,12 +102,13 @@ def swiglu(x: Tensor, kernels: Kernels = "auto") -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, gate: Gate = CLAMPED_SWIGLU, kernels: Kernels = "auto") -> Tensor:
-    """x = [gate, up] (T, 2F) -> (T, F), with gpt-oss's gate or another."""
+    """x = [gate, up] (T, 2F), or pairs of them -> (T, F), with gpt-oss's gate or another."""
     return _Gated.apply(x, None, None, gate, use_triton(kernels, x))
 
 
 def gated_rows(x_R2F: Tensor, ends_E: Tensor, weights_R: Tensor | None = None, gate: Gate = SWIGLU, kernels: Kernels = "auto") -> Tensor:
-    """[gate, up] (R, 2F) of rows sorted by expert -> (R, F), times each row's weight; rows past the last end are not read (ops.permute).
+    """[gate, up] (R, 2F), or pairs of them, of rows sorted by expert -> (R, F), times each row's weight; rows past the last end are not
+    read (ops.permute).
 
     Weighting here rather than in combine_rows keeps the experts' outputs out of the memory of backward.
     """

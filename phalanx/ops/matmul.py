@@ -70,20 +70,23 @@ class _MatmulScatter(Function):
 
 class _WideMatmul(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.bias = weight, bias
         if x.is_cpu or x.is_meta or x.dtype == torch.float32:
-            return torch.mm(_widened(x), _widened(weight).t())
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+            y = torch.mm(_widened(x), _widened(weight).t())
+        else:
+            y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        need_x, need_w = ctx.needs_input_grad
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        need_x, need_w, need_b = ctx.needs_input_grad
         dx = torch.mm(dy, _widened(weight)).to(x.dtype) if need_x else None
         dw = add_product_grad(weight, dy, _widened(x)) if need_w else None
-        return dx, dw if dw is None else dw.to(weight.dtype)
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        return dx, dw if dw is None else dw.to(weight.dtype), db
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -100,9 +103,9 @@ def _wide(param: Tensor) -> torch.dtype:
     return param.dtype if param.grad is None else param.grad.dtype
 
 
-def wide_matmul(x: Tensor, weight: Tensor) -> Tensor:
+def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, in), weight (out, in), whole on each rank -> (T, out) in fp32 (fp64 of fp64): rounding decides nothing (routers)."""
-    return _WideMatmul.apply(x, weight)
+    return _WideMatmul.apply(x, weight, bias)
 
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:

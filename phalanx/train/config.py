@@ -10,7 +10,7 @@ from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import MixtralConfig, Qwen3MoEConfig
+from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
 from phalanx.optim.config import OptimConfig
 
 
@@ -111,7 +111,7 @@ class LogConfig:
 class Run:
     """The config of a run. `dir` is the run's folder."""
 
-    model: LlamaConfig | MistralConfig | Qwen2Config | Qwen3Config | MixtralConfig | Qwen3MoEConfig | DeepseekV3Config | GPT2Config
+    model: LlamaConfig | MistralConfig | Qwen2Config | Qwen3Config | MixtralConfig | Qwen3MoEConfig | GptOssConfig | DeepseekV3Config | GPT2Config
     train: TrainConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

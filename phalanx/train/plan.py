@@ -15,7 +15,7 @@ from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.stages import cut_virtual_stages, given_stages
-from phalanx.models import deepseek_v3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
@@ -29,7 +29,7 @@ from phalanx.train.config import Run
 FAMILIES = {
     "llama": llama.make_blocks, "mistral": mistral.make_blocks, "qwen2": qwen2.make_blocks, "qwen3": qwen3.make_blocks,
     "mixtral": mixtral.make_blocks, "qwen3_moe": qwen3_moe.make_blocks, "deepseek_v3": deepseek_v3.make_blocks,
-    "gpt2": gpt2.make_blocks,
+    "gpt_oss": gpt_oss.make_blocks, "gpt2": gpt2.make_blocks,
 }  # fmt: skip
 
 

@@ -19,16 +19,27 @@ BLOCK = 1024
 
 
 @triton.jit
+def _places(row, cols, F, PAIRS: tl.constexpr):
+    """Where gate and up of features `cols` of a row lie."""
+    first = row * 2 * F
+    if PAIRS:
+        return first + 2 * cols, first + 2 * cols + 1
+    else:
+        return first + cols, first + F + cols
+
+
+@triton.jit
 def _forward(x, weights, last, y, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr,
-             WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             PAIRS: tl.constexpr, WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if SOME:
         if row >= tl.load(last):
             return
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < F
-    gate = tl.load(x + row * 2 * F + cols, mask=mask, other=0.0).to(WIDE)
-    up = tl.load(x + row * 2 * F + F + cols, mask=mask, other=0.0).to(WIDE)
+    at_gate, at_up = _places(row, cols, F, PAIRS)
+    gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
+    up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
     if CLAMP:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -40,7 +51,8 @@ def _forward(x, weights, last, y, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, S
 
 @triton.jit
 def _backward(dy, x, weights, last, dx, dweights, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr,
-              WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+              PAIRS: tl.constexpr, WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+              BLOCKS: tl.constexpr):  # fmt: skip
     """A program goes over BLOCKS blocks of a row: all of them where the weight's gradient is summed over the row."""
     row = tl.program_id(0).to(tl.int64)
     if SOME:
@@ -55,8 +67,9 @@ def _backward(dy, x, weights, last, dx, dweights, F, ALPHA: tl.constexpr, LIMIT:
         cols = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         mask = cols < F
         d = tl.load(dy + row * F + cols, mask=mask, other=0.0).to(WIDE)
-        raw_gate = tl.load(x + row * 2 * F + cols, mask=mask, other=0.0).to(WIDE)
-        raw_up = tl.load(x + row * 2 * F + F + cols, mask=mask, other=0.0).to(WIDE)
+        at_gate, at_up = _places(row, cols, F, PAIRS)
+        raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
+        raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
         gate, up = raw_gate, raw_up
         if CLAMP:
             gate = tl.minimum(gate, LIMIT)
@@ -71,15 +84,15 @@ def _backward(dy, x, weights, last, dx, dweights, F, ALPHA: tl.constexpr, LIMIT:
         if CLAMP:
             dgate = tl.where(raw_gate <= LIMIT, dgate, 0.0)
             dup = tl.where(tl.abs(raw_up) <= LIMIT, dup, 0.0)
-        tl.store(dx + row * 2 * F + cols, dgate.to(dx.dtype.element_ty), mask=mask)
-        tl.store(dx + row * 2 * F + F + cols, dup.to(dx.dtype.element_ty), mask=mask)
+        tl.store(dx + at_gate, dgate.to(dx.dtype.element_ty), mask=mask)
+        tl.store(dx + at_up, dup.to(dx.dtype.element_ty), mask=mask)
     if WEIGH:
         tl.store(dweights + row, tl.sum(sums, 0).to(dweights.dtype.element_ty))
 
 
 def _constants(gate: Gate, weights: Tensor | None, last: Tensor | None, dtype: torch.dtype) -> dict:
-    return dict(ALPHA=gate.alpha, LIMIT=gate.limit, SHIFT=gate.shift, CLAMP=math.isfinite(gate.limit), WEIGH=weights is not None,
-                SOME=last is not None, WIDE=triton_wide(dtype))  # fmt: skip
+    return dict(ALPHA=gate.alpha, LIMIT=gate.limit, SHIFT=gate.shift, CLAMP=math.isfinite(gate.limit), PAIRS=gate.interleaved,
+                WEIGH=weights is not None, SOME=last is not None, WIDE=triton_wide(dtype))  # fmt: skip
 
 
 def block_of(inner: int) -> int:
@@ -88,7 +101,7 @@ def block_of(inner: int) -> int:
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """x = [gate, up] (R, 2F) -> (R, F), times `weights` (R,); rows from row `last` () on are left as they were."""
+    """x = [gate, up] (R, 2F), or pairs of them -> (R, F), times `weights` (R,); rows from row `last` () on are left as they were."""
     rows, inner = x.shape[0], x.shape[1] // 2
     x, y = x.contiguous(), torch.empty(rows, inner, dtype=x.dtype, device=x.device)
     block = block_of(inner)
