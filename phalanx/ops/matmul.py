@@ -73,7 +73,7 @@ class _WideMatmul(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        if x.is_cpu or x.is_meta or x.dtype == torch.float32:
+        if x.is_cpu or x.is_meta or x.dtype in (torch.float32, torch.float64):
             y = torch.mm(_widened(x), _widened(weight).t())
         else:
             y = torch.mm(x, weight.t(), out_dtype=torch.float32)
