@@ -35,6 +35,7 @@ from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig
+from recipes import deepseek_v3
 from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
 from tests.parity import MODELS
 
@@ -438,6 +439,29 @@ def test_an_unknown_architecture_is_told_the_nearest_and_how_to_add_one(tmp_path
     text = str(raised.value)
     assert f"model_type={name!r} is no family of Phalanx" in text and near in text and "docs/ops-and-modules.md" in text and str(folder) in text
     assert "## Adding a model family" in Path("docs/ops-and-modules.md").read_text()
+
+
+PUBLISHED_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                            "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
+
+def test_the_published_config_of_deepseek_v3():
+    """It is the recipe's model, but for the longer context that it was trained on in the end."""
+    found, ours = from_hf(PUBLISHED_DEEPSEEK), deepseek_v3.run().model
+    assert [d.split()[0] for d in differences(asdict(ours), asdict(found))] == ["model.rope_scaling"]
+    assert found.rope_scaling.factor == 40 and found.max_position_embeddings == 163840
 
 
 LATENT_HF = to_hf(MODELS["deepseek_v3-dense"], torch.float32)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.fp8 import block_of
 from phalanx.checkpoint.manifest import missing
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
@@ -78,6 +79,8 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"{where}: {unknown_family(family)}")
+    if block_of(config) is not None:
+        config = {**config, "quantization_config": None}  # of how weights are stored: they are scaled as they are read
     try:
         return FAMILIES[family](config, where)
     except KeyError as error:

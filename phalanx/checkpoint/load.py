@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.fp8 import with_scaled
 from phalanx.checkpoint.hf import ModelConfig, differences, read_config
 from phalanx.checkpoint.holdings import KINDS, Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_checked, read_manifest
@@ -146,7 +147,9 @@ def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, recei
 
 
 def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
-    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), of any dtype, or MXFP4.
+    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints).
+
+    Of any dtype, MXFP4, or FP8 with scales of blocks.
 
     Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing, unexpected or
     of another shape: nothing is ever left at random values. Moments are not touched. What one of our checkpoints holds is compared
@@ -183,7 +186,8 @@ def _publish(buffers: Buffers) -> None:
 
 def stored_in(folder: Path, receipts: dict[str, Receipt] | None) -> Index:
     """Every tensor of a Hugging Face folder, quantised ones as what they stand for."""
-    return with_packed(hf_index(folder, receipts), str(folder))
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
+    return with_scaled(with_packed(hf_index(folder, receipts), str(folder)), config, str(folder))
 
 
 def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:

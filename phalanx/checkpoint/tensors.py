@@ -89,7 +89,10 @@ class Part:
 
     def read(self, files: Open, where: tuple[slice, ...]) -> Tensor:
         """A box of this part."""
-        return files(self.file).read(self.key, where)
+        found = files(self.file).read(self.key, where)
+        if not found.is_floating_point() or found.dtype.itemsize < 2:
+            raise CheckpointError(f"{self.key} is stored as {found.dtype} without scales that we know: not plain numbers")
+        return found
 
 
 @dataclass
