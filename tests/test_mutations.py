@@ -25,6 +25,7 @@ LAYOUTS = {
     "tied llama pp2 x 2 virtual stages": case("llama-tied", 2, pp=2, virtual_stages=2, global_batch=4),
     "llama tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on", global_batch=2),
     "deepseek_v3 tp2, dp2, ep4": case("deepseek_v3", 4, tp=2, ep=4, global_batch=4),
+    "deepseek_v3 with two further tokens, pp3": case("deepseek_v3-mtp", 3, pp=3, stages=(1, 3, 1), global_batch=4),
     "mixtral tp2, ep2 x etp2, capacity": case("mixtral-full", 4, tp=2, ep=2, etp=2, global_batch=4),
     "qwen3_moe tp2, ep2 of 4, all-gather": case("qwen3_moe", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", global_batch=4),
     "mixtral ep2, all-gather": case("mixtral", 2, ep=2, dispatch="allgather", global_batch=4),
@@ -67,7 +68,8 @@ def test_each_site_matters(ranks):
     for name in LAYOUTS:
         for site in layout(ranks, name).sites:
             homes.setdefault(site, []).append(name)
-    assert {"tp", "tp part", "dp", "pp", "world", "ep", "etp", "ep x etp", "edp", "edge 0->1", "edge 1->0"} == {site.axis for site in homes}
+    axes = {"tp", "tp part", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
+    assert {*axes, *(f"edge {a}->{b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1)))} == {site.axis for site in homes}
     survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(names)).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"
 

@@ -33,7 +33,7 @@ from phalanx.train.plan import make_blocks, make_plan, num_blocks
 from phalanx.train.plan_text import contents, num_parameters, plan_text
 from phalanx.train.step import train_step
 from phalanx.train.verify import step_batches
-from recipes import gpt3_175b, llama3_8b, llama3_70b, mistral_7b, qwen2_5_7b, qwen3_8b
+from recipes import deepseek_v3, gpt3_175b, llama3_8b, llama3_70b, mistral_7b, qwen2_5_7b, qwen3_8b
 
 H200 = find_device("NVIDIA H200")
 
@@ -44,6 +44,19 @@ def llama_run(layers: int, batch: int, seq: int, hidden: int, inner: int, heads:
     model = LlamaConfig(vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
                         num_key_value_heads=kv, head_dim=128)  # fmt: skip
     return Run(model=model, train=TrainConfig(steps=1, global_batch=batch, micro_batch=1, seq_length=seq, precision="bf16"))
+
+
+def test_flops_of_deepseek_v3():
+    """Truth: 1,635 TFLOP/s at 6,288 tokens/s of each GPU at 4,096 tokens (Megatron-Bridge's performance summary, August 2026), to 0.5 %.
+
+    Counted: matmuls of attention, router, chosen and shared experts, head, and the module that predicts one token further with a
+    head of its own (4 % of all); causal attention as half the square. Without that module it would be 250.4.
+    """
+    flops = flops_of(deepseek_v3.run()).per_token
+    assert flops == pytest.approx(1635e12 / 6288, rel=5e-3)
+    alone = replace(deepseek_v3.run(), model=replace(deepseek_v3.run().model, num_nextn_predict_layers=0))
+    attention, of_a_token = 128 * (192 + 128) * 4096 / 2, LATENT - 1536 - 512 - 2 * 7168 + 9 * EXPERT + 256 * 7168
+    assert flops - flops_of(alone).per_token == pytest.approx(6 * (attention + of_a_token + 2 * 7168**2 + 129280 * 7168), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +279,13 @@ def test_peak_of_activations_over_the_stages_of_a_rank():
 
 GPT3 = 50257 * 12288 + 2048 * 12288 + 96 * (12 * 12288**2 + 13 * 12288) + 2 * 12288
 
+# DeepSeek-V3, tensor by tensor: latent attention with its norms, an expert, what surrounds them in layers with a dense MLP and with experts
+LATENT = 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168 + 1536 + 512 + 2 * 7168
+EXPERT = 3 * 7168 * 2048
+SPARSE = LATENT + 257 * EXPERT + 256 * 7168
+DEEPSEEK_V3 = 2 * 129280 * 7168 + 7168 + 3 * (LATENT + 3 * 7168 * 18432) + 58 * SPARSE  # the published 671 B
+DEEPSEEK_V3 += SPARSE + 2 * 7168**2 + 3 * 7168  # the module that predicts one token further
+
 RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
     "llama3_8b on 4": (llama3_8b.run(gpus=4), 4, 8_030_261_248),
@@ -276,6 +296,7 @@ RECIPES = {
     "qwen3_8b on 8": (qwen3_8b.run(), 8, 8_190_735_360),
     "mistral_7b on 8": (mistral_7b.run(), 8, 7_241_732_096),
     "qwen2_5_7b on 8": (qwen2_5_7b.run(), 8, 7_615_616_512),
+    "deepseek_v3 on 2048": (deepseek_v3.run(), 2048, DEEPSEEK_V3),
     "gpt3_175b on 128": (gpt3_175b.run(), 128, GPT3),
 }
 
