@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +25,7 @@ from phalanx.checkpoint.holdings import items_in
 from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
+from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import natural
 from phalanx.layout.box import Box
@@ -31,7 +34,7 @@ from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig
+from phalanx.models.moe_config import ExpertsConfig, GptOssConfig
 from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
 from tests.parity import MODELS
 
@@ -234,6 +237,8 @@ def comparable(model):
         return model
     head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
     ours = {"router_z_loss_coef": 0.0} if isinstance(model, ExpertsConfig) else {}
+    if isinstance(model, GptOssConfig):
+        ours["router_aux_loss_coef"] = GptOssConfig.router_aux_loss_coef
     return replace(model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim, **ours)
 
 
@@ -316,6 +321,39 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     assert "cannot be read" in error(tiny_run(), tmp_path / "a/hf")
 
 
+def test_every_tensor_of_an_expert_that_does_not_fit_is_named(tmp_path):
+    """Names that differ in numbers alone share a line, and no other."""
+    run = make_run("qwen3_moe", "fp32")  # experts in layers 1 and 3
+    lost = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in (1, 3) for e in (0, 1, 2, 5, 7)]
+    lost += ["model.layers.3.mlp.experts.4.down_proj.weight", "model.layers.1.mlp.gate.weight"]
+    extra = {f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight": torch.ones(14, 32) for layer in (0, 1) for e in (8, 9)}
+    wide = {f"model.layers.3.mlp.experts.{e}.gate_proj.weight": torch.ones(15, 32) for e in (2, 3)}
+    text = error_on_rank(0, 1, run, "load_weights", hf_folder(tmp_path, run, drop=lost, extra=extra | wide))
+    assert sorted(text.splitlines()[1:]) == [
+        "another shape: model.layers.3.mlp.experts.2-3.gate_proj.weight has (15, 32), the model wants (14, 32) (2 tensors)",
+        "missing: model.layers.1,3.mlp.experts.0-2,5,7.up_proj.weight (14, 32) (10 tensors)",
+        "missing: model.layers.1.mlp.gate.weight (8, 32)",
+        "missing: model.layers.3.mlp.experts.4.down_proj.weight (32, 14)",
+        "not in the model: model.layers.0-1.mlp.experts.8-9.gate_proj.weight (14, 32) (4 tensors)",
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.integers(0, 12), st.sampled_from("xy")), unique=True))
+def test_folded_lines_say_every_name_once(names):
+    lines = [f"{a}.{i}.e.{j}.{b} (2, 3)" for a, i, j, b in names]
+    told = []
+    for line in folded(lines):
+        a, i, _, j, rest = line.split(" (", 1)[0].split(".")
+        told += [f"{a}.{m}.e.{n}.{rest} (2, 3)" for m in numbers_of(i) for n in numbers_of(j)]
+        assert line.endswith(" tensors)") == any(c in i + j for c in "-,")
+    assert sorted(told) == sorted(lines)
+
+
+def numbers_of(text: str) -> list[int]:
+    return [n for run in text.split(",") for n in range(int(run.split("-")[0]), int(run.split("-")[-1]) + 1)]
+
+
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x", "sub/x.safetensors", ""])
 def test_an_index_cannot_leave_its_folder(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
@@ -384,7 +422,22 @@ def test_gpt_oss_of_others():
     assert from_hf(theirs).rope_scaling == RopeScaling(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False)
     assert [from_hf(theirs).window(i) for i in range(4)] == [128, None, 128, None] and from_hf(theirs).layer_types is None
     given = from_hf({**theirs, "layer_types": ["full_attention"] * 4})
+    told = [from_hf({**theirs, "router_aux_loss_coef": 0.9, "output_router_logits": used}).router_aux_loss_coef for used in (False, True)]
+    assert told == [0.001, 0.9]  # the published configs say 0.9 and make no loss of it
     assert given.layer_types == ("full_attention",) * 4 and to_hf(given, torch.float32)["layer_types"] == ["full_attention"] * 4
+
+
+@pytest.mark.parametrize("name, near", [
+    ("qwen3_next", "nearest: qwen3"), ("gpt-oss", "nearest: gpt_oss"), ("Mixtral", "nearest: mixtral"), ("x", "deepseek_v3"), (None, "llama"),
+])  # fmt: skip
+def test_an_unknown_architecture_is_told_the_nearest_and_how_to_add_one(tmp_path, name, near):
+    folder = hf_folder(tmp_path, model_type=name, auto_map={"AutoModelForCausalLM": "code.Model"})
+    (folder / "code.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(CheckpointError) as raised:
+        model_config_from_hf(folder)
+    text = str(raised.value)
+    assert f"model_type={name!r} is no family of Phalanx" in text and near in text and "docs/ops-and-modules.md" in text and str(folder) in text
+    assert "## Adding a model family" in Path("docs/ops-and-modules.md").read_text()
 
 
 LATENT_HF = to_hf(MODELS["deepseek_v3-dense"], torch.float32)

@@ -369,6 +369,19 @@ def test_a_mistyped_checkpoint_is_exit_4_and_never_random_weights(tmp_path, fiel
     assert problems([f"{field}={tmp_path}/run1"], Facts()) == []
 
 
+@pytest.mark.parametrize("config, told", [
+    ('{"model_type": "qwen3_next"}', ["model_type='qwen3_next' is no family of Phalanx (nearest: qwen3", "docs/ops-and-modules.md", "model.family='llama'"]),
+    ('{"model_type": "mistral"}', ["must hold a model of the same family", "its model_type='mistral'", "model.family='llama'"]),
+    ("{", ["must hold a config.json that can be read"]), ('{"model_type": "llama"}', []), ("{}", []),
+])  # fmt: skip
+def test_init_from_another_architecture(tmp_path, config, told):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(config)
+    found = problems([f"init_from={tmp_path}/hf"], Facts())
+    assert [p.field for p in found] == ["init_from"] * bool(told)
+    assert all(part in str(found[0]) for part in told)
+
+
 @pytest.mark.parametrize("name, code", [("file", "ENOTDIR"), ("file/below/it", "ENOTDIR"), ("locked", "EACCES")])
 def test_run_folder(tmp_path, name, code, monkeypatch):
     (tmp_path / "file").touch(), (tmp_path / "locked").mkdir()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.base.errors import Problem
+from pathlib import Path
+
+from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, exists, missing_checkpoint, problem, within
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.hf import FAMILIES, read_config, unknown_family
 from phalanx.checkpoint.places import is_remote
 
 
@@ -25,3 +28,18 @@ def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
     if files and config.load is not None and not is_remote(config.load) and not exists(config.load):
         found.append(missing_checkpoint("checkpoint.load", config.load))
     return found
+
+
+def check_source(folder: str, family: str) -> list[Problem]:
+    """A Hugging Face folder that weights are to come from holds a model of this family, as far as it says so."""
+    if not (Path(folder) / "config.json").is_file():
+        return []
+    try:
+        kind = read_config(folder).get("model_type")
+    except CheckpointError as error:
+        return [Problem("init_from", folder, f"must hold a config.json that can be read ({error})")]
+    if kind is not None and kind not in FAMILIES:
+        return [Problem("init_from", folder, f"must hold a model that Phalanx has: {unknown_family(kind)}", {"model.family": family})]
+    if kind not in (None, family):
+        return [Problem("init_from", folder, "must hold a model of the same family", {"its model_type": kind, "model.family": family})]
+    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,11 +77,20 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The model that a config.json describes; `where` names it in errors."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise CheckpointError(f"{where}: model_type={family!r} is not one of {', '.join(sorted(FAMILIES))}")
+        raise CheckpointError(f"{where}: {unknown_family(family)}")
     try:
         return FAMILIES[family](config, where)
     except KeyError as error:
         raise CheckpointError(f"{where}: {error.args[0]} is missing") from error
+
+
+def unknown_family(name: Any) -> str:
+    """What is said of a model_type that is none of ours: the nearest, and what there is to do."""
+    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), FAMILIES, n=3, cutoff=0.5) or sorted(FAMILIES)
+    return (
+        f"model_type={name!r} is no family of Phalanx (nearest: {', '.join(near)}). Code of a model folder is never run; "
+        'to add a family see "Adding a model family" in docs/ops-and-modules.md'
+    )
 
 
 def _refuse(config: dict[str, Any], only: dict[str, tuple[Any, ...]], where: str, more: list[str] | None = None) -> None:
@@ -112,6 +122,10 @@ def _gpt_oss(c: dict[str, Any], where: str) -> GptOssConfig:
     kinds = c.get("layer_types")
     if kinds is not None and (len(kinds) != c["num_hidden_layers"] or set(kinds) - set(LAYER_TYPES)):
         odd.append(f"layer_types={kinds!r} (supported: one of {_shown(LAYER_TYPES)} for each of {c['num_hidden_layers']} layers)")
+    if (c.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        c["quantization_config"] = None  # of how weights are stored: they are unpacked as they are read
+    if not c.get("output_router_logits", False):
+        c.pop("router_aux_loss_coef", None)  # without those no loss is made of it; the published configs say 0.9
     _refuse(c, OSS_ONLY, where, odd)
     own = {k: c[k] for k in ("head_dim", "sliding_window", "swiglu_alpha", "swiglu_limit") if c.get(k) is not None}
     if kinds is not None and list(kinds) != [LAYER_TYPES[i % 2] for i in range(len(kinds))]:

@@ -17,6 +17,8 @@ from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.hf import ModelConfig, differences, read_config
 from phalanx.checkpoint.holdings import KINDS, Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_checked, read_manifest
+from phalanx.checkpoint.mxfp4 import with_packed
+from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import key_of
 from phalanx.checkpoint.storage import Receipt, sum_of
@@ -28,7 +30,7 @@ from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 
 Shapes = dict[str, tuple[int, ...]]
-SHOWN = 50  # problems of tensors in one error
+SHOWN = 200  # lines of problems of tensors in one error; names that differ in numbers alone share a line
 HEAD = "lm_head.weight"
 PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
 COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")  # of the embedding and the head, beside published MTP modules
@@ -87,7 +89,7 @@ def wanted_names(mesh: Mesh, items: list[Item]) -> Shapes:
 
 def fitting(index: Index, wanted: Shapes, where: str) -> Index:
     """The index, if it holds exactly the tensors that are wanted, in their shapes. Else CheckpointError with every one that differs."""
-    problems = mismatches(index, wanted)
+    problems = folded(mismatches(index, wanted))
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise CheckpointError(f"{where} does not fit the model:\n" + "\n".join(problems[:SHOWN] + more + _depths(index, wanted)))
@@ -144,7 +146,7 @@ def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, recei
 
 
 def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
-    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), of any dtype.
+    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), of any dtype, or MXFP4.
 
     Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing, unexpected or
     of another shape: nothing is ever left at random values. Moments are not touched. What one of our checkpoints holds is compared
@@ -155,7 +157,7 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
     items = masters_to_load(buffers)
     wanted = wanted_names(mesh, items)
     receipts = together(mesh.world, lambda: weight_receipts(folder))
-    index = together(mesh.world, lambda: fitting(adapt(hf_index(folder, receipts), wanted, str(folder)), wanted, str(folder)))
+    index = together(mesh.world, lambda: fitting(adapt(stored_in(folder, receipts), wanted, str(folder)), wanted, str(folder)))
     for f in buffers.flat:
         f.master.zero_()
     agree(mesh.world, lambda: fill(items, index, folder, receipts))
@@ -177,6 +179,11 @@ def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
 def _publish(buffers: Buffers) -> None:
     buffers.publish()
     buffers.ready()
+
+
+def stored_in(folder: Path, receipts: dict[str, Receipt] | None) -> Index:
+    """Every tensor of a Hugging Face folder, quantised ones as what they stand for."""
+    return with_packed(hf_index(folder, receipts), str(folder))
 
 
 def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:

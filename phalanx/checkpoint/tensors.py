@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -79,11 +81,15 @@ def header(entries: Iterable[Entry]) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A stored box of a global tensor: `key` in `file`."""
+    """A stored box of a global tensor: `key` in `file`. A part that is stored in another form reads it as plain numbers."""
 
     file: str
     key: str
     box: Box
+
+    def read(self, files: Open, where: tuple[slice, ...]) -> Tensor:
+        """A box of this part."""
+        return files(self.file).read(self.key, where)
 
 
 @dataclass
@@ -95,6 +101,7 @@ class Stored:
 
 
 Index = dict[str, Stored]
+Open = Callable[[str], "CheckedFile | PlainFile"]  # the name of a file -> the file, which stays open while more of it is read
 
 
 def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, Receipt] | None = None) -> None:
@@ -102,20 +109,21 @@ def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, R
 
     receipts    by file name: what is read is compared with them. None: files of others, which have no checksums.
     """
-    jobs: dict[str, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
+    jobs: dict[str, list[tuple[Part, tuple[slice, ...], Tensor]]] = {}
     for item in items:
         found = 0
         for part in index[item.name].parts:
             common = part.box.intersect(item.box)
             if not common.empty:
-                jobs.setdefault(part.file, []).append((part.key, common.within(part.box), item.view[common.within(item.box)]))
+                jobs.setdefault(part.file, []).append((part, common.within(part.box), item.view[common.within(item.box)]))
                 found += common.numel
         if found != item.box.numel:
             raise DamagedCheckpoint(f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored")
     for file in sorted(jobs):
-        with open_tensors(folder / file, receipt_of(receipts, folder, file)) as tensors:
-            for key, where, target in jobs[file]:
-                target.copy_(tensors.read(key, where))
+        with ExitStack() as opened:
+            files = cache(lambda name, opened=opened: opened.enter_context(open_tensors(folder / name, receipt_of(receipts, folder, name))))
+            for part, where, target in jobs[file]:
+                target.copy_(part.read(files, where))
 
 
 def receipt_of(receipts: Mapping[str, Receipt] | None, folder: Path, file: str) -> Receipt | None:

@@ -16,6 +16,7 @@ from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.rules import MissingPath, at_least, divisors, exists, missing_checkpoint, multiples, no_effect, problem, within
 from phalanx.checkpoint.check import check as check_checkpoint
+from phalanx.checkpoint.check import check_source
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
@@ -263,7 +264,9 @@ def check_start(run: Run, facts: Facts) -> list[Problem]:
     if run.checkpoint.load is not None:
         because = {"checkpoint.load": run.checkpoint.load}
         return [Problem("init_from", run.init_from, "has no effect together with checkpoint.load", because, (None,))]
-    return [missing_checkpoint("init_from", run.init_from)] if facts.files and not exists(run.init_from) else []
+    if not facts.files:
+        return []
+    return check_source(run.init_from, run.model.family) if exists(run.init_from) else [missing_checkpoint("init_from", run.init_from)]
 
 
 def check_folder(run: Run) -> list[Problem]:
