@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +34,20 @@ from phalanx.train.plan import make_blocks, make_plan, num_blocks
 from phalanx.train.plan_text import contents, num_parameters, plan_text
 from phalanx.train.step import train_step
 from phalanx.train.verify import step_batches
-from recipes import deepseek_v3, gpt3_175b, llama3_8b, llama3_70b, mistral_7b, qwen2_5_7b, qwen3_8b
+from recipes import (
+    deepseek_v3,
+    gpt3_175b,
+    gpt_oss_20b,
+    gpt_oss_120b,
+    llama3_8b,
+    llama3_70b,
+    mistral_7b,
+    mixtral_8x7b,
+    qwen2_5_7b,
+    qwen3_8b,
+    qwen3_30b_a3b,
+    qwen3_235b_a22b,
+)
 
 H200 = find_device("NVIDIA H200")
 
@@ -298,6 +312,12 @@ RECIPES = {
     "qwen2_5_7b on 8": (qwen2_5_7b.run(), 8, 7_615_616_512),
     "deepseek_v3 on 2048": (deepseek_v3.run(), 2048, DEEPSEEK_V3),
     "gpt3_175b on 128": (gpt3_175b.run(), 128, GPT3),
+    "mixtral_8x7b on 64": (mixtral_8x7b.run(), 64, 46_702_792_704),
+    "qwen3_30b_a3b on 8": (qwen3_30b_a3b.run(), 8, 30_532_122_624),
+    "qwen3_235b_a22b on 64": (qwen3_235b_a22b.run(), 64, 235_093_634_560),
+    "qwen3_235b_a22b on 256": (qwen3_235b_a22b.run(), 256, 235_093_634_560),
+    "gpt_oss_20b on 8": (gpt_oss_20b.run(), 8, 20_914_757_184),
+    "gpt_oss_120b on 64": (gpt_oss_120b.run(), 64, 116_829_156_672),
 }
 
 
@@ -342,11 +362,41 @@ def test_plan_of_kernels_that_do_not_run_here():
     assert plan_text(chosen[0], 2) == plan_text(chosen[1], 2)
 
 
-@pytest.mark.parametrize("name", ["tiny_deepseek_v3", "tiny_llama", "tiny_gpt2", "tiny_mistral", "tiny_qwen2", "tiny_qwen3"])
+def test_every_full_recipe_is_planned():
+    assert {p.stem for p in Path("recipes").glob("*.py")} - {"__init__"} == {name.split()[0].rstrip(",") for name in RECIPES}
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in Path("recipes").glob("tiny_*.yaml")))
 def test_tiny_recipes(name):
     run = load_run(f"recipes/{name}.yaml")
     assert check(run, Facts(files=False)) == []
     assert "1 = pp 1 x dp 1 x tp 1" in plan_text(run, 1)
+    if run.model.routed_experts:
+        spread = replace(run, layout=LayoutConfig(tp=2, ep=4))
+        assert check(spread, Facts(world_size=4, files=False)) == []
+        assert "experts edp 1 x ep 4 x etp 1" in plan_text(spread, 4)
+
+
+# TFLOP/s and tokens/s of one GPU at 4,096 tokens, as Megatron-Bridge publishes them (docs/performance-summary-archive.md, container
+# 26.06, and docs/performance-summary.md, 26.08): what their framework counts for a token. Routed experts count as many times as a
+# token chooses, the router and the head count, causal attention counts as half the square; embedding, norms and recompute do not.
+PUBLISHED = {
+    "qwen3_30b_a3b": [(1041, 45275), (936, 40706), (938, 40769), (1029, 44544), (923, 39936), (203, 8826)],
+    "qwen3_235b_a22b": [(1335, 9015), (1092, 7376), (1306, 8816), (1077, 7280)],
+}
+
+
+@pytest.mark.parametrize("recipe", [qwen3_30b_a3b, qwen3_235b_a22b])
+def test_flops_of_experts_are_those_that_others_count(recipe):
+    for tera, tokens in PUBLISHED[recipe.__name__.removeprefix("recipes.")]:
+        assert flops_of(recipe.run()).per_token == pytest.approx(tera * 1e12 / tokens, rel=5e-3)
+
+
+def test_flops_of_experts_by_the_formula():
+    """Truth: weights that a token meets, counted by hand for Qwen3-30B-A3B, times 6, and 6 * layers * heads * head_dim * S."""
+    layer = 2048 * 128 * (32 + 4 + 4 + 32) + 128 * 2048 + 8 * 3 * 2048 * 768
+    by_hand = 6 * (48 * layer + 151936 * 2048) + 6 * 48 * 32 * 128 * 4096
+    assert flops_of(qwen3_30b_a3b.run()).per_token == pytest.approx(by_hand, rel=1e-12)
 
 
 # ---- doctor

@@ -14,7 +14,7 @@ from phalanx.train.config import Run
 from phalanx.train.load import load_run
 from phalanx.train.plan import grid_of, make_plan
 from phalanx.train.verify import compare, fewer_ranks, follow, shrink, verify
-from recipes import gpt3_175b, llama3_8b, llama3_70b
+from recipes import gpt3_175b, gpt_oss_120b, llama3_8b, llama3_70b, mixtral_8x7b, qwen3_235b_a22b
 
 USERS = {
     "llama3_8b on 8": (llama3_8b.run(), 8),
@@ -27,6 +27,22 @@ USERS = {
     "tiny llama, kernels and graphs of a GPU": (
         load_run("recipes/tiny_llama.yaml", ["train.kernels=triton", "train.cuda_graphs=on", "layout.tp=2"]), 2,
     ),
+    "mixtral_8x7b on 64, ep across dp": (mixtral_8x7b.run(), 64),
+    "tiny mixtral, ep4 across tp2 x dp2, load of the step before, capacity": (
+        load_run("recipes/tiny_mixtral.yaml", ["layout.tp=2", "layout.ep=4", "model.router_aux_loss_scope=global_batch",
+                                               "model.expert_capacity_factor=1.0"]), 4,
+    ),
+    "qwen3_235b_a22b on 256": (qwen3_235b_a22b.run(), 256),
+    "tiny qwen3_moe, ep2 x etp2, by all-gather": (
+        load_run("recipes/tiny_qwen3_moe.yaml", ["layout.tp=2", "layout.ep=2", "layout.etp=2", "layout.dispatch=allgather",
+                                                 "model.decoder_sparse_step=2"]), 8,
+    ),
+    "tiny deepseek_v3, groups, shared experts, a module that predicts ahead": (
+        load_run("recipes/tiny_deepseek_v3.yaml", ["model.first_k_dense_replace=1", "model.n_routed_experts=16", "model.n_group=4",
+                                                   "model.topk_group=2", "model.num_experts_per_tok=4", "model.moe_intermediate_size=32",
+                                                   "model.num_nextn_predict_layers=1", "layout.ep=4", "layout.pp=2"]), 8,
+    ),
+    "gpt_oss_120b on 64": (gpt_oss_120b.run(), 64),
     "tiny gpt2, one rank": (load_run("recipes/tiny_gpt2.yaml"), 1),
 }  # fmt: skip
 
@@ -67,6 +83,40 @@ def test_shrinking_keeps_the_structure():
     odd = replace(run, model=replace(run.model, vocab_size=128257, tie_word_embeddings=True))
     assert shrink(odd, world).run.model.vocab_size % 2 == 1 and shrink(odd, world).run.model.tie_word_embeddings
     assert fewer_ranks([4, 8, 4]) == [2, 2, 2] and fewer_ranks([1, 64, 1]) == [1, 8, 1] and fewer_ranks([3, 3, 1]) == [2, 3, 1]
+
+
+def test_shrinking_keeps_how_experts_are_spread():
+    def view(run, world):
+        small = shrink(run, world)
+        grid = grid_of(small.run, small.world)
+        return (grid.pp, grid.dp, grid.tp), (grid.edp, grid.ep, grid.etp), small.run.model
+
+    mixtral = mixtral_8x7b.run()
+    assert view(mixtral, 64)[:2] == ((2, 4, 1), (2, 2, 1))  # pp 4 x dp 16, edp 2 x ep 8
+    dense, experts, model = view(replace(mixtral, layout=LayoutConfig(tp=8, ep=8)), 64)
+    assert (dense, experts) == ((1, 2, 4), (2, 4, 1))  # ep 8 lies within tp 8
+    assert (model.num_local_experts, model.num_experts_per_tok) == (4, 2)
+    assert view(replace(mixtral, layout=LayoutConfig(tp=4, ep=8)), 64)[:2] == ((1, 2, 4), (1, 8, 1))  # across tp and dp, as it was
+    assert view(replace(mixtral, layout=LayoutConfig(etp=2, ep=8)), 64)[1] == (2, 2, 2)
+    dense, experts, model = view(qwen3_235b_a22b.run(), 64)
+    assert experts[1] > 1 and model.num_experts == 2 * experts[1] and 1 < model.num_experts_per_tok < model.num_experts
+    assert model.moe_intermediate_size != model.intermediate_size
+    assert view(replace(mixtral, layout=LayoutConfig(ep=2), model=replace(mixtral.model, num_experts_per_tok=8)), 8)[2].num_experts_per_tok == 3
+    odd = view(load_run("recipes/tiny_qwen3_moe.yaml", ["model.decoder_sparse_step=3", "model.num_hidden_layers=8"]), 2)[2]
+    assert [odd.has_experts(i) for i in range(odd.num_hidden_layers)] == [False, False, True]
+    text = shrink(mixtral, 64).text
+    assert "tp 1; 8 experts, edp 2 x ep 8 x etp 1" in text and "edp 2 x ep 2 x etp 1" in text
+
+
+def test_dropped_collectives_of_experts_are_found(ranks):
+    """One site of each axis and operation, with state that is not trained."""
+    small = shrink(*USERS["tiny mixtral, ep4 across tp2 x dp2, load of the step before, capacity"])
+    sites = {s for found in ranks.run("tests.test_verify:rank_sites", small.world, small.run) for s in found}
+    one_of_each = {(s.op, s.axis): s for s in sorted(sites) if s.axis in ("ep", "edp", "experts")}
+    assert one_of_each
+    for site in one_of_each.values():
+        verdict = ranks.run("tests.test_verify:rank_compare", small.world, small.run, 2, site)[0]
+        assert not verdict.ok, f"dropping {site} went unnoticed"
 
 
 def test_verify_has_the_small_run_started():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -25,9 +26,10 @@ from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader, micro_batch_samples, train_loader
 from phalanx.layout.box import Box
 from phalanx.layout.config import LayoutConfig
-from phalanx.layout.grid import Coords
+from phalanx.layout.grid import Coords, Grid
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, Qwen3MoEConfig
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run
 from phalanx.train.plan import grid_of, make_plan, num_blocks, without_layout
@@ -80,6 +82,9 @@ def shrink(run: Run, world: int) -> Small:
     pp, dp, tp = fewer_ranks([grid.pp, grid.dp, grid.tp])
     layout = small_layout(run, world, pp, tp)
     model = small_model(run, tp, small_layers(run.model, layout))
+    if isinstance(model, ExpertsConfig) and run.model.routed_experts:
+        layout = small_expert_view(run, world, layout, dp * tp)
+        model = small_experts(run, model, layout)
     micro_batch, seq_length = min(run.train.micro_batch, 2), 16
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
     train = replace(
@@ -110,10 +115,11 @@ def small_layout(run: Run, world: int, pp: int, tp: int) -> LayoutConfig:
 
 
 def small_layers(model: LlamaConfig | GPT2Config, layout: LayoutConfig) -> int:
-    """Enough for every stage to have a layer and some to have more (blocks: layers, and two or three others)."""
+    """Enough for every stage to have a layer and some to have more (blocks: layers, and two or three others); one has experts."""
     if layout.stages:
         return sum(layout.stages) - (num_blocks(model) - model.num_hidden_layers)
-    return min(model.num_hidden_layers, max(2, layout.pp * layout.virtual_stages + 1))
+    with_experts = [i for i in range(model.num_hidden_layers) if isinstance(model, Qwen3MoEConfig) and model.has_experts(i)] or [0]
+    return min(model.num_hidden_layers, max(2, with_experts[0] + 1, layout.pp * layout.virtual_stages + 1))
 
 
 def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:
@@ -148,6 +154,49 @@ def small_latent(model: DeepseekV3Config, layers: int) -> DeepseekV3Config:
     )  # fmt: skip
 
 
+def small_expert_view(run: Run, world: int, layout: LayoutConfig, stage: int) -> LayoutConfig:
+    """ep and etp for a stage of so many ranks: what is cut stays cut as far as there are ranks for it, and ep across dp stays so.
+
+    How tokens go to their experts stays, although fewer ranks might choose otherwise; there is always room for them.
+    """
+    grid = grid_of(run, world)
+
+    def likeness(ep: int, etp: int) -> tuple[Any, ...]:
+        edp, across = stage // (ep * etp), (grid.ep * grid.etp > grid.tp) == (ep * etp > layout.tp)
+        return (ep > 1) == (grid.ep > 1), (etp > 1) == (grid.etp > 1), across, (edp > 1) == (grid.edp > 1), ep
+
+    views = [(ep, etp) for ep in range(1, min(grid.ep, stage) + 1) for etp in range(1, min(grid.etp, stage) + 1) if stage % (ep * etp) == 0]
+    ep, etp = max(views, key=lambda view: likeness(*view))
+    return replace(layout, ep=ep, etp=etp, dispatch=make_plan(run, world).dispatch, expert_room=math.inf)
+
+
+def small_experts(run: Run, small: ExpertsConfig, layout: LayoutConfig) -> ExpertsConfig:
+    """One or two experts on each rank as before, at least four in all; more than a token chooses, if there were; groups stay groups.
+
+    Dense layers stay dense as long as there is one with experts: given stages may leave too few.
+    """
+    model = run.model
+    each = min(2, model.routed_experts // run.layout.ep)
+    count = layout.ep * max(each, -(-min(4, model.routed_experts) // layout.ep))
+    chosen = model.num_experts_per_tok  # type: ignore[union-attr]
+    most = count if chosen == model.routed_experts else count - 1
+    number = next(n for n in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(small, n))
+    own: dict[str, Any] = {number: count}
+    if model.expert_size != model.intermediate_size:
+        scaled = -(-small.hidden_size * model.expert_size // model.hidden_size // layout.etp) * layout.etp
+        own["moe_intermediate_size"] = scaled + (1 if model.expert_size % run.layout.etp else 0)
+    if isinstance(small, Qwen3MoEConfig):
+        own["mlp_only_layers"] = tuple(i for i in small.mlp_only_layers if i < small.num_hidden_layers - 1)
+        own["decoder_sparse_step"] = min(small.decoder_sparse_step, small.num_hidden_layers)
+    if isinstance(small, DeepseekV3Config) and small.n_group > 1:
+        groups = 2 if count % 2 == 0 else count
+        own["n_group"], own["topk_group"] = groups, 1 if small.topk_group < small.n_group else groups
+        most = min(most, count // groups * own["topk_group"])
+    if isinstance(small, GptOssConfig) and small.layer_types:
+        own["layer_types"] = small.layer_types[: small.num_hidden_layers]
+    return replace(small, num_experts_per_tok=max(1, min(chosen, most, 3)), **own)
+
+
 def small_scaling(scaling: RopeScaling | None, pairs: int) -> RopeScaling | None:
     """longrope has a number per pair of features."""
     if scaling is None or scaling.short_factor is None or scaling.long_factor is None:
@@ -157,10 +206,10 @@ def small_scaling(scaling: RopeScaling | None, pairs: int) -> RopeScaling | None
 
 def small_window(model: LlamaConfig, seq_length: int, layers: int) -> dict[str, Any]:
     """A window that is shorter than the sequence stays so; layers with and without one stay."""
-    if not isinstance(model, MistralConfig | Qwen2Config) or model.sliding_window is None:
+    if not isinstance(model, MistralConfig | Qwen2Config | GptOssConfig) or model.sliding_window is None:
         return {}
     window = 5 if model.sliding_window < seq_length else model.sliding_window
-    if isinstance(model, MistralConfig):
+    if not isinstance(model, Qwen2Config):
         return {"sliding_window": window}
     without = min(model.max_window_layers, layers if model.max_window_layers >= model.num_hidden_layers else layers - 1)
     return {"sliding_window": window, "max_window_layers": without}
@@ -178,11 +227,15 @@ def small_heads(model: LlamaConfig | GPT2Config, old_tp: int, tp: int) -> tuple[
 
 
 def describe(run: Run, world: int, small: Run, small_world: int) -> str:
+    def view(r: Run, g: Grid) -> str:
+        m = r.model
+        return f"; {m.routed_experts} experts, edp {g.edp} x ep {g.ep} x etp {g.etp}" if m.routed_experts else ""
+
     def text(r: Run, n: int) -> str:
         g, m = grid_of(r, n), r.model
         return (
-            f"{n} ranks (pp {g.pp} x dp {g.dp} x tp {g.tp}), {m.num_hidden_layers} layers of width {m.hidden_size}, vocabulary {m.vocab_size}, "
-            f"{r.train.global_batch} sequences of {r.train.seq_length} tokens, {r.train.precision}"
+            f"{n} ranks (pp {g.pp} x dp {g.dp} x tp {g.tp}{view(r, g)}), {m.num_hidden_layers} layers of width {m.hidden_size}, "
+            f"vocabulary {m.vocab_size}, {r.train.global_batch} sequences of {r.train.seq_length} tokens, {r.train.precision}"
         )
 
     more = ""
@@ -309,8 +362,9 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
     truth = follow(alone, Mesh(make_plan(alone, 1).grid), steps) if rank == 0 else Record()
     mesh = Mesh(make_plan(run, world).grid, rank)
     mine = follow(run, mesh, steps, drop)
-    shapes = global_shapes(alone)
-    found = [d for number in range(len(mine.tensors)) for d in compare_tensors(mine, truth, number, shapes, mesh.world)]
+    shapes, kept = global_shapes(alone), global_shapes(alone, untrained=True)
+    last = len(mine.tensors) - 1  # the weights
+    found = [d for number in range(last + 1) for d in compare_tensors(mine, truth, number, kept if number == last else shapes, mesh.world)]
     found += compare_scalars("loss", mine.losses, truth.losses, mesh.world)
     found += compare_scalars("gradient norm", mine.norms, truth.norms, mesh.world)
     wrong = tuple(d for d in found if d.wrong)
@@ -319,10 +373,11 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
     return Verdict(text, wrong)
 
 
-def global_shapes(alone: Run) -> dict[str, tuple[int, ...]]:
-    """Every global tensor in model order."""
+def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, ...]]:
+    """Every global tensor in model order; those that follow from what the model sees, and so have no gradient, only if `untrained`."""
     blocks = (b for run in make_plan(alone, 1).blocks_of(Coords()).values() for b in run)
-    return {piece.name: piece.shape for block in blocks for p in block.parameters() for piece in p.spec.pieces}  # type: ignore[attr-defined]
+    specs = (p.spec for block in blocks for p in block.parameters())  # type: ignore[attr-defined]
+    return {piece.name: piece.shape for spec in specs if spec.trained or untrained for piece in spec.pieces}
 
 
 def compare_tensors(mine: Record, truth: Record, number: int, shapes: dict[str, tuple[int, ...]], world: Axis) -> Iterator[Difference]:
