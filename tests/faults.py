@@ -288,10 +288,10 @@ def in_turn(fault: Callable[[Run, int, random.Random, float], int], seeds: range
 # name -> (what it shows, the sample, all of it)
 CASES: dict[str, tuple[str, Callable[[Path], Tally], Callable[[Path], Tally]]] = {
     "kill -9 at any time": (
-        "of one rank or of all, during start, steps, saves and end", partial(in_turn, kills, range(2)), partial(in_turn, kills, range(60))
+        "of one rank or of all, during start, steps, saves and end", partial(in_turn, kills, range(1)), partial(in_turn, kills, range(50))
     ),
     "SIGTERM or SIGUSR1 to one rank": (
-        "all save the same step, no step is done twice", partial(in_turn, stops, range(1)), partial(in_turn, stops, range(30))
+        "all save the same step, no step is done twice", partial(in_turn, stops, range(1)), partial(in_turn, stops, range(20))
     ),
     "no room on the disk": (
         "exit 4, or trained on, as checkpoint.on_error says; then continued", partial(in_turn, full_disk, range(1)),
@@ -299,7 +299,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Tally], Callable[[Path], Tally]]] =
     ),
     "damaged checkpoint": (
         "bits flipped, files cut, removed, swapped, mixed; the one before is used", partial(in_turn, damage, range(2)),
-        partial(in_turn, damage, range(60)),
+        partial(in_turn, damage, range(40)),
     ),
     "every storage operation fails": (
         "of a save with something to tidy up and to retire", partial(sweep, how="raise", every=9), partial(sweep, how="raise")
