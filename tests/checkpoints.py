@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -179,10 +180,11 @@ class Failing(Storage):
 
 
 class Lossy(Failing):
-    """A disk that forgets at `crash` what was not synced: contents of files, names in folders, renames."""
+    """A disk that forgets at `crash` what was not synced: contents of files, names in folders, renames. `seed`: a random part of it."""
 
-    def __init__(self, at: int):
+    def __init__(self, at: int, seed: int | None = None):
         super().__init__(at)
+        self.pick = None if seed is None else random.Random(seed)
         self.data: set[int] = set()
         self.names: set[int] = set()
         self.renames: list[tuple[Path, Path]] = []
@@ -216,13 +218,16 @@ class Lossy(Failing):
         self.names.discard(number)
         self.data.discard(number)
 
+    def _forgets(self) -> bool:
+        return self.pick is None or self.pick.random() < 0.5
+
     def crash(self, root: Path, undo_renames: bool) -> None:
         for old, new in reversed(self.renames if undo_renames else []):
-            if new.exists():
+            if new.exists() and not old.exists():
                 os.rename(new, old)
         for path in sorted(root.rglob("*"), reverse=True):
             number = path.lstat().st_ino
-            if path.is_file() and number in self.data:
+            if path.is_file() and number in self.data and self._forgets():
                 os.truncate(path, path.stat().st_size // 2)
-            if number in self.names:
+            if number in self.names and self._forgets():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

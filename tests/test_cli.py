@@ -334,7 +334,10 @@ def test_a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second():
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert child(twice_at_once) == 75 and child(again_later) == 128 + signal.SIGTERM
-    assert not StopRequest(1000.0).asked() and StopRequest(-1.0).asked()
+    later, over = StopRequest(1000.0), StopRequest(-1.0)
+    over.restore()
+    later.restore()
+    assert not later.asked() and over.asked()
 
 
 def test_ranks_do_not_outlive_their_launcher(jobs):

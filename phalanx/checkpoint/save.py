@@ -178,8 +178,13 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
             with suppress(OSError):  # gives back the room; what cannot be removed now, the next save removes
                 remove_tree(storage, folder)
         raise
-    warnings += agree(axis, lambda: retain(target.root, target.keep, storage, target.protect) if axis.index == 0 else None)[0]
+    warnings += agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
     return Saved(final, True, tuple(warnings))
+
+
+def _tidy(target: Target) -> list[str]:
+    """Remove what the new checkpoint replaces."""
+    return remove_leftovers(target.root, target.storage) + retain(target.root, target.keep, target.storage, target.protect)
 
 
 def _begin(final: Path, needed: int, storage: Storage, axis: Axis) -> tuple[Path | None, list[str]]:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from phalanx.base.errors import PeerLost
 from phalanx.comm.axis import Axis
 
 
-def host_axis(world: Axis, timeout_s: float) -> Axis:
-    """All ranks of the world, with a communicator of their own. Called by all of them together; one thread of each rank uses it at a time."""
+def host_axis(world: Axis, meet_s: float, wait_s: float) -> Axis:
+    """All ranks of the world, with a communicator of their own. Called by all of them together; one thread of each rank uses it at a time.
+
+    meet_s, wait_s   seconds that ranks wait for each other to make it, and then in each agreement
+    """
     if world.size == 1:
         return world
-    group = dist.new_group(list(world.ranks), timeout=timedelta(seconds=timeout_s), backend="gloo", group_desc="host")
+    try:
+        group = dist.new_group(list(world.ranks), timeout=timedelta(seconds=meet_s), backend="gloo", group_desc="host")
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerLost(f"ranks could not meet to write checkpoints, so one of them died: {error}") from error
+    _set_pg_timeout(timedelta(seconds=wait_s), group)
     return Axis("host", world.ranks, world.index, group)

@@ -84,7 +84,10 @@ class Mesh:
     def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
         group = None
         if self.grid.world > 1:
-            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+            try:
+                group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+            except (RuntimeError, dist.DistError) as error:
+                raise PeerLost(f"ranks {', '.join(map(str, ranks))} could not meet ({name}), so one of them died: {error}") from error
         axis = Axis(name, ranks, ranks.index(self.rank), group, self.watch)
         self._axes.append(axis)
         return axis

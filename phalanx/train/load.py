@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import traceback
 import typing
 from collections.abc import Callable, Mapping
@@ -100,7 +101,9 @@ def to_dict(run: Run) -> dict[str, Any]:
 
 def save_run(run: Run, path: str | Path) -> None:
     """Write the resolved config; loading the file gives an equal Run."""
-    Path(path).write_text(to_yaml(run), encoding="utf-8")
+    partial = Path(path).with_suffix(".partial")
+    partial.write_text(to_yaml(run), encoding="utf-8")
+    os.replace(partial, path)  # a run may be started from this very file, and killed here
 
 
 def to_yaml(run: Run) -> str:

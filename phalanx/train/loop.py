@@ -160,7 +160,7 @@ class Loop:
             if self.reporter.trackers is not None:
                 self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
         if stop or self._save_due(step):
-            self.saves.save(last=stop)
+            self.saves.save(last=stop or step == self.state.plan.run.train.steps)
         if stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()

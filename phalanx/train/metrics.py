@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -141,7 +142,9 @@ class Trackers:
     def _keep_until(self, step: int) -> None:
         if self._path.exists():
             lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            partial = self._path.with_suffix(".partial")
+            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(partial, self._path)  # killed in between, a run must not lose its history
 
     def rewind(self, step: int) -> None:
         """The run goes back to this step: lines of later ones go from metrics.jsonl. (TensorBoard and W&B show both tries.)"""

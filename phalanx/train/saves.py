@@ -46,7 +46,7 @@ class Saves:
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else (), config.read_back)
-        axis = host_axis(state.mesh.world, config.timeout_s)
+        axis = host_axis(state.mesh.world, run.train.timeout_s, config.timeout_s)
         self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background,
                            more=numbers_of(state))  # fmt: skip
 
@@ -86,7 +86,8 @@ class Saves:
     def _failed(self, error: CheckpointError, last: bool) -> None:
         if last or self.run.checkpoint.on_error == "stop":
             raise error
-        self.log.warn(f"a checkpoint was not saved, and training goes on (checkpoint.on_error=continue): {error}")
+        if self.log.rank == 0:
+            self.log.warn(f"a checkpoint was not saved, and training goes on (checkpoint.on_error=continue): {error}")
 
     def _tell(self, outcome: Outcome | None) -> None:
         if outcome is None:

@@ -1,0 +1,341 @@
+"""Faults: runs that are killed, stopped, starved of disk or handed damaged checkpoints, and what must be left of them: nothing lost.
+
+`python -m tests.faults docs/faults.md` runs every case in full and writes the table; tests/test_faults.py runs a sample.
+
+Ranks are forked from this process, which has everything imported: a run with its death takes a second. The oracle of a case is a run
+that nobody disturbed: every loss and gradient norm as hex, the place in the data, and the bytes of the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from phalanx.base.errors import PhalanxError
+from phalanx.base.log import describe
+from phalanx.base.placement import Placement
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.keep import latest, list_checkpoints
+from phalanx.checkpoint.manifest import read_manifest, verify
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.config import GPT2Config
+from phalanx.train.config import Run
+from phalanx.train.main import train
+from tests.checkpoints import Lossy, make_state, save_here, set_state
+from tests.pool import warm_imports
+from tests.test_checkpoint import Failing, check_survived, prepare, tiny_run
+from tests.test_loop import make_run, rows_of
+
+DROPOUT = GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16,
+                     dropout=0.1, attention_dropout=0.1)  # fmt: skip
+LIMIT_S = 120.0
+
+
+@dataclass
+class Tally:
+    """faults: how many were made; runs: how many were compared to the end; differing: how many values were not as undisturbed."""
+
+    faults: int = 0
+    runs: int = 0
+    differing: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.faults += other.faults
+        self.runs += other.runs
+        self.differing += other.differing
+
+
+# ---- runs of forked ranks ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(folder: Path, seed: int) -> tuple[Run, int]:
+    """(run, ranks): layouts, precisions and ways to save in turn."""
+    pick = random.Random(seed)
+    world, layout = pick.choice([(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 0})])
+    precision = pick.choice(["fp32", "bf16"])
+    run = make_run(folder, steps=10, precision=precision, timeout_s=10.0)
+    run = replace(run, layout=LayoutConfig(**layout), model=pick.choice([run.model, DROPOUT]))
+    return replace(run, checkpoint=CheckpointConfig(interval=pick.choice([1, 2, 3]), background=pick.random() < 0.7)), world
+
+
+def begin(run: Run, world: int, before: Callable[[], None] = lambda: None) -> list[int]:
+    """Process numbers of forked ranks that train; what they say goes to output-RANK.txt beside the run's folder."""
+    store = tempfile.mktemp(prefix="store-", dir=Path(run.dir).parent)
+    return [_fork(run, Placement(rank, rank, world, f"file://{store}"), before) for rank in range(world)]
+
+
+def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    import torch
+
+    torch.set_num_threads(1)
+    out = open(Path(run.dir).parent / f"output-{placement.rank}.txt", "w", buffering=1)
+    os.dup2(out.fileno(), 2)
+    sys.stdout = sys.stderr = out  # a test runner may have its own
+    code = 1
+    try:
+        before()
+        train(run, placement)
+        code = 0
+    except PhalanxError as error:
+        print(describe(error), flush=True)
+        code = error.exit_code
+    except BaseException as error:
+        print(f"bug: {type(error).__name__}: {error}", flush=True)
+    finally:
+        os._exit(code)
+
+
+def end(pids: list[int]) -> list[int]:
+    """Exit codes (negative: the signal). A rank that does not end is a fault of ours."""
+    codes, until = {}, time.monotonic() + LIMIT_S
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"ranks did not end: {codes}")
+        time.sleep(0.002)
+    return [codes[pid] for pid in pids]
+
+
+def said(run: Run) -> str:
+    return "\n".join(p.read_text(errors="replace") for p in sorted(Path(run.dir).parent.glob("output-*.txt")))
+
+
+def finish(run: Run, world: int) -> None:
+    codes = end(begin(run, world))
+    assert codes == [0] * world, f"{codes}\n{said(run)}"
+
+
+def left_behind(run: Run) -> dict[str, object]:
+    """Everything that must be as undisturbed."""
+    root = Path(run.dir) / "checkpoints"
+    manifest = read_manifest(latest(root))
+    found: dict[str, object] = {f"step {r['step']} {k}": r[k].hex() if isinstance(r[k], float) else r[k]
+                                for r in rows_of(run) for k in ("loss", "grad_norm", "consumed_samples", "skipped")}  # fmt: skip
+    found |= {f"file {name}": receipt.xxh3 for name, receipt in manifest.files.items()}
+    found |= {f"number {name}": value for name, value in {**manifest.optimizer, **manifest.scalars}.items()}
+    found["damage"] = [p for path in list_checkpoints(root) for p in verify(path)]
+    found["strays"] = [p.name for p in root.iterdir() if ".tmp-" in p.name]
+    return found
+
+
+def compare(run: Run, undisturbed: dict[str, object]) -> int:
+    found = left_behind(run)
+    differing = sorted(k for k in found.keys() | undisturbed.keys() if found.get(k) != undisturbed.get(k))
+    for k in differing[:10]:
+        print(f"differs: {k}: {undisturbed.get(k)} -> {found.get(k)}")
+    return len(differing)
+
+
+def disturbed(seed: int, folder: Path, fault: Callable[[Run, int, random.Random, float], int]) -> Tally:
+    """A run that nobody disturbs, then one that `fault` disturbs (it returns how often), then the same command once more."""
+    whole, world = config_of(folder / "whole/run", seed)
+    (folder / "whole").mkdir(parents=True)
+    (folder / "other").mkdir()
+    begun = time.monotonic()
+    finish(whole, world)
+    seconds = time.monotonic() - begun
+    run = replace(whole, dir=str(folder / "other/run"))
+    faults = fault(run, world, random.Random(seed), seconds)
+    finish(run, world)
+    return Tally(faults, 1, compare(run, left_behind(whole)))
+
+
+# ---- cases -------------------------------------------------------------------------------------------------------------------------
+
+
+def kills(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    """kill -9 of one rank, or of all at once, at any time; several times. The others end by themselves and say that a peer is lost."""
+    made = 0
+    for _ in range(5):
+        pids = begin(run, world)
+        time.sleep(pick.uniform(0, seconds))  # the moment of the fault
+        victims = pids if pick.random() < 0.3 else [pick.choice(pids)]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        codes = end(pids)
+        made += any(code == -signal.SIGKILL for code in codes)
+        assert set(codes) <= {0, 6, -signal.SIGKILL}, f"{codes}\n{said(run)}"
+    return made
+
+
+def stops(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    """SIGTERM or SIGUSR1 to one rank: all save the same step and end with 75, and no step is done again."""
+    made = done = 0
+    while done < run.train.steps - 3:
+        pids = begin(run, world)
+        until = time.monotonic() + LIMIT_S
+        while steps_of(run) <= done + pick.randrange(2) and time.monotonic() < until:
+            time.sleep(0.002)
+        os.kill(pick.choice(pids), pick.choice([signal.SIGTERM, signal.SIGUSR1]))
+        codes, before = end(pids), done
+        if codes == [0] * world:
+            break  # it was done before the signal was heard
+        done = len(rows_of(run))
+        assert codes == [75] * world and before < done == read_manifest(latest(Path(run.dir) / "checkpoints")).step, f"{codes}\n{said(run)}"
+        made += 1
+    return made
+
+
+def steps_of(run: Run) -> int:
+    """Steps that a running run has written down."""
+    path = Path(run.dir) / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def full_disk(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    """No file may grow past some kilobytes: the run ends with 4 and names the file, or warns and trains on (then its last save ends it)."""
+    policy = pick.choice(["stop", "continue"])
+    limit = pick.choice([12_000, 20_000, 30_000])
+    limited = replace(run, checkpoint=replace(run.checkpoint, on_error=policy))
+    codes = end(begin(limited, world, partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))))
+    assert 4 in codes and set(codes) <= {4, 6}, f"{codes}\n{said(run)}"
+    assert "could not write" in said(run) and "File too large" in said(run), said(run)
+    assert policy == "stop" or len(rows_of(run)) == run.train.steps, "it trained to the end"
+    return 1
+
+
+DAMAGE = ("flip", "cut to nothing", "cut to a byte", "cut in half", "cut by a byte", "remove", "swap", "mix two steps")
+
+
+def damage(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    """The newest checkpoint of a finished run damaged in one file, in one of eight ways: the next one is used, and the file is named."""
+    finish(run, world)
+    root = Path(run.dir) / "checkpoints"
+    newest, older = list_checkpoints(root)[-1], list_checkpoints(root)[-2]
+    files = sorted(p for p in newest.rglob("*") if p.is_file())
+    file, how = pick.choice(files), pick.choice(DAMAGE)
+    data = file.read_bytes()
+    if how == "flip":
+        bit = pick.randrange(8 * len(data))
+        file.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
+    elif how == "remove":
+        file.unlink()
+    elif how == "swap" and len(list((newest / "state").glob("rank-*"))) > 1:
+        one, two = sorted((newest / "state").glob("rank-*"))[:2]
+        a, b = one.read_bytes(), two.read_bytes()
+        one.write_bytes(b)
+        two.write_bytes(a)
+    elif how in ("mix two steps", "swap"):
+        shutil.copy(older / "state/rank-00000.safetensors", newest / "state/rank-00000.safetensors")
+    else:
+        file.write_bytes(data[: {"cut to nothing": 0, "cut to a byte": 1, "cut in half": len(data) // 2}.get(how, len(data) - 1)])
+    assert verify(newest) != [], (how, file)
+    finish(run, world)
+    assert f"{newest} is damaged and not used" in said(run) and f"continue from {older}" in said(run), said(run)
+    return 1
+
+
+def sweep(folder: Path, how: str, every: int = 1) -> Tally:
+    """A save that goes wrong at its storage operation k, for each k: `raise` the operation fails, `exit` the process is gone in the
+    middle of it, `lose` the machine is gone: what was not synced is lost, all of it or a random part."""
+    state, root, tally = make_state(tiny_run()), folder / "checkpoints", Tally()
+    set_state(state)
+    counting = Failing(0)
+    prepare(state, root)
+    save_here(state, root, 30, storage=counting)
+    for k in range(1, counting.count + 1, every):
+        prepare(state, root)
+        disk = Lossy(k, seed=k) if how == "lose" else Failing(k, how)
+        child = os.fork() if how == "exit" else 0
+        if child == 0:
+            try:
+                save_here(state, root, 30, storage=disk)
+            except PhalanxError:
+                pass
+            if how == "exit":
+                os._exit(0)
+        else:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
+        if how == "lose":
+            disk.crash(root, undo_renames=k % 2 == 0)
+            good = [p for p in list_checkpoints(root) if verify(p) == []]
+            assert good and good[-1].name >= "step-00000020" and latest(root) == good[-1], k
+        else:
+            check_survived(state, root, k)
+        tally.add(Tally(1, 1, 0))
+    return tally
+
+
+def in_turn(fault: Callable[[Run, int, random.Random, float], int], seeds: range, folder: Path) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            tally.add(disturbed(seed, Path(own), fault))
+    return tally
+
+
+# name -> (what it shows, the sample, all of it)
+CASES: dict[str, tuple[str, Callable[[Path], Tally], Callable[[Path], Tally]]] = {
+    "kill -9 at any time": (
+        "of one rank or of all, during start, steps, saves and end", partial(in_turn, kills, range(1)), partial(in_turn, kills, range(50))
+    ),
+    "SIGTERM or SIGUSR1 to one rank": (
+        "all save the same step, no step is done twice", partial(in_turn, stops, range(1)), partial(in_turn, stops, range(20))
+    ),
+    "no room on the disk": (
+        "exit 4, or trained on, as checkpoint.on_error says; then continued", partial(in_turn, full_disk, range(1)),
+        partial(in_turn, full_disk, range(20)),
+    ),
+    "damaged checkpoint": (
+        "bits flipped, files cut, removed, swapped, mixed; the one before is used", partial(in_turn, damage, range(2)),
+        partial(in_turn, damage, range(40)),
+    ),
+    "every storage operation fails": (
+        "of a save with something to tidy up and to retire", partial(sweep, how="raise", every=9), partial(sweep, how="raise")
+    ),
+    "the process dies in every storage operation": ("torn writes included", partial(sweep, how="exit", every=9), partial(sweep, how="exit")),
+    "power is cut at every storage operation": (
+        "unsynced writes, names and renames are lost", partial(sweep, how="lose", every=9), partial(sweep, how="lose")
+    ),
+}  # fmt: skip
+
+
+HEAD = """# Faults
+
+What was done to runs, and what was left of them. Written by `python -m tests.faults docs/faults.md` (`make soak` does the same checks,
+`make test` a sample); runs have 1 or 2 ranks on gloo, in every layout that two ranks have, fp32 and bf16, with and without dropout, saved
+at once and in the background. Values compared with a run that nobody disturbed: every loss and gradient norm bit for bit, the place in
+the data, every file of the last checkpoint, the loop's counters; and that no checkpoint is damaged and nothing is left lying about.
+
+kill -9 does not show that files are synced, since the kernel outlives the process; the last case does, with a disk that forgets.
+
+| case | what | faults | runs compared | values that differ | seconds |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def main(out: str) -> None:
+    warm_imports()
+    rows = []
+    for name, (what, _, whole) in CASES.items():
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            tally = whole(Path(folder))
+        rows.append(f"| {name} | {what} | {tally.faults} | {tally.runs} | {tally.differing} | {time.monotonic() - begun:.0f} |")
+        print(rows[-1], flush=True)
+        Path(out).write_text(HEAD + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
