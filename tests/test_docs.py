@@ -25,7 +25,7 @@ from phalanx.train.config import Run
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-MAX_OPTIONS = 150
+MAX_OPTIONS = 100
 
 
 @dataclass(frozen=True)
@@ -172,4 +172,5 @@ def test_every_key_says_what_it_is():
 
 
 def test_there_are_few_options():
-    assert len({k.path for k in tree.leaves(Run)}) < MAX_OPTIONS
+    """Beside the model section, whose fields are those of the families' published configs."""
+    assert len({k.path for k in tree.leaves(Run) if not k.path.startswith("model.")}) < MAX_OPTIONS

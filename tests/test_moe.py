@@ -171,3 +171,45 @@ def test_tally_starts_again(ranks):
     for step in range(2):
         accumulate(state, step_batches(run, state.mesh, step, False))
         assert (tell(state).routing[:, -1] == 4 * SEQ).all()
+
+
+def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, op) -> (calls, bytes handed in) of one step's forward and backward."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    set_weights(state)
+    state.train()
+    mesh.watch.on = True
+    accumulate(state, step_batches(run, mesh, 0, False))
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for site, (calls, nbytes) in mesh.watch.calls.items():
+        before = found.get((site.axis, site.op), (0, 0))
+        found[site.axis, site.op] = (before[0] + calls, before[1] + nbytes)
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_of_the_all_gather(ranks, tp):
+    """Truth: the formula. Per layer and micro-batch each rank gathers tokens, their gradients, choices and weights of its T tokens, and scatters
+    sums of outputs, of gradients and of the weights' gradients for all n T."""
+    run = variant(router_aux_loss_coef=0.0)
+    results = ranks.run("tests.test_moe:exchanged", 2, replace(run, layout=LayoutConfig(ep=2, tp=tp, dispatch="allgather")))
+    n, tokens, width, slots, number = 2, SEQ // tp, 32, 2, 8
+    each = run.model.num_hidden_layers * 4 * tp // 2  # layers x micro-batches of a rank
+    for found in results:
+        assert found["ep x etp", "all_gather"] == (4 * each, each * tokens * number * (2 * width + 2 * slots))
+        assert found["ep x etp", "reduce_scatter"] == (3 * each, each * n * tokens * number * (2 * width + slots))
+        assert {op for axis, op in found if axis in ("ep", "etp")} == set()
+
+
+def test_bytes_of_the_all_to_all(ranks):
+    """Truth: the formula. Summed over ranks each (token, expert) pair travels four times, its way home in forward and backward included; the
+    sizes are one number per expert and layer."""
+    run = variant(router_aux_loss_coef=0.0)
+    results = ranks.run("tests.test_moe:exchanged", 4, replace(run, layout=LayoutConfig(ep=4, dispatch="alltoall")))
+    width, slots, number, layers = 32, 2, 8, run.model.num_hidden_layers
+    calls = {r["ep", "all_to_all"][0] for r in results}
+    assert calls == {layers * 5}  # one micro-batch a rank: sizes, there and back, and both again in backward
+    sizes = 4 * layers * 8 * 4  # ranks x layers x experts x int32
+    assert sum(r["ep", "all_to_all"][1] for r in results) == layers * 4 * (4 * SEQ * slots * width * number) + sizes
+    assert all(axis != "ep x etp" for r in results for axis, _ in r)
