@@ -112,6 +112,8 @@ RULES = [
     (f"{MIXTRAL} layout.ep=4 layout.pp=2", 4, "layout.ep", 4, "ep * etp must divide the number of ranks of a stage", {"layout.etp", "ep * etp", "ranks of a stage"}, (2,)),
     (f"{MIXTRAL} layout.etp=4 model.intermediate_size=3", 4, "layout.etp", 4, "must be <= the width of an expert", {"width of an expert"}, (2,)),
     (f"{MIXTRAL} layout.ep=0", 1, "layout.ep", 0, ">= 1", set(), (1,)),
+    (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall layout.ep_overlap=on", 2, "layout.ep_overlap", "on", "has no effect without dispatch=allgather", {"layout.dispatch"}, ("auto",)),
+    (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall layout.expert_room=1.5", 2, "layout.expert_room", 1.5, "has no effect without dispatch=allgather", {"layout.dispatch"}, (2.0,)),
     (f"{MIXTRAL} layout.etp=-1", 1, "layout.etp", -1, ">= 1", set(), (1,)),
     (f"{MIXTRAL} layout.expert_room=0.5", 1, "layout.expert_room", 0.5, "[1, inf]", set(), (2.0,)),
     (f"{MIXTRAL} model.num_experts_per_tok=9", 1, "model.num_experts_per_tok", 9, "must be <= num_local_experts", {"model.num_local_experts"}, (8,)),

@@ -84,6 +84,9 @@ NAMED = {
 }
 
 
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose layers have 8
+
+
 def build_run(c: dict):
     run = base_run(c["model"], c["global_batch"], c["micro_batch"], recompute=c["recompute"])
     return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
@@ -111,6 +114,29 @@ def generated() -> dict[str, dict]:
     return cases
 
 
+def generated_experts() -> dict[str, dict]:
+    """The same for families with experts: ep and etp cut the ranks of a stage in every way, across tp and dp; both exchanges."""
+    cases = {}
+    for model, (pp, dp, tp) in itertools.product(EXPERTS, itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4))):
+        stage = dp * tp
+        if not 1 < pp * stage <= 8:
+            continue
+        for ep, etp in itertools.product((1, 2, 4, 8), (1, 2)):
+            if stage % (ep * etp):
+                continue
+            pick = random.Random(f"{model} {pp} {dp} {tp} {ep} {etp}")
+            layout: dict = {"pp": pp, "tp": tp, "ep": ep, "etp": etp, "sharding": pick.choice([0, 1, 1])}
+            layout["dispatch"] = pick.choice(["allgather", "alltoall"])
+            if layout["dispatch"] == "allgather":
+                layout |= {"expert_room": pick.choice([1.0, 2.0]), "ep_overlap": pick.choice(["on", "off"])}
+            if tp > 1:
+                layout["tp_overlap"] = pick.choice(["on", "off"])
+            options = dict(global_batch=dp * pick.choice([1, 2, 3]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
+                           recompute=pick.choice(["none", "none", "pointwise", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+            cases[f"{model} {layout} {options}"] = case(model, pp * stage, **options, **layout)
+    return cases
+
+
 def check(ranks, c: dict) -> None:
     run = build_run(c)
     truth = truth_of(ranks, run, STEPS, c["documents"])
@@ -123,6 +149,18 @@ def test_named_layouts(ranks, name):
 
 
 SAMPLE = random.Random(20261120).sample(sorted(generated()), 30)
+EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 12)
+
+
+@pytest.mark.parametrize("name", EXPERT_SAMPLE)
+def test_sampled_layouts_of_experts(ranks, name):
+    check(ranks, generated_experts()[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(generated_experts()) - set(EXPERT_SAMPLE)))
+def test_all_layouts_of_experts(ranks, name):
+    check(ranks, generated_experts()[name])
 
 
 @pytest.mark.parametrize("name", SAMPLE)
