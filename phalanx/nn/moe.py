@@ -175,6 +175,7 @@ class MoE(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         exchange = EXCHANGES[self.dispatch](x, self.env.axes, self.env.expert_room)
+        shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel, as the router
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
@@ -184,7 +185,7 @@ class MoE(Module):
         if self.training:
             dropped = (choice.experts_TK != wanted.experts_TK).sum()
             y = self._balanced(y, wanted, logits, torch.stack((dropped, missing)), batch)
-        return y if self.shared is None else y + self.shared(x, batch)
+        return y if shared is None else y + shared
 
     def _per_expert(self, name: str, init: Init, ours: bool = False) -> nn.Parameter:
         """(E,) numbers that follow the load instead of a gradient."""
