@@ -57,7 +57,7 @@ GPT2_ONLY: dict[str, tuple[Any, ...]] = {
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder."""
-    path = Path(folder) / "config.json"
+    path = (Path(folder) if isinstance(folder, str) else folder) / "config.json"
     if not path.parent.is_dir():
         raise CheckpointError(missing(path.parent, "folder"))
     try:
