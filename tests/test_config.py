@@ -177,7 +177,6 @@ RULES = [
     ("checkpoint.keep_last=1", 1, "checkpoint.keep_last", 1, ">= 2", set(), (0, 2)),
     ("checkpoint.keep_every=0", 1, "checkpoint.keep_every", 0, ">= 1", set(), (1, 2)),
     ("checkpoint.keep_every=100 checkpoint.keep_last=0", 1, "checkpoint.keep_every", 100, "has no effect", {"checkpoint.keep_last"}, (None,)),
-    ("checkpoint.timeout_s=0", 1, "checkpoint.timeout_s", 0, "(0, inf)", set(), (3600.0,)),
     ("checkpoint.keep_last=-1", 1, "checkpoint.keep_last", -1, ">= 0", set(), (0,)),
     ("checkpoint.load=a init_from=b", 1, "init_from", "b", "has no effect together with checkpoint.load", {"checkpoint.load"}, (None,)),
     # data (64, 68, blends)

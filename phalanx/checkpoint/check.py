@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.base.errors import CheckpointError, Problem
-from phalanx.base.rules import at_least, exists, missing_checkpoint, problem, within
+from phalanx.base.rules import at_least, exists, missing_checkpoint, problem
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import FAMILIES, read_config, unknown_family
 from phalanx.checkpoint.places import is_remote
@@ -22,7 +22,6 @@ def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
         found.append(problem("checkpoint", config, "keep_last", rule, {}, (2, 0)))
     found += at_least("checkpoint", config, 0, "keep_last")
     found += at_least("checkpoint", config, 1, "keep_every")
-    found += within("checkpoint", config, "timeout_s", "(0, inf)")
     if config.keep_every is not None and config.keep_last == 0:
         found.append(problem("checkpoint", config, "keep_every", "has no effect where all are kept", {"checkpoint.keep_last": 0}, (None,)))
     if files and config.load is not None and not is_remote(config.load) and not exists(config.load):

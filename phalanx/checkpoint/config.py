@@ -18,12 +18,8 @@ class CheckpointConfig:
     """Keep those whose step is a multiple of this as well."""
     background: bool = True
     """Write from a copy in host memory while training goes on; false: the run waits until all is on disk."""
-    read_back: bool = True
-    """Read each file again and compare it with its checksum before the checkpoint gets its name and older ones go."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a failed save (a full disk) does: end the run (exit 4), or warn and go on; the last save of a run always ends it."""
-    timeout_s: float = 3600.0
-    """Seconds that ranks wait for each other's writing."""
     load: str | None = None
     """A checkpoint (or a run folder: its newest) to continue from; the run's own checkpoints, if any, go first."""
     resume: Literal["auto", "never"] = "auto"

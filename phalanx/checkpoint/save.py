@@ -78,14 +78,12 @@ class Target:
     """Where checkpoints go, and how.
 
     keep        which ones retention spares; protect: and these (the one that the run was resumed from)
-    read_back   compare each file with its checksum after it was written, before the checkpoint gets its name
     """
 
     root: Path
     storage: Storage
     keep: Keep = Keep()
     protect: tuple[Path, ...] = ()
-    read_back: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,14 +108,13 @@ class Content:
 
 
 def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, *, keep: Keep | None = None,
-         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES,
-         read_back: bool = True) -> Saved:  # fmt: skip
+         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES) -> Saved:  # fmt: skip
     """Save to `root/step-XXXXXXXX/`. Called by all ranks together, on one shared file system, after the step's update.
 
     Raises CheckpointError on every rank if any rank could not write; what was there before is then still there.
     """
     root = place(root)
-    target = Target(root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect), read_back)
+    target = Target(root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect))
     return write(collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes), target, mesh.world)
 
 
@@ -168,9 +165,8 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
         return Saved(final, False, tuple(warnings))
     try:
         written = [_write_weights(folder, content, axis, storage), _write_state(folder, content, axis, storage)]
-        if target.read_back:
-            mine = {name: receipt for part in written for name, receipt in part[axis.index].items()}
-            agree(axis, lambda: _read_back(folder, mine))
+        mine = {name: receipt for part in written for name, receipt in part[axis.index].items()}
+        agree(axis, lambda: _read_back(folder, mine))
         files = {name: receipt for part in written for rank in part for name, receipt in rank.items()}
         agree(axis, lambda: _commit(folder, final, _manifest(content, files), storage) if axis.index == 0 else None)
     except CheckpointError:

@@ -162,10 +162,13 @@ class CheckedFile:
 
     def _header(self) -> tuple[dict[str, Any], int]:
         """The table of tensors, and where their bytes begin."""
-        size = int.from_bytes(self._bytes(0, 8), "little")
+        start = bytearray(8)
+        self._read_into(memoryview(start), 0)
+        size = int.from_bytes(start, "little")
         if 8 + size > self.receipt.size:
             raise DamagedCheckpoint(f"{self.path} is damaged: its header says it is {size} bytes long")
-        text = self._bytes(0, 8 + size)
+        text = bytearray(8 + size)
+        self._read_into(memoryview(text), 0)
         self._check("", 0, text, 0)
         return json.loads(text[8:]), 8 + size
 
@@ -190,9 +193,7 @@ class CheckedFile:
         row = prod(shape[1:]) * dtype.itemsize
         start, length = entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0]
         data = self._checked(key, start, length, first * row, (first + rows) * row)
-        if not data:
-            return torch.empty((rows, *shape[1:]) if shape else (), dtype=dtype)
-        found = torch.frombuffer(data, dtype=dtype).view((rows, *shape[1:]) if shape else ())
+        found = data.view(dtype).view((rows, *shape[1:]) if shape else ())
         return found[(slice(None), *where[1:])] if where and shape else found
 
     def check(self, key: str) -> None:
@@ -207,25 +208,25 @@ class CheckedFile:
         except KeyError:
             raise DamagedCheckpoint(f"{self.path} does not hold {key}") from None
 
-    def _checked(self, key: str, start: int, length: int, lo: int, hi: int) -> memoryview:
-        """Bytes lo..hi of a tensor whose `length` bytes begin at `start`: read as whole chunks, each compared."""
+    def _checked(self, key: str, start: int, length: int, lo: int, hi: int) -> Tensor:
+        """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: read as whole chunks, each compared."""
         first, stop = lo // CHUNK * CHUNK, min(length, -(-hi // CHUNK) * CHUNK)
-        data = self._bytes(self._data + start + first, stop - first)
+        data = torch.empty(stop - first, dtype=torch.uint8)
         for at in range(first, max(stop, first + 1), CHUNK):
-            self._check(key, at // CHUNK, memoryview(data)[at - first : at - first + CHUNK], self._data + start + at)
-        return memoryview(data)[lo - first : hi - first]
+            chunk = data[at - first : at - first + CHUNK].numpy().data
+            self._read_into(chunk, self._data + start + at)
+            self._check(key, at // CHUNK, chunk, self._data + start + at)
+        return data[lo - first : hi - first]
 
-    def _bytes(self, at: int, count: int) -> bytearray:
+    def _read_into(self, data: memoryview, at: int) -> None:
         try:
             self._file.seek(at)
-            data = bytearray(count)
             have = 0
-            while have < count:
-                more = self._file.readinto(memoryview(data)[have:])  # type: ignore[attr-defined]
+            while have < len(data):
+                more = self._file.readinto(data[have:])  # type: ignore[attr-defined]
                 if not more:
                     raise DamagedCheckpoint(f"{self.path} is damaged: it ends at byte {at + have}")
                 have += more
-            return data
         except OSError as error:
             raise DamagedCheckpoint(f"{self.path} cannot be read: {error.strerror or error}") from error
 

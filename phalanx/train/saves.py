@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
-from phalanx.checkpoint.keep import Keep, step_of
+from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import Snapshot, Target
@@ -21,6 +21,8 @@ from phalanx.train.build import State
 from phalanx.train.config import Run
 from phalanx.train.load import to_dict
 from phalanx.train.metrics import Counters
+
+WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that dies is noticed at once
 
 
 def checkpoints_of(run: Run) -> Path:
@@ -45,8 +47,11 @@ class Saves:
         self.parent = step_of(start) if start else None
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         root, config = checkpoints_of(run), run.checkpoint
-        target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else (), config.read_back)
-        axis = host_axis(state.mesh.world, run.train.timeout_s, config.timeout_s)
+        target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
+        if state.mesh.rank == 0:
+            for warning in remove_leftovers(root, target.storage):
+                log.warn(warning)
+        axis = host_axis(state.mesh.world, run.train.timeout_s, WRITING_S)
         self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background,
                            more=numbers_of(state))  # fmt: skip
 
