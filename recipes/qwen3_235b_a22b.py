@@ -14,7 +14,7 @@ from phalanx.train.config import Run, TrainConfig
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 100_000) -> Run:
     """data: prefixes of token files; none: made-up tokens, to try speed and memory.
 
-    The ranks of a stage share the experts of its layers, 8 of them on 64 GPUs (with 141 GB each), 32 on 256.
+    8 ranks share the experts of a layer, on 64 GPUs (of 141 GB) all ranks of a stage, on 256 four sets of them.
     """
     return Run(
         model=Qwen3MoEConfig(
