@@ -75,7 +75,7 @@ def test_absent_packages_are_named():
 
 def test_refused_by_name():
     hopper = Facts(device="cuda", device_count=1, device_name="NVIDIA H200", files=False)
-    bf16 = ["train.kernels=wheels", "train.precision=bf16"]
+    bf16 = ["train.kernels=wheels", "train.precision=bf16", "model.head_dim=64"]
     assert problems(bf16, hopper) == []
     assert problems(bf16, Facts(files=False)) == []  # a plan on a laptop
     [none] = problems(bf16, Facts(device_count=0, files=False))
@@ -84,13 +84,15 @@ def test_refused_by_name():
     [old] = problems(bf16, lacking)
     assert old.field == "train.kernels" and "8.0" in old.because["attention"] and "triton" in old.valid
     assert problems([*bf16, "train.plain_ops=[attention]"], lacking) == []
-    [dtype] = problems(["train.kernels=wheels", "train.precision=fp32"], hopper)
+    [dtype] = problems([*bf16, "train.precision=fp32"], hopper)
     assert dtype.because == {"train.precision": "fp32"}
     [heads] = problems([*bf16, "model.head_dim=20"], hopper)
     assert heads.because == {"width of a head": 20}
     assert problems([*bf16, "model.head_dim=20", "train.plain_ops=[attention]"], hopper) == []
     [documents] = problems([*bf16, "data.document_attention=true"], hopper)
     assert documents.because == {"data.document_attention": True}
+    [window] = problems([*bf16, "model.family=mistral", "model.sliding_window=32"], hopper)
+    assert window.because == {"model.sliding_window": 32}
     [inner] = problems([*bf16, "model.intermediate_size=100"], hopper)
     assert inner.because["model.intermediate_size"] == 100
 

@@ -236,11 +236,14 @@ def unfit_for_wheels(run: Run) -> dict[str, dict[str, Any]]:
     c, m, tp = run.train, run.model, run.layout.tp
     head_dim = getattr(m, "head_dim", None) or m.hidden_size // max(1, m.num_attention_heads)
     inner, gated, dropout = m.intermediate_size or 0, m.family != "gpt2" and not m.routed_experts, getattr(m, "attention_dropout", 0.0)
+    window = getattr(m, "sliding_window", None)
     dtype = {"train.precision": c.precision} if c.precision not in ("bf16", "fp16") else {}
     attention = {
         **({} if flash_fits(head_dim) else {"width of a head": head_dim}),
         **({"data.document_attention": True} if run.data.document_attention else {}),
         **({"model.attention_dropout": dropout} if dropout else {}),
+        **({"model.sliding_window": window} if window is not None else {}),
+        **({"model.family": m.family} if m.family in ("gpt_oss", "deepseek_v3") else {}),  # sinks; keys and values of different widths
     }
     if not gated:
         return {"attention": {**dtype, **attention}}
