@@ -16,7 +16,7 @@ from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.routing import routing_text, routing_values
-from phalanx.train.step import accumulate, tell, update
+from phalanx.train.step import accumulate, evaluate_step, tell, update
 from tests.parity import SEQ, assemble, base_run, parts_of, set_weights, step_batches
 
 
@@ -134,6 +134,24 @@ def test_too_little_room_is_the_same_step(ranks, layout, world):
         assert r["routing"][:, missing].sum() > 0
         r["routing"][:, missing] = 0
         np.testing.assert_allclose(r["routing"], truth["routing"], rtol=1e-10)
+
+
+def evaluated(rank: int, world: int, run: Run) -> float:
+    """The loss of a step's tokens without training, every token at the same experts."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    set_weights(state)
+    clear_routers(state)
+    loss, tokens = evaluate_step(state, step_batches(run, mesh, 0, False))
+    return (loss / tokens).item()
+
+
+def test_evaluation_always_has_room(ranks):
+    """Truth: one process. Without a backward there is no second try, so there must be room at once."""
+    run = variant(num_experts_per_tok=4)
+    (truth,) = ranks.run("tests.test_moe:evaluated", 1, run)
+    tight = replace(run, layout=LayoutConfig(ep=4, dispatch="allgather", expert_room=1.0))
+    assert ranks.run("tests.test_moe:evaluated", 4, tight) == pytest.approx([truth] * 4, rel=1e-12)
 
 
 def test_load_of_the_step_before(ranks):

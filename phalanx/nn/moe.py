@@ -6,6 +6,7 @@ Tokens stay cut over tp as between blocks: each rank routes its own. Fedus et al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -174,7 +175,8 @@ class MoE(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
-        exchange = EXCHANGES[self.dispatch](x, self.env.axes, self.env.expert_room)
+        room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
+        exchange = EXCHANGES[self.dispatch](x, self.env.axes, room)
         shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel, as the router
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
