@@ -1,9 +1,10 @@
-"""Megatron-Core with Transformer Engine, through the public API of its package. W1, W2 (dp4, tp4), W5 and the small model.
+"""Megatron-Core with Transformer Engine, through the public API of its package. W1, W2 (dp4, tp4), W4, W5 and the small model.
 
 torchrun --nproc-per-node 4 benchmarks/peers/megatron.py W2 [--tp 4] [--out megatron.jsonl]
 
 Distributed optimizer, gradients in fp32 summed by the GEMMs, reductions and gathers overlapped, sequence parallelism with tp, Transformer
-Engine's cross entropy and cuDNN attention. W5: 4 stages of 2 virtual ones, layers balanced against the head. Written for
+Engine's cross entropy and cuDNN attention. W4: experts spread over all ranks, all-to-all dispatcher, grouped GEMMs, fused router and
+permutation; `--gpus N` takes as many, with their share of the batch; `--natural` the router's own choice instead of a forced balance. W5: 4 stages of 2 virtual ones, layers balanced against the head. Written for
 megatron-core 0.19 and transformer_engine 2.20; NVLink multicast stays off, so that all machines can run it.
 """
 
@@ -13,6 +14,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -38,7 +40,18 @@ def fuse_head_gradient() -> None:
     sys.modules["fused_weight_gradient_mlp_cuda"] = module
 
 
-def model_config(w: Workload, tp: int, pp: int, virtual: int | None) -> Any:
+def expert_options(w: Workload, forced: bool) -> dict[str, Any]:
+    if not w.experts:
+        return {}
+    return {
+        "num_moe_experts": w.experts, "moe_router_topk": w.chosen, "moe_ffn_hidden_size": w.inner, "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3,
+        "moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32", "moe_router_force_load_balancing": forced,
+        "expert_model_parallel_size": w.gpus, "expert_tensor_parallel_size": 1,
+    }  # fmt: skip
+
+
+def model_config(w: Workload, tp: int, pp: int, virtual: int | None, forced: bool = False) -> Any:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -53,6 +66,7 @@ def model_config(w: Workload, tp: int, pp: int, virtual: int | None) -> Any:
         apply_rope_fusion=True, persist_layer_norm=True, bf16=True, params_dtype=torch.bfloat16, tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp, sequence_parallel=tp > 1, gradient_accumulation_fusion=True, cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="te", attention_backend=AttnBackend.fused, **stages,
+        **expert_options(w, forced),
     )  # fmt: skip
 
 
@@ -96,10 +110,14 @@ def build(w: Workload, config: Any, dp: int, virtual: int | None) -> tuple[list[
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "", ("W1", "W2", "W5", "small"))
+    parser = arguments(__doc__ or "", ("W1", "W2", "W4", "W5", "small"))
+    parser.add_argument("--gpus", type=int, help="W4 on another number of GPUs")
+    parser.add_argument("--natural", action="store_true", help="W4 with the router's own choice")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (W2)")
     options = parser.parse_args()
     w = WORKLOADS[options.workload]
+    if options.gpus and w.experts:
+        w = replace(w, gpus=options.gpus, batch=w.batch // w.gpus * options.gpus)
     rank, world = start(w)
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -109,10 +127,11 @@ def main() -> None:
     pp, virtual = (4, 2) if options.workload == "W5" else (1, None)
     tp = options.tp
     dp = world // (tp * pp)
-    parallel_state.initialize_model_parallel(tp, pp, virtual, create_gloo_process_groups=False)
+    experts = {"expert_model_parallel_size": w.gpus, "expert_tensor_parallel_size": 1} if w.experts else {}
+    parallel_state.initialize_model_parallel(tp, pp, virtual, create_gloo_process_groups=False, **experts)
     model_parallel_cuda_manual_seed(1234)
     num_microbatches_calculator.init_num_microbatches_calculator(rank, None, w.batch, w.micro, dp)
-    chunks, optimizer = build(w, model_config(w, tp, pp, virtual), dp, virtual)
+    chunks, optimizer = build(w, model_config(w, tp, pp, virtual, not options.natural), dp, virtual)
     micro_batches = w.batch // (dp * w.micro)
     steps = options.warmup + options.steps
     data: list[Iterator[Tensor]] = [fresh_tokens(w, parallel_state.get_data_parallel_rank(), micro_batches * steps) for _ in chunks]

@@ -19,7 +19,8 @@ PEAK = 989e12  # dense bf16 of H100 SXM and H200, FLOP/s
 
 @dataclass(frozen=True)
 class Workload:
-    """A Llama of untied embeddings. Sequences: `micro` at a time on a rank, `batch` a step over all `gpus`."""
+    """A Llama of untied embeddings. Sequences: `micro` at a time on a rank, `batch` a step over all `gpus`. With `experts`: `chosen` of them per
+    token, each `inner` wide."""
 
     layers: int
     hidden: int
@@ -33,6 +34,8 @@ class Workload:
     batch: int
     gpus: int
     theta: float = 500000.0
+    experts: int = 0
+    chosen: int = 1
 
     @property
     def tokens(self) -> int:
@@ -43,7 +46,7 @@ class Workload:
         """Of a step: 6 N T + 6 A S T. N: weights in matmuls (no embedding table, no norms); A: layers * heads * head; S: length; causal
         attention counted as half the square; recomputed work not counted."""
         q, kv = self.heads * self.head, self.kv_heads * self.head
-        layer = self.hidden * (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.inner
+        layer = self.hidden * (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.inner * self.chosen + self.hidden * self.experts
         weights = self.layers * layer + self.vocab * self.hidden
         return 6.0 * self.tokens * (weights + self.layers * q * self.length)
 
@@ -52,6 +55,8 @@ EIGHT = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "head": 128
 WORKLOADS = {
     "W1": Workload(layers=8, batch=8, gpus=1, **EIGHT),
     "W2": Workload(layers=32, batch=16, gpus=4, **EIGHT),
+    "W4": Workload(layers=8, hidden=2048, inner=768, heads=16, kv_heads=4, head=128, vocab=128256, length=4096, micro=2, batch=32, gpus=4,
+                   experts=64, chosen=8),
     "W5": Workload(layers=32, hidden=2048, inner=8192, heads=16, kv_heads=8, head=128, vocab=128256, length=4096, micro=1, batch=16, gpus=4),
     "small": Workload(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head=64, vocab=50304, length=1024, micro=32, batch=64, gpus=1,
                       theta=10000.0),
