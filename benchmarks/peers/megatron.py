@@ -4,7 +4,8 @@ torchrun --nproc-per-node 4 benchmarks/peers/megatron.py W2 [--tp 4] [--out mega
 
 Distributed optimizer, gradients in fp32 summed by the GEMMs, reductions and gathers overlapped, sequence parallelism with tp, Transformer
 Engine's cross entropy and cuDNN attention. W4: experts spread over all ranks, all-to-all dispatcher, grouped GEMMs, fused router and
-permutation; `--gpus N` takes as many, with their share of the batch; `--natural` the router's own choice instead of a forced balance. W5: 4 stages of 2 virtual ones, layers balanced against the head. Written for
+permutation; `--gpus N` takes as many, with their share of the batch; `--natural` the router's own choice instead of
+a forced balance. W5: 4 stages of 2 virtual ones, layers balanced against the head. Written for
 megatron-core 0.19 and transformer_engine 2.20; NVLink multicast stays off, so that all machines can run it.
 """
 
