@@ -167,7 +167,9 @@ def small_expert_view(run: Run, world: int, layout: LayoutConfig, stage: int) ->
 
     views = [(ep, etp) for ep in range(1, min(grid.ep, stage) + 1) for etp in range(1, min(grid.etp, stage) + 1) if stage % (ep * etp) == 0]
     ep, etp = max(views, key=lambda view: likeness(*view))
-    return replace(layout, ep=ep, etp=etp, dispatch=make_plan(run, world).dispatch, expert_room=math.inf)
+    if make_plan(run, world).dispatch == "alltoall":
+        return replace(layout, ep=ep, etp=etp, dispatch="alltoall", expert_room=LayoutConfig.expert_room, ep_overlap="auto")
+    return replace(layout, ep=ep, etp=etp, dispatch="allgather", expert_room=math.inf)
 
 
 def small_experts(run: Run, small: ExpertsConfig, layout: LayoutConfig) -> ExpertsConfig:
