@@ -209,7 +209,9 @@ class Axis:
         return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes)]
 
     def barrier(self) -> None:
-        self.all_gather_text("")
+        """Until every rank is here. It is not watched: it moves nothing, and what its absence would do depends on who is faster."""
+        with self.watch.paused():
+            self.all_gather_text("")
 
     def send(self, x: Tensor, to: int) -> Work:
         """Post the send of x to the axis' rank number `to`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +30,15 @@ class Watch:
     on: bool = False
     drop: Site | None = None
     calls: dict[Site, tuple[int, int]] = field(default_factory=dict)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls inside are neither recorded nor dropped."""
+        on, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = on
 
     def dropped(self, op: str, axis: str, nbytes: int) -> bool:
         """Record a call; True if it is to be dropped."""
