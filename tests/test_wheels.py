@@ -6,17 +6,19 @@ Their kernels themselves run on GPUs alone: tests/gpu/checks.py.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
+from phalanx.base.batch import Batch, room_for_documents, usual_documents
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Grid
 from phalanx.ops import wheels
 from phalanx.ops.activation import swiglu
-from phalanx.ops.flash import flash_fits
+from phalanx.ops.flash import flash_fits, spans_of
 from phalanx.ops.gated_mlp import PlainGemms, gated_mlp, gated_mlp_fits
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.wheels import CAPABILITY, WHEELS, absent, incapable, use_wheel
@@ -89,16 +91,35 @@ def test_refused_by_name():
     [heads] = problems([*bf16, "model.head_dim=20"], hopper)
     assert heads.because == {"width of a head": 20}
     assert problems([*bf16, "model.head_dim=20", "train.plain_ops=[attention]"], hopper) == []
-    [documents] = problems([*bf16, "data.document_attention=true"], hopper)
-    assert documents.because == {"data.document_attention": True}
-    [window] = problems([*bf16, "model.family=mistral", "model.sliding_window=32"], hopper)
-    assert window.because == {"model.sliding_window": 32}
+    assert problems([*bf16, "data.document_attention=true"], hopper) == []
+    assert problems([*bf16, "model.family=mistral", "model.sliding_window=32"], hopper) == []
+    [latent] = check(load_run("recipes/tiny_deepseek_v3.yaml", ["train.kernels=wheels", "train.precision=bf16"]), hopper)
+    assert "and" in latent.because["width of a head"]
     [inner] = problems([*bf16, "model.intermediate_size=100"], hopper)
     assert inner.because["model.intermediate_size"] == 100
 
 
+def test_spans_are_the_documents():
+    """Runs of equal numbers; numbers that no token has are empty runs, and there may be room for more."""
+    numbers = torch.tensor([0, 0, 1, 3, 3, 3, 4, 6])
+    batch = Batch(numbers, numbers, numbers, numbers, 2, 4, numbers, most_documents=9)
+    spans = spans_of(batch)
+    runs = [(a, b) for a, b in itertools.pairwise(spans.offsets.tolist()) if b > a]
+    assert runs == [(0, 2), (2, 3), (3, 6), (6, 7), (7, 8)] and len(spans.offsets) == 10 and not spans.whole
+    assert spans.offsets.dtype == torch.int32 and spans.longest == 4
+    whole = spans_of(replace(batch, documents=None, _derived={}))
+    assert whole.offsets.tolist() == [0, 4, 8] and whole.whole
+    assert len(spans_of(replace(batch, most_documents=0, _derived={})).offsets) == 9  # not counted: one for each token
+
+
+def test_room_for_documents_is_enough_and_seldom_grows():
+    for tokens, count in itertools.product((1, 100, 8192), (1, 2, 15, 16, 17, 8192)):
+        assert count <= room_for_documents(count, tokens) <= max(2 * count, usual_documents(tokens))
+    assert {room_for_documents(n, 8192) for n in range(1, 17)} == {16}
+
+
 def test_shapes():
-    assert flash_fits(64) and flash_fits(128) and not flash_fits(20) and not flash_fits(256)
+    assert flash_fits(64, 64) and flash_fits(128, 128) and flash_fits(192, 128) and not flash_fits(20, 20) and not flash_fits(256, 256)
     assert gated_mlp_fits(4096, 14336) and not gated_mlp_fits(4096, 14340) and not gated_mlp_fits(100, 64)
 
 

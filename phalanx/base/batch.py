@@ -12,6 +12,16 @@ from torch import Tensor
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
 
 
+def room_for_documents(count: int, tokens: int) -> int:
+    """A bound on `count` documents in a micro-batch that few micro-batches exceed: what is made for one serves the others (CUDA graphs)."""
+    return max(1 << (count - 1).bit_length(), usual_documents(tokens))
+
+
+def usual_documents(tokens: int) -> int:
+    """Documents of 512 tokens each."""
+    return max(1, tokens // 512)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. T = num_sequences * seq_length tokens, in sequence order.
@@ -22,6 +32,7 @@ class Batch:
     samples    (T,) int64  global sample id of each token: a key of dropout, the same in every layout
     documents  (T,) int64  number of the document that each token belongs to, or None: attention then spans the sequence
     loss_seed  () gradient of the summed loss, when the step knows it before forward: the head then makes its gradients in forward
+    most_documents         a bound on the number of documents, where they are counted; 0: there may be as many as tokens
     The ints are host facts: whether a batch is uniform is never read from the device.
     """
 
@@ -33,6 +44,7 @@ class Batch:
     seq_length: int
     documents: Tensor | None = None
     loss_seed: Tensor | None = None
+    most_documents: int = 0
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -53,6 +65,10 @@ class Batch:
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
         """The same tokens with other labels (T,) and another gradient of their summed loss; what was derived is not shared."""
         return replace(self, labels=labels, loss_seed=seed, _derived={})
+
+    @property
+    def room_for_documents(self) -> int:
+        return self.most_documents or self.num_tokens
 
     @property
     def num_tokens(self) -> int:

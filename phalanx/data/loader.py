@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from phalanx.base.batch import IGNORE, Batch
+from phalanx.base.batch import IGNORE, Batch, room_for_documents
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
@@ -111,6 +111,7 @@ class Loader:
             num_sequences=count,
             seq_length=length,
             documents=documents,
+            most_documents=0 if documents is None else room_for_documents(int(documents[-1]) + 1, documents.numel()),
         )
 
     def _uniform_positions(self, count: int) -> torch.Tensor:

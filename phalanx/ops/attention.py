@@ -1,7 +1,8 @@
 """Causal attention over q, k, v of whole sequences: everything before, a sliding window, sinks; inside documents where they end.
 
 Reference for every backend: softmax(q k^T * scale) v. torch's scaled_dot_product_attention computes it; on GPUs it picks cuDNN or
-flash kernels where there is no mask, and memory-efficient or cuDNN ones with one. Dropout of probabilities runs on the explicit path.
+flash kernels where there is no mask, and memory-efficient or cuDNN ones with one; ops/flash.py has kernels that need none. Dropout of
+probabilities runs on the explicit path.
 Masks are additive (0 and -inf, in the dtype of q): made once per micro-batch and kind, read by all layers, never widened by a layer.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from phalanx.base.batch import Batch
 from phalanx.base.rng import keep_mask
-from phalanx.ops.flash import flash_attention, use_flash
+from phalanx.ops.flash import flash_attention, spans_of, use_flash, use_torch_flash
 from phalanx.ops.kernels import Kernels
 from phalanx.ops.sinks import attention_with_sinks
 
@@ -42,17 +43,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL
     """q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (sequences, kv_heads, S, V) -> (T, heads * V).
 
     Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit per head that joins the softmax's denominator.
-    Memory beside q, k, v and the output: none without documents and window; else one mask per micro-batch, of S * S elements (times
-    sequences with documents), or T * 2 * window where that is smaller, and then a copy of k and v twice as long.
+    Memory beside q, k, v and the output: none without documents and window, nor where flash kernels run (bf16 and fp16 on GPUs); else one
+    mask per micro-batch, of S * S elements (times sequences with documents), or T * 2 * window where that is smaller, and then a copy of
+    k and v twice as long.
     """
-    window = kind.window
-    if batch.documents is None and sinks is None and kind == CAUSAL and use_flash(kernels, q):
-        return flash_attention(q, k, v)
+    window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
+    wheel = use_flash(kernels, q, v)
+    if wheel or ((batch.documents is not None or window is not None) and use_torch_flash(kernels, q, v)):
+        return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, wheel)
     if window is not None and 2 * window < batch.seq_length:
         out = _in_blocks(q, k, v, batch, kind, window, sinks)
     else:
-        plain = batch.documents is None and (window is None or window >= batch.seq_length)
-        out = _attend(q, k, v, None if plain else _mask(batch, window, q.dtype), kind.scale, sinks)
+        out = _attend(q, k, v, None if batch.documents is None and window is None else _mask(batch, window, q.dtype), kind.scale, sinks)
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 

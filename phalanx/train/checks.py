@@ -234,22 +234,26 @@ def check_wheels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem]:
 def unfit_for_wheels(run: Run) -> dict[str, dict[str, Any]]:
     """By op of the model that has a twin from a wheel, what that twin cannot do in this run."""
     c, m, tp = run.train, run.model, run.layout.tp
-    head_dim = getattr(m, "head_dim", None) or m.hidden_size // max(1, m.num_attention_heads)
     inner, gated, dropout = m.intermediate_size or 0, m.family != "gpt2" and not m.routed_experts, getattr(m, "attention_dropout", 0.0)
-    window = getattr(m, "sliding_window", None)
+    query, value = head_widths(m)
     dtype = {"train.precision": c.precision} if c.precision not in ("bf16", "fp16") else {}
     attention = {
-        **({} if flash_fits(head_dim) else {"width of a head": head_dim}),
-        **({"data.document_attention": True} if run.data.document_attention else {}),
+        **({} if flash_fits(query, value) else {"width of a head": query if query == value else f"{query} and {value}"}),
         **({"model.attention_dropout": dropout} if dropout else {}),
-        **({"model.sliding_window": window} if window is not None else {}),
-        **({"model.family": m.family} if m.family in ("gpt_oss", "deepseek_v3") else {}),  # sinks; keys and values of different widths
     }
     if not gated:
         return {"attention": {**dtype, **attention}}
     fits = inner % tp == 0 and gated_mlp_fits(m.hidden_size, inner // tp)
     mlp = {} if fits else {"model.hidden_size": m.hidden_size, "model.intermediate_size": inner, "layout.tp": tp}
     return {"attention": {**dtype, **attention}, "mlp": {**dtype, **mlp}}
+
+
+def head_widths(model: Any) -> tuple[int, int]:
+    """Features of a query (and a key) and of a value of one head."""
+    if model.family == "deepseek_v3":
+        return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+    width = getattr(model, "head_dim", None) or model.hidden_size // max(1, model.num_attention_heads)
+    return width, width
 
 
 def check_log(run: Run, facts: Facts) -> list[Problem]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from phalanx.base.batch import Batch
+from phalanx.base.batch import Batch, room_for_documents
 from phalanx.base.rng import fill_normal_, keep_mask
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
@@ -24,11 +25,11 @@ from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
 from phalanx.ops.attention import Kind
 from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.embedding import embedding
-from phalanx.ops.flash import flash_attention
+from phalanx.ops.flash import flash_attention, spans_of
 from phalanx.ops.gated_mlp import PlainGemms, gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-from phalanx.ops.rope import rope, rotary_table
+from phalanx.ops.rope import rotary_table
 from phalanx.ops.rope_scaling import inverse_frequencies
 from phalanx.ops.wheels import unusable
 from phalanx.train.budget import read_budget
@@ -204,23 +205,37 @@ def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None)
     return check
 
 
-def flash_check(heads: int, kv_heads: int, width: int, length: int, sequences: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
-    """flash-attn-4 on heads that are views of the packed qkv, turned by rope, against torch's attention in float64 on the same device."""
+def flash_check(heads: int, kv_heads: int, widths: tuple[int, int], length: int, sequences: int, dtype: torch.dtype, wheel: bool = True,
+                documents: int = 0, window: int | None = None, sinks: bool = False) -> Callable[[torch.device], str]:  # fmt: skip
+    """Flash kernels on heads that are views of a packed qkv, against torch's attention in float64 on the same device: output, all gradients.
+
+    `documents`: their mean length (0: none); each micro-batch then has one-token documents too.
+    """
 
     def check(device: torch.device) -> str:
-        why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)
-        n = length * sequences if why is None else 32 * sequences
-        batch = Batch(*(torch.zeros(n, dtype=torch.int64, device=device) for _ in range(4)), sequences, n // sequences)
-        table = rotary_table(torch.arange(n, device=device) % batch.seq_length, inverse_frequencies(width, 500000.0), torch.float64)
-        found = []
+        why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0) if wheel else None
+        count = sequences if why is None else 2
+        each = length if why is None else 32
+        n = each * count
+        starts = torch.rand(n, generator=torch.Generator().manual_seed(3)) < 1 / max(documents, 1)
+        starts[::each], starts[n // 3 : n // 3 + 3] = True, True
+        numbers = (starts.long().cumsum(0) - 1).to(device) if documents else None
+        batch = Batch(*(torch.zeros(n, dtype=torch.int64, device=device) for _ in range(4)), count, each, numbers)
+        batch = replace(batch, most_documents=0 if numbers is None else room_for_documents(int(numbers[-1]) + 1, n))
+        kind, (wide_k, wide_v), found = plain_attention.Kind(window), widths, []
         for wide in (True, False):
-            qkv = normal(n, heads + 2 * kv_heads, width, dtype=dtype).to(device)
-            qkv = (qkv.double() if wide else qkv).requires_grad_()
-            split = rope(qkv, heads, kv_heads, sequences, tuple(t.to(qkv.dtype) for t in table))
-            y = plain_attention.attention(*split, batch) if wide or why else flash_attention(*split)
+            drawn = [normal(n, heads + 2 * kv_heads, wide_k, dtype=dtype), normal(heads, seed=2, dtype=dtype)]
+            packed, logits = ((t.double() if wide else t).to(device).requires_grad_() for t in drawn)
+            split = packed.view(count, each, -1, wide_k).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
+            q, k, v = split[0], split[1], split[2][..., :wide_v]
+            given = logits if sinks else None
+            if wide or why:
+                y = plain_attention.attention(q, k, v, batch, kind, given)
+            else:
+                y = flash_attention(q, k, v, spans_of(batch), window, None, given, wheel)
             y.backward(normal(*y.shape, seed=1, dtype=dtype).to(device).to(y.dtype))
-            found.append((y.detach(), qkv.grad))
-        worst = max(within(what, b, a.cpu(), ROUNDINGS[dtype]) for what, a, b in zip(("output", "gradient"), *found))
+            found.append([y.detach(), packed.grad, *([logits.grad] if sinks else [])])
+        worst = max(within(what, b, a.cpu(), ROUNDINGS[dtype]) for what, a, b in zip(("output", "gradient", "sinks"), *found))
         return f"{worst:.1e}" if why is None else f"torch's instead ({why})"
 
     return check
@@ -296,11 +311,23 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
 
 def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
     cases: dict[str, Callable[[torch.device], str]] = {}
-    shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1), (3, 3, 40, 130, 2))
+    shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1))
     for heads, kv_heads, width, length, sequences in shapes:
         for dtype in (torch.bfloat16, torch.float16):
             name = f"wheels: attention {heads}/{kv_heads} heads of {width}, {sequences} x {length}, {str(dtype)[6:]}"
-            cases[name] = flash_check(heads, kv_heads, width, length, sequences, dtype)
+            cases[name] = flash_check(heads, kv_heads, (width, width), length, sequences, dtype)
+    kinds: dict[str, dict[str, Any]] = {
+        "documents": {"documents": 150}, "a window": {"window": 100}, "sinks": {"sinks": True},
+        "documents, window": {"documents": 150, "window": 100},
+        "documents, window, sinks": {"documents": 150, "window": 100, "sinks": True}, "window, sinks": {"window": 128, "sinks": True},
+    }  # fmt: skip
+    for name, how in kinds.items():
+        for widths in ((64, 64), (128, 128), *(() if "sinks" in how else ((192, 128),))):
+            cases[f"wheels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(8, 2, widths, 1000, 2, torch.bfloat16, **how)
+        if set(how) != {"sinks"}:
+            for width in (40, 64, 128):
+                cases[f"torch's flash attention of {width}, {name}"] = flash_check(8, 2, (width, width), 1000, 2, torch.bfloat16, wheel=False, **how)
+    cases["wheels: attention of 192, 128"] = flash_check(16, 16, (192, 128), 1000, 2, torch.bfloat16)
     for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
         cases[f"wheels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
     return {**cases, "wheels: 10 steps, bf16": wheels_train, "wheels: step budget": budget_check(kernels="wheels"), "step budget": budget_check()}

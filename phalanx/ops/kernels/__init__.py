@@ -25,12 +25,13 @@ def has_triton() -> bool:
 def use_triton(kernels: Kernels, x: Tensor) -> bool:
     """Whether the op on `x` is to run its Triton twin. `auto`: on a GPU of compute capability 8.0 or newer, where triton is installed."""
     if kernels == "auto":
-        return x.is_cuda and has_triton() and _capable(x.device.index or 0)
+        return x.is_cuda and has_triton() and capable(x.device.index or 0)
     return kernels in ("triton", "wheels")
 
 
 @cache
-def _capable(index: int) -> bool:
+def capable(index: int) -> bool:
+    """Whether GPU number `index` is an NVIDIA one of compute capability 8.0 or newer."""
     import torch
 
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
