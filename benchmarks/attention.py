@@ -56,8 +56,8 @@ def row(tokens: int, repeats: int, heads: int, kv_heads: int, wide_k: int, wide_
     q, k, v = (t.requires_grad_() for t in drawn)
     sinks = torch.randn(heads, device=device).bfloat16().requires_grad_() if with_sinks else None
     flops = keys_read(batch, window) * heads * 2 * (wide_k + wide_v) * 3.5
-    ways = {"torch": lambda: attention(q, k, v, batch, kind, sinks, "plain")}
-    if wide_k == wide_v:
+    ways = {"a mask" if mean or window else "torch": lambda: attention(q, k, v, batch, kind, sinks, "plain")}
+    if mean or window:
         ways["torch's flash"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks, wheel=False)
     if unusable("attention") is None:
         ways["flash-attn-4"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks)

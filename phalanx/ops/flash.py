@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -30,13 +31,15 @@ def flash_fits(query: int, value: int) -> bool:
 
 
 def use_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    return use_wheel("attention", kernels, q, flash_fits(q.shape[-1], v.shape[-1]))
+    """Whether flash-attn-4 runs here and has this shape (its backward shares keys between query heads only where values are as wide)."""
+    shared = q.shape[1] != v.shape[1]
+    return use_wheel("attention", kernels, q, flash_fits(q.shape[-1], v.shape[-1]) and not (shared and q.shape[-1] != v.shape[-1]))
 
 
 def use_torch_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    """Whether torch's flash kernels run here and have this shape."""
+    """Whether torch's flash kernels run here and have this shape (values narrower than queries are filled up with zeros)."""
     width = q.shape[-1]
-    fits = width == v.shape[-1] and width % 8 == 0 and width <= 256 and q.dtype in (torch.bfloat16, torch.float16)
+    fits = width >= v.shape[-1] and width % 8 == 0 and width <= 256 and q.dtype in (torch.bfloat16, torch.float16)
     return kernels != "plain" and q.is_cuda and fits and capable(q.device.index or 0)
 
 
@@ -77,8 +80,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int |
     if wheel:
         out = _by_wheel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, window, scale, sinks)
     else:
-        flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-        out = _TorchFlash.apply(*flat, sinks, spans, window, scale)
+        flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))))
+        out = _TorchFlash.apply(*flat, sinks, spans, window, scale)[..., : v.shape[-1]]
     return out.reshape(q.shape[0] * q.shape[2], -1)
 
 
