@@ -323,7 +323,8 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
     }  # fmt: skip
     for name, how in kinds.items():
         for widths in ((64, 64), (128, 128), *(() if "sinks" in how else ((192, 128),))):
-            cases[f"wheels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(8, 2 if widths[0] == widths[1] else 8, widths, 1000, 2, torch.bfloat16, **how)
+            kv_heads = 2 if widths[0] == widths[1] else 8
+            cases[f"wheels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(8, kv_heads, widths, 1000, 2, torch.bfloat16, **how)
         if set(how) != {"sinks"}:
             for widths in ((40, 40), (64, 64), (128, 128), (192, 128)):
                 name_of = f"torch's flash attention of {widths[0]}, {widths[1]}, {name}"
