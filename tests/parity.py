@@ -107,7 +107,7 @@ def sample_batch(ids: list[int], documents: bool) -> Batch:
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
     first = step * n + mesh.dp.index * (n // dp)
-    return [sample_batch(list(range(i, i + size)), documents) for i in range(first, first + n // dp, size)]
+    return [sample_batch(list(range(i, i + size)), documents).cut(mesh.part) for i in range(first, first + n // dp, size)]
 
 
 def set_weights(state: State) -> None:

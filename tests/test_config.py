@@ -48,6 +48,11 @@ RULES = [
     # world and tensor parallelism (rows 1, 2, 4, 5)
     ("layout.tp=3 model.num_attention_heads=12 model.hidden_size=96 train.micro_batch=3 train.global_batch=24", 8, "layout.tp", 3, "must divide world_size", {"world_size"}, (2, 4)),
     ("layout.tp=4 layout.pp=4", 8, "layout.pp", 4, "tp * pp must divide world_size", {"tp * pp", "layout.tp", "world_size"}, (2,)),
+    ("layout.cp=3", 8, "layout.cp", 3, "must divide world_size", {"world_size"}, (2, 4)),
+    ("layout.cp=0", 1, "layout.cp", 0, ">= 1", set(), (1,)),
+    ("layout.tp=2 layout.cp=4 layout.pp=2", 8, "layout.cp", 4, "tp * cp * pp must divide world_size", {"tp * cp * pp", "layout.tp", "layout.pp", "world_size"}, (2,)),
+    ("layout.cp=4 train.seq_length=7", 4, "train.seq_length", 7, "two chunks of a sequence", {"layout.cp"}, (8,)),
+    ("layout.cp=4 layout.tp=2 train.seq_length=1004 train.micro_batch=1", 8, "train.seq_length", 1004, "a rank's tokens of each sequence", {"train.micro_batch", "layout.tp", "layout.cp"}, (1000, 1008)),
     ("layout.tp=0", 1, "layout.tp", 0, ">= 1", set(), (1,)),
     ("layout.tp=-1", 1, "layout.tp", -1, ">= 1", set(), (1,)),
     ("layout.pp=0", 1, "layout.pp", 0, ">= 1", set(), (1,)),

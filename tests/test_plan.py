@@ -189,8 +189,8 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
     }  # fmt: skip
     sent: dict[str, float] = {}
     for site, (_, nbytes) in mesh.watch.calls.items():
-        axis = "pp" if site.axis.startswith("edge") else site.axis
-        n = getattr(mesh, axis).size
+        axis = "pp" if site.axis.startswith("edge") else site.axis.removesuffix(" x cp")
+        n = next(a for a in (mesh.pp, *mesh.axes) if a.name == (axis if axis == "pp" else site.axis)).size
         whole = nbytes * n if site.op == "all_gather" else nbytes
         if not (site.op == "send" and site.axis.endswith(f">{mesh.at.pp}")):
             sent[axis] = sent.get(axis, 0.0) + (nbytes if site.op == "send" else ring_bytes(site.op, whole, n))
@@ -201,6 +201,8 @@ LAYOUTS = {
     "tp2 dp2": (small(tp=2), 4),
     "pp2 dp2 in bf16": (small("bf16", pp=2), 4),
     "tp2 pp2, full recompute, level 0": (small("bf16", "full", tp=2, pp=2, sharding=0), 8),
+    "cp2 tp2 dp2 in bf16": (small("bf16", cp=2, tp=2), 8),
+    "cp4, level 0": (small(cp=4, sharding=0), 4),
     "tied gpt2 pp2": (replace(load_run("recipes/tiny_gpt2.yaml"), layout=LayoutConfig(pp=2)), 2),
 }
 

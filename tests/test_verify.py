@@ -27,6 +27,7 @@ USERS = {
     "tiny llama, kernels and graphs of a GPU": (
         load_run("recipes/tiny_llama.yaml", ["train.kernels=triton", "train.cuda_graphs=on", "layout.tp=2"]), 2,
     ),
+    "llama3_8b, cp8 on 32": (replace(llama3_8b.run(), layout=replace(llama3_8b.run().layout, cp=8)), 32),
     "mixtral_8x7b on 64, ep across dp": (mixtral_8x7b.run(), 64),
     "tiny mixtral, ep4 across tp2 x dp2, load of the step before, capacity": (
         load_run("recipes/tiny_mixtral.yaml", ["layout.tp=2", "layout.ep=4", "model.router_aux_loss_scope=global_batch",

@@ -1,4 +1,4 @@
-"""The one batch type: flat tokens of one micro-batch, with document boundaries beside them."""
+"""The one batch type: flat tokens of one micro-batch, with document boundaries beside them; whole sequences, or a part of each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.part import WHOLE, Part
+
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
+ROWS = ("tokens", "labels", "positions", "samples", "documents")  # of `whole`, in this order
 
 
 def room_for_documents(count: int, tokens: int) -> int:
@@ -24,15 +28,18 @@ def usual_documents(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. T = num_sequences * seq_length tokens, in sequence order.
+    """One micro-batch. T = num_sequences * length tokens, in sequence order, where this rank has `length` of each sequence's tokens.
 
-    tokens     (T,) int64  input ids
-    labels     (T,) int64  the next token of each, or IGNORE
-    positions  (T,) int64  position inside the sequence (or inside the document, when attention stays inside documents)
-    samples    (T,) int64  global sample id of each token: a key of dropout, the same in every layout
-    documents  (T,) int64  number of the document that each token belongs to, or None: attention then spans the sequence
-    loss_seed  () gradient of the summed loss, when the step knows it before forward: the head then makes its gradients in forward
-    most_documents         a bound on the number of documents, where they are counted; 0: there may be as many as tokens
+    tokens      (T,) int64  input ids
+    labels      (T,) int64  the next token of each, or IGNORE
+    positions   (T,) int64  position inside the sequence (or inside the document, when attention stays inside documents)
+    samples     (T,) int64  global sample id of each token: a key of dropout, the same in every layout
+    seq_length  tokens of a whole sequence
+    documents   (T,) int64  number of the document that each token belongs to, or None: attention then spans the sequence
+    loss_seed   () gradient of the summed loss, when the step knows it before forward: the head then makes its gradients in forward
+    most_documents  a bound on the number of documents of the whole sequences, where they are counted; 0: there may be as many as tokens
+    part        which places of each sequence these are
+    whole       (4 or 5, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where these are whole
     The ints are host facts: whether a batch is uniform is never read from the device.
     """
 
@@ -45,6 +52,8 @@ class Batch:
     documents: Tensor | None = None
     loss_seed: Tensor | None = None
     most_documents: int = 0
+    part: Part = WHOLE
+    whole: Tensor | None = None
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -60,7 +69,7 @@ class Batch:
     @property
     def derived_bytes(self) -> int:
         tensors = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
-        return sum(t.nbytes for t in tensors)
+        return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
 
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
         """The same tokens with other labels (T,) and another gradient of their summed loss; what was derived is not shared."""
@@ -71,8 +80,66 @@ class Batch:
         return self.most_documents or self.num_tokens
 
     @property
+    def length(self) -> int:
+        """Tokens of each sequence that are here."""
+        return self.part.size(self.seq_length)
+
+    @property
     def num_tokens(self) -> int:
+        """T."""
+        return self.num_sequences * self.length
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of the whole micro-batch, those of other parts included."""
         return self.num_sequences * self.seq_length
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the micro-batch that the largest part has."""
+        return self.num_sequences * self.part.most(self.seq_length)
+
+    @property
+    def places(self) -> Tensor:
+        """(T,) place of each token in its sequence (positions restart at documents; places do not)."""
+        return self.derive("places", lambda: self.take(torch.arange(self.seq_length, device=self.tokens.device).repeat(self.num_sequences)))
+
+    def cut(self, part: Part) -> Batch:
+        """This part of a batch of whole sequences."""
+        if part.count == 1:
+            return self
+        rows = [getattr(self, name) for name in ROWS if getattr(self, name) is not None]
+        mine = replace(self, part=part, whole=torch.stack(rows), _derived={})
+        taken: dict[str, Any] = {name: mine.take(row).contiguous() for name, row in zip(ROWS, rows)}
+        return replace(mine, **taken, _derived={})
+
+    @property
+    def uncut(self) -> Batch:
+        """The batch of whole sequences that this is a part of; what it derives is kept with what this derives."""
+        if self.whole is None:
+            return self
+        rows: dict[str, Any] = dict(zip(ROWS, self.whole))
+        return self.derive("uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, _derived={}))
+
+    def take(self, x: Tensor) -> Tensor:
+        """This part of x (num_sequences * seq_length, ...) -> (T, ...)."""
+        by_sequence = x.unflatten(0, (self.num_sequences, self.seq_length))
+        return torch.cat([by_sequence[:, run.start : run.stop] for run in self.part.runs(self.seq_length)], 1).flatten(0, 1)
+
+    def pad(self, x: Tensor, ranks: int = 1, value: float = 0) -> Tensor:
+        """x (T / ranks, ...) filled up with `value` to the rows of the largest part."""
+        more = self.most_tokens // ranks - len(x)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=value) if more else x
+
+    def join(self, x: Tensor) -> Tensor:
+        """What all parts have, one after the other, each padded: (count * most_tokens, ...) -> (num_sequences * seq_length, ...) in order."""
+        first, second = list[Tensor](), list[Tensor]()
+        for part, rows in zip(self.part.all, x.unflatten(0, (self.part.count, -1))):
+            runs = [len(run) for run in part.runs(self.seq_length)]
+            mine = rows[: self.num_sequences * sum(runs)].unflatten(0, (self.num_sequences, sum(runs)))
+            for found, run in zip((first, second), mine.split(runs, 1)):
+                found.append(run)
+        return torch.cat([*first, *reversed(second)], 1).flatten(0, 1)
 
     def to(self, device: torch.device | str) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

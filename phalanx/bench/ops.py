@@ -140,7 +140,10 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     """Embedding, first layer and head of tp rank 0, with random weights and gradient buffers as in training."""
     n = num_blocks(plan.run.model)
     grid = plan.grid
-    axes = ModelAxes(Alone("tp", grid.tp), Alone("ep", grid.ep), Alone("etp", grid.etp), Alone("ep x etp", grid.ep * grid.etp))
+    axes = ModelAxes(
+        Alone("tp", grid.tp), Alone("ep", grid.ep), Alone("etp", grid.etp), Alone("ep x etp", grid.ep * grid.etp), Alone("cp", grid.cp),
+        Alone("tp x cp", grid.tp * grid.cp),
+    )  # fmt: skip
     env = plan.env(Coords(), axes)
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
     kind = precision(plan.run.train.precision)

@@ -86,7 +86,7 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
     count = t.global_batch // (t.micro_batch * mesh.dp.size)
     loader = train_loader(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size, samples=t.steps * t.global_batch)
     order = micro_batches(run, 0, 0, mesh.dp.size, mesh.dp.index)
-    with Prefetcher(loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda") as ready:
+    with Prefetcher(loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda", part=mesh.part) as ready:
         yield lambda: [next(ready).to(mesh.device) for _ in range(count)]
 
 
@@ -181,7 +181,7 @@ class Result:
         rate = self.tokens / self.times.median / self.ranks
         kinds = ", ".join(f"{name} {size_text(b)}" for name, b in self.memory().items())
         return [
-            f"{self.ranks} x {self.device}, torch {torch.__version__}, pp {g.pp} x dp {g.dp} x tp {g.tp}, {t.precision}, "
+            f"{self.ranks} x {self.device}, torch {torch.__version__}, {g.text}, {t.precision}, "
             f"{t.global_batch} x {t.seq_length} tokens a step, micro-batch {t.micro_batch}",
             f"step {self.times.ms} ms, median (least-most) of {self.times.repeats}",
             f"tokens/s/GPU {rate:,.0f}, {self.flops / 1e12:.4g} TFLOP/s, MFU {mfu}, {100 * self.flops / self.ceilings.gemm:.1f} % of measured GEMM",

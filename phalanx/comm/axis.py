@@ -228,9 +228,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """The axes that modules communicate over: tp of the dense view; ep, etp and both together (`experts`) of the expert view."""
+    """The axes that modules communicate over: tp and cp of the dense view, and both together, the ranks that share a micro-batch
+    (`sharing`); ep, etp and both together (`experts`) of the expert view."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     etp: Axis = field(default_factory=lambda: Axis("etp"))
     experts: Axis = field(default_factory=lambda: Axis("ep x etp"))
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    sharing: Axis = field(default_factory=lambda: Axis("tp x cp"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.base.errors import ConfigError, PeerLost, Problem
+from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
 from phalanx.comm.symmetric import Symmetric
-from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
+from phalanx.layout.grid import AxisName, ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 
 
@@ -39,7 +41,8 @@ def leave_world() -> None:
 class Mesh:
     """The axes of one rank.
 
-    tp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
+    tp, cp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
+    data                dp x cp: the ranks that hold the same dense parameters and see different tokens.
     model               the axes that modules communicate over: of the expert view after `prepare_experts`.
     Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
     only, because torch names such a group by the number of groups that a rank has made before.
@@ -57,10 +60,17 @@ class Mesh:
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
         self.dp = self._phase("dp", grid.ranks(self.at, ("dp",)))
+        self.cp = self._whole("cp", "cp")
+        self.data = self._whole("dp x cp", "dp", "cp") if grid.cp > 1 else self.dp
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
-        self.model = ModelAxes(self.tp)
+        self.model = ModelAxes(self.tp, cp=self.cp, sharing=self._whole("tp x cp", "cp", "tp") if grid.cp > 1 else self.tp)
         self._edp: Axis | None = None
+
+    @property
+    def part(self) -> Part:
+        """Which part of every sequence is this rank's."""
+        return Part(self.at.cp, self.grid.cp)
 
     def prepare_experts(self) -> None:
         """Make the axes of the expert view, which only models with experts need; once."""
@@ -70,16 +80,21 @@ class Mesh:
         def phase(name: str, *axes: ExpertAxis) -> Axis:
             return self._phase(name, self.grid.expert_ranks(self.at, axes))
 
-        self.model = ModelAxes(self.tp, phase("ep", "ep"), phase("etp", "etp"), phase("ep x etp", "ep", "etp"))
+        self.model = replace(self.model, ep=phase("ep", "ep"), etp=phase("etp", "etp"), experts=phase("ep x etp", "ep", "etp"))
         self._edp = phase("edp", "edp")
 
     def along(self, axis: SumAxis) -> Axis:
         """The axis over which gradients of some parameters are summed."""
         if axis == "dp":
-            return self.dp
+            return self.data
         if self._edp is None:
             raise RuntimeError("the axes of the expert view were not prepared")
         return self._edp
+
+    def _whole(self, name: str, *axes: AxisName) -> Axis:
+        """An axis, or some together, of as many ranks wherever a rank stands. Of one rank it needs no group."""
+        ranks = self.grid.ranks(self.at, axes)
+        return self._phase(name, ranks) if len(ranks) > 1 else Axis(name, ranks, watch=self.watch)
 
     def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
         group = None

@@ -15,6 +15,7 @@ import torch
 
 from phalanx.base.batch import IGNORE, Batch, room_for_documents
 from phalanx.base.errors import DataError
+from phalanx.base.part import WHOLE, Part
 from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
@@ -160,11 +161,12 @@ class Prefetcher:
     """Iterates over the batches of some lists of samples, made ahead of time by a thread; a context manager.
 
     At most `depth` batches wait. An error in the thread is raised here, in its place among the batches. With `pin_memory` the
-    batches lie in page-locked memory, which lets `Batch.to(gpu)` run beside the computation.
+    batches lie in page-locked memory, which lets `Batch.to(gpu)` run beside the computation. `part` of each sequence is what this rank gets.
     """
 
-    def __init__(self, loader: Loader, sample_lists: Iterable[Sequence[int]], depth: int = 4, pin_memory: bool = False):
-        self._loader, self._sample_lists, self._pin_memory = loader, sample_lists, pin_memory
+    def __init__(self, loader: Loader, sample_lists: Iterable[Sequence[int]], depth: int = 4, pin_memory: bool = False,
+                 part: Part = WHOLE):  # fmt: skip
+        self._loader, self._sample_lists, self._pin_memory, self._part = loader, sample_lists, pin_memory, part
         self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()  # the exception is last, and stays
         self._room: SimpleQueue[None] = SimpleQueue()  # one entry for each batch that may still be put there
         for _ in range(depth):
@@ -202,7 +204,7 @@ class Prefetcher:
         end: BaseException = StopIteration()
         try:
             for places in self._places():
-                batch = self._loader.read(places)
+                batch = self._loader.read(places).cut(self._part)
                 batch = _pinned(batch) if self._pin_memory else batch
                 self._room.get()
                 if self._closed:

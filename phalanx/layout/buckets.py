@@ -66,7 +66,7 @@ def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], gri
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += -(-numel // ALIGN) * ALIGN
-        unit = ALIGN * grid.size(axis)
+        unit = ALIGN * grid.sum_size(axis)
         buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained))
     return buckets
 

@@ -13,7 +13,7 @@ def check(config: LayoutConfig, *, world_size: int, blocks: int, beside_layers: 
 
     experts: per layer, 0 for a dense model; expert_size: their width.
     """
-    found = at_least("layout", config, 1, "tp", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
+    found = at_least("layout", config, 1, "tp", "cp", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
     if not found:
         found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks, f"blocks (layers + {beside_layers})")
         found += check_experts(config, world_size, experts, expert_size)
@@ -43,13 +43,17 @@ def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_si
 def check_world(config: LayoutConfig, world_size: int) -> list[Problem]:
     alone = [
         problem("layout", config, name, "must divide world_size", {"world_size": world_size}, divisors(getattr(config, name), world_size))
-        for name in ("tp", "pp")
+        for name in ("tp", "cp", "pp")
         if world_size % getattr(config, name)
     ]
-    if alone or world_size % (config.tp * config.pp) == 0:
+    together = config.tp * config.cp * config.pp
+    if alone or world_size % together == 0:
         return alone
-    because = {"tp * pp": config.tp * config.pp, "layout.tp": config.tp, "world_size": world_size}
-    return [problem("layout", config, "pp", "tp * pp must divide world_size", because, divisors(config.pp, world_size // config.tp))]
+    if config.cp == 1:
+        because = {"tp * pp": together, "layout.tp": config.tp, "world_size": world_size}
+        return [problem("layout", config, "pp", "tp * pp must divide world_size", because, divisors(config.pp, world_size // config.tp))]
+    because = {"tp * cp * pp": together, "layout.tp": config.tp, "layout.pp": config.pp, "world_size": world_size}
+    return [problem("layout", config, "cp", "tp * cp * pp must divide world_size", because, divisors(config.cp, world_size))]
 
 
 def check_schedule(config: LayoutConfig) -> list[Problem]:

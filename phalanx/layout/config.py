@@ -8,14 +8,16 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """Data-parallel size is what is left: dp = world / (pp * tp). Experts cut the same ranks anew: edp = dp * tp / (ep * etp)."""
+    """Data-parallel size is what is left: dp = world / (pp * cp * tp). Experts cut the same ranks anew: edp = dp * cp * tp / (ep * etp)."""
 
     tp: int = 1
     """Tensor-parallel size: each layer's weights are cut over this many ranks; activations between blocks are cut along tokens."""
     tp_overlap: Literal["auto", "on", "off"] = "auto"
     """Hide tensor-parallel gathers and scatters in the matmuls through memory shared by the ranks. auto: on GPUs of one host; on, off."""
+    cp: int = 1
+    """Context-parallel size: every sequence is cut over this many ranks, each with two chunks of it so that attention costs all the same."""
     ep: int = 1
-    """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp and dp."""
+    """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp, cp and dp."""
     etp: int = 1
     """Tensor-parallel size inside each expert, whatever tp is elsewhere."""
     dispatch: Literal["auto", "allgather", "alltoall"] = "auto"

@@ -119,7 +119,7 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
     """
     found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
     for b in buckets:
-        own = b.numel // grid.size(b.axis)
+        own = b.numel // grid.sum_size(b.axis)
         found["weights"] += b.numel * (weight if b.trained else master)
         if b.trained:
             found["gradients"] += b.numel * master

@@ -12,7 +12,7 @@ from typing import Literal
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 ExpertAxis = Literal["edp", "ep", "etp"]
-SumAxis = Literal["dp", "edp"]  # over which a parameter's gradient is summed: dense parameters over dp, experts over edp
+SumAxis = Literal["dp", "edp"]  # over which a parameter's gradient is summed: dense parameters over dp x cp, experts over edp
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Grid:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def text(self) -> str:
+        """Such as "pp 2 x dp 4 x tp 8"; cp is named where sequences are cut."""
+        return f"pp {self.pp} x dp {self.dp}{f' x cp {self.cp}' if self.cp > 1 else ''} x tp {self.tp}"
+
+    @property
     def stage(self) -> int:
         """Ranks of one pipeline stage."""
         return self.dp * self.cp * self.tp
@@ -61,8 +66,12 @@ class Grid:
     def edp(self) -> int:
         return self.stage // (self.ep * self.etp)
 
-    def size(self, axis: AxisName | SumAxis) -> int:
+    def size(self, axis: AxisName | ExpertAxis) -> int:
         return getattr(self, axis)
+
+    def sum_size(self, axis: SumAxis) -> int:
+        """Ranks over which gradients are summed, and what follows from them is cut."""
+        return self.dp * self.cp if axis == "dp" else self.edp
 
     def coords(self, rank: int) -> Coords:
         rest, tp = divmod(rank, self.tp)

@@ -74,7 +74,7 @@ class Piece:
 class ParamSpec:
     """Storage of one parameter on one rank: its shape and the pieces in it. Elements outside every piece are padding (zero).
 
-    summed_over   the axis whose ranks hold the same storage and see different tokens: dp, or edp for experts
+    summed_over   the ranks that hold the same storage and see different tokens: "dp" means dp x cp, or edp for experts
     trained       False: state of the model that follows from what it sees, not from gradients; kept whole on every rank, in the
                   masters' dtype
     exported      whether Hugging Face checkpoints have it

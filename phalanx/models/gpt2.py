@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from phalanx.base.batch import Batch
@@ -29,7 +28,7 @@ class _Dropping(Block):
         if p == 0.0 or not self.training:
             return x
         a, b = self.env.cut(batch.num_tokens)
-        places = torch.arange(a, b, device=x.device) % batch.seq_length
+        places = batch.places[a:b]
         return dropout(x, p, self.env.seed, layer, site, (batch.samples[a:b], places))
 
 

@@ -15,6 +15,7 @@ from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops import attention as ops
+from phalanx.ops import context
 from phalanx.ops.head_norm import norm_rope
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.rope import rope
@@ -101,8 +102,8 @@ class Attention(Module):
         else:
             q, k, v = rope(qkv, *shape, table, self.env.twin("rope"))
         if self.dropout > 0 and self.training:
-            return ops.attention_with_dropout(q, k, v, batch, self.dropout, self.env.seed, self.layer, self.first_head)
-        return ops.attention(q, k, v, batch, self.kind, self.sinks, self.env.twin("attention"))
+            return context.attention_with_dropout(q, k, v, batch, self.env.axes.cp, self.dropout, self.env.seed, self.layer, self.first_head)
+        return context.attention(q, k, v, batch, self.env.axes.cp, self.kind, self.sinks, self.env.twin("attention"))
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim

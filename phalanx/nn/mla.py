@@ -19,6 +19,7 @@ from phalanx.nn.module import Module, Rows, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops import attention as ops
+from phalanx.ops import context
 from phalanx.ops.exchange import gather
 from phalanx.ops.matmul import gather_matmul, local_matmul, matmul_scatter
 from phalanx.ops.rope import turn
@@ -92,8 +93,8 @@ class LatentAttention(Module):
         k, v = kv.split((s.nope, s.value), -1)
         q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)
         k = torch.cat((k, turn(k_rope, table, self.interleaved).expand(-1, self.heads, -1)), -1)
-        q, k, v = (t.unflatten(0, (batch.num_sequences, batch.seq_length)).transpose(1, 2) for t in (q, k, v))
-        return ops.attention(q, k, v, batch, self.kind, kernels=self.env.twin("attention"))
+        q, k, v = (t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
+        return context.attention(q, k, v, batch, self.env.axes.cp, self.kind, kernels=self.env.twin("attention"))
 
     def flops(self, seq_length: int) -> float:
         per_key = 2.0 * self.all_heads * (self.sizes.query + self.sizes.value)

@@ -176,12 +176,14 @@ class MoE(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
-        exchange = EXCHANGES[self.dispatch](x, self.env.axes, room)
+        exchange = EXCHANGES[self.dispatch](self._filled(x, batch), self.env.axes, room)
         shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel, as the router
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
-        y, missing = exchange(choice.experts_TK, choice.weights_TK, self.router.num_experts, self.experts, self.env.twin("permute"))
+        experts, weights = self._filled(choice.experts_TK, batch, self.router.num_experts), self._filled(choice.weights_TK, batch)
+        y, missing = exchange(experts, weights, self.router.num_experts, self.experts, self.env.twin("permute"))
+        y = y if len(y) == len(x) else y[: len(x)]
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
         if self.training:
@@ -205,39 +207,46 @@ class MoE(Module):
         routed = 2.0 * (count * width + 3 * self.router.top_k * width * self.inner)
         return routed + (self.shared.flops(seq_length) if self.shared is not None else 0.0)
 
+    def _filled(self, x: Tensor, batch: Batch, value: float = 0) -> Tensor:
+        """As many rows of tokens on every rank, as exchanges want them: where sequences do not divide by cp, some fill up."""
+        return batch.pad(x, self.env.tp.size, value)
+
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sample and place in it of this rank's tokens: what a forced choice is drawn by."""
-        places = batch.derive("places", lambda: torch.arange(batch.num_tokens, device=batch.tokens.device) % batch.seq_length)
         tp = self.env.tp
-        return tp.own_rows(batch.samples), tp.own_rows(places)
+        return tp.own_rows(batch.samples), tp.own_rows(batch.places)
 
     def _within_capacity(self, choice: Choice, batch: Batch) -> Choice:
         """Without the pairs that find no room. Room is counted by sequence, so it does not depend on who holds which part of one."""
-        tp, count = self.env.tp, self.router.num_experts
-        whole = replace(choice, experts_TK=tp.all_gather(choice.experts_TK).wait(), weights_TK=tp.all_gather(choice.weights_TK.detach()).wait())
-        sequence = torch.arange(batch.num_tokens, device=batch.tokens.device) // batch.seq_length
+        count = self.router.num_experts
+        whole = replace(choice, experts_TK=self._everyones(choice.experts_TK, batch), weights_TK=self._everyones(choice.weights_TK.detach(), batch))
+        sequence = torch.arange(batch.all_tokens, device=batch.tokens.device) // batch.seq_length
         limit = ops.expert_capacity(self.router, batch.seq_length, self.balance.capacity)  # type: ignore[arg-type]
         kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, batch.num_sequences)
-        return ops.dropping(choice, tp.own_rows(kept), count)
+        return ops.dropping(choice, self.env.tp.own_rows(batch.take(kept)), count)
+
+    def _everyones(self, x: Tensor, batch: Batch) -> Tensor:
+        """x of this rank's tokens (T, ...) -> of all tokens of the micro-batch, in order."""
+        return batch.join(self.env.axes.sharing.all_gather(self._filled(x, batch)).wait())
 
     def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
         """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
         b = self.balance
-        balance, z = self._balance_loss(choice, batch), ops.z_loss(logits) / batch.num_tokens
+        balance, z = self._balance_loss(choice, batch), ops.z_loss(logits) / batch.all_tokens
         with torch.no_grad():
             counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
-            means = torch.stack([ops.entropy(choice), balance * len(logits), z * batch.num_tokens])
+            means = torch.stack([ops.entropy(choice), balance * len(logits), z * batch.all_tokens])
             sums = torch.cat((means.double(), lost.double()))
         return Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
-        """() the same on all tp ranks; its gradient goes to this rank's scores."""
+        """() the same on all ranks that share the micro-batch; its gradient goes to this rank's scores."""
         count = self.router.num_experts
         by_sequence = self.balance.scope == "sequence"
-        sequence = self.env.tp.own_rows(torch.arange(batch.num_tokens, device=batch.tokens.device) // batch.seq_length) if by_sequence else None
+        sequence = self.env.tp.own_rows(torch.arange(batch.num_tokens, device=batch.tokens.device) // batch.length) if by_sequence else None
         local = ops.balance_sums(choice, sequence, batch.num_sequences if by_sequence else 1)
         packed = torch.cat((local.counts_SE, local.scores_SE.detach(), local.tokens_S.unsqueeze(1)), 1)
-        counts, scores, tokens = self.env.tp.all_reduce(packed).wait().split((count, count, 1), 1)
+        counts, scores, tokens = self.env.axes.sharing.all_reduce(packed).wait().split((count, count, 1), 1)
         if self.load is not None:
             counts = self.load.to(counts.dtype).unsqueeze(0)
         return ops.balance_loss(local, BalanceSums(counts, scores, tokens.squeeze(1))).mean()
@@ -266,7 +275,7 @@ def spread(choice: Choice, count: int) -> Tensor:
 
 def loss_weight(batch: Batch) -> Tensor:
     """() what the mean loss of this micro-batch counts in the gradient: its tokens with a loss, over those of the global batch."""
-    tokens = batch.derive("tokens with a loss", lambda: (batch.labels != IGNORE).sum())
+    tokens = batch.derive("tokens with a loss", lambda: (batch.uncut.labels != IGNORE).sum())
     return tokens if batch.loss_seed is None else tokens * batch.loss_seed
 
 

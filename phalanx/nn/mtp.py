@@ -93,6 +93,9 @@ def shifted(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
 
     Where that is past their end there is no loss, and the token is its own.
     """
+    if batch.whole is not None:
+        tokens, labels = shifted(batch.uncut, k)
+        return batch.take(tokens), batch.take(labels)
     place = torch.arange(batch.num_tokens, device=batch.tokens.device)
     further = torch.where(place % batch.seq_length < batch.seq_length - k, place + k, place)
     if batch.documents is not None:

@@ -58,6 +58,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
+def attention_to_all(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:
+    """The same of a part of the sequences: q (sequences, heads, L, K) of the tokens that are here, k and v of all S tokens."""
+    out = _attend(q, k, v, _mask(batch, kind.window, q.dtype), kind.scale, sinks)
+    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
     """Without a mask a query reads all before it."""
     if sinks is not None:
@@ -89,24 +95,23 @@ def _make_block_mask(batch: Batch, window: int, dtype: torch.dtype) -> Tensor:
 
 
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, p: float, seed: int, layer: int, first_head: int) -> Tensor:
-    """Full causal attention with dropout of the probabilities, keyed by (sample, query position, layer, global head, key position)."""
+    """Full causal attention with dropout of the probabilities, keyed by (sample, query position, layer, global head, key position).
+
+    q of this part of the sequences, k and v of whole ones.
+    """
     heads = q.shape[1]
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + _mask(batch, None, q.dtype)
     probs = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1)
-    rows = tuple(t.view(batch.num_sequences, batch.seq_length) for t in (batch.samples, _places(batch)))
+    rows = tuple(t.view(batch.num_sequences, batch.length) for t in (batch.samples, batch.places))
     keep = torch.stack([keep_mask(p, seed, layer, 0, rows, batch.seq_length, first_head + h) for h in range(heads)], 1)  # type: ignore[arg-type]
     out = (probs * keep / (1.0 - p)).to(v.dtype) @ v
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def _places(batch: Batch) -> Tensor:
-    """Place of each token in its sequence (positions restart at documents; places do not)."""
-    return torch.arange(batch.seq_length, device=batch.tokens.device).repeat(batch.num_sequences)
-
-
 def _mask(batch: Batch, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(sequences or 1, 1, S, S), 0 where query i may read key j: j <= i, i - j < window, and the same document; -inf elsewhere."""
+    """(sequences or 1, 1, L, S) for the L queries that are here of each sequence and all S keys: 0 where query i may read key j (j <= i,
+    i - j < window, and the same document), -inf elsewhere."""
     return batch.derive(("attention mask", window, dtype), lambda: _additive(_visible(batch, window), dtype))
 
 
@@ -115,10 +120,12 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _visible(batch: Batch, window: int | None) -> Tensor:
-    seen = torch.ones(batch.seq_length, batch.seq_length, dtype=torch.bool, device=batch.tokens.device).tril()
+    keys = torch.arange(batch.seq_length, device=batch.tokens.device)
+    queries = torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
+    seen = keys <= queries
     if window is not None:
-        seen = seen.triu(1 - window)
-    if batch.documents is None:
+        seen &= queries - keys < window
+    if batch.documents is None or batch.uncut.documents is None:
         return seen[None, None]
-    doc = batch.documents.view(batch.num_sequences, 1, batch.seq_length)
-    return seen & (doc.unsqueeze(-1) == doc.unsqueeze(-2))
+    of_queries, of_keys = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, batch.uncut.documents))
+    return seen & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))

@@ -106,7 +106,7 @@ class Graphs(Eager):
         self.memories, self._warm = (), False
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
-        if not self._warm or batch.most_documents > usual_documents(batch.num_tokens):  # such a batch may come once: not worth a pool of memory
+        if not self._warm or batch.most_documents > usual_documents(batch.all_tokens):  # such a batch may come once: not worth a pool of memory
             return super().forward(where, mb, x, batch, compute)
         if mb not in self._taken:
             self._taken[mb] = self._take(batch)

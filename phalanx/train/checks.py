@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.part import Part
 from phalanx.base.rules import MissingPath, at_least, divisors, exists, missing_checkpoint, multiples, no_effect, problem, within
 from phalanx.checkpoint.check import check as check_checkpoint
 from phalanx.checkpoint.check import check_source
@@ -137,21 +138,34 @@ def check_loss_scale(run: Run) -> list[Problem]:
 
 def check_batch(run: Run, facts: Facts) -> list[Problem]:
     """How the global batch is cut: over data-parallel ranks, into micro-batches, and each of these along tokens over tp."""
-    c, tp, pp = run.train, run.layout.tp, run.layout.pp
-    if min(c.global_batch, c.micro_batch, c.seq_length, tp, pp) < 1:
+    c, tp, cp, pp = run.train, run.layout.tp, run.layout.cp, run.layout.pp
+    if min(c.global_batch, c.micro_batch, c.seq_length, tp, cp, pp) < 1:
         return []
-    found = []
-    if c.micro_batch * c.seq_length % tp:
-        because, valid = {"train.micro_batch": c.micro_batch, "layout.tp": tp}, multiples(c.seq_length, tp // math.gcd(tp, c.micro_batch))
-        found.append(problem("train", c, "seq_length", "micro_batch * seq_length must be a multiple of tp", because, valid))
-    if facts.world_size % (tp * pp):
+    found = check_sequences(run)
+    if facts.world_size % (tp * cp * pp):
         return found  # no data-parallel size to speak of: the layout's own problem says so
-    dp = facts.world_size // (tp * pp)
+    dp = facts.world_size // (tp * cp * pp)
     unit = c.micro_batch * dp
     if c.global_batch % unit:
         because = {"micro_batch * dp": unit, "train.micro_batch": c.micro_batch, "dp": dp}
         found.append(problem("train", c, "global_batch", "must be a multiple of micro_batch * dp", because, multiples(c.global_batch, unit)))
     return found + check_rampup(run, unit)
+
+
+def check_sequences(run: Run) -> list[Problem]:
+    """Every part of a micro-batch is cut along tokens over tp; every rank has both chunks of each sequence."""
+    c, tp, cp = run.train, run.layout.tp, run.layout.cp
+    if c.seq_length < 2 * cp:
+        return [problem("train", c, "seq_length", "must be >= 2 * cp: each rank has two chunks of a sequence", {"layout.cp": cp}, (2 * cp,))]
+    unit = tp // math.gcd(tp, c.micro_batch)
+    if all(part.size(c.seq_length) % unit == 0 for part in Part(0, cp).all):
+        return []
+    because = {"train.micro_batch": c.micro_batch, "layout.tp": tp}
+    if cp == 1:
+        rule = "micro_batch * seq_length must be a multiple of tp"
+        return [problem("train", c, "seq_length", rule, because, multiples(c.seq_length, unit))]
+    rule, because = "micro_batch * a rank's tokens of each sequence must be a multiple of tp", {**because, "layout.cp": cp}
+    return [problem("train", c, "seq_length", rule, because, multiples(c.seq_length, cp * unit))]
 
 
 def check_guard(run: Run) -> list[Problem]:

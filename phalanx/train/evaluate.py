@@ -30,7 +30,7 @@ def _mean_loss(state: State, loader: Loader) -> float:
         count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))
         mine = first + mesh.dp.index * micro * size
-        batches = [_batch(loader, mine + i * size, size, limit).to(mesh.device) for i in range(micro)]
+        batches = [_batch(loader, mine + i * size, size, limit).cut(mesh.part).to(mesh.device) for i in range(micro)]
         total += torch.stack(evaluate_step(state, batches))
     return (total[0] / total[1]).item()
 

@@ -86,7 +86,7 @@ class Loop:
         self.reporter.restart_clock()
         consumed, saved = self.counters.consumed_samples, self.counters.step
         recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
-        with recorder, Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda") as batches:
+        with recorder, Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda", part=mesh.part) as batches:
             for step in range(self.counters.step + 1, run.train.steps + 1):
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)

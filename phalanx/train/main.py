@@ -219,7 +219,7 @@ def describe(state: State, samples: int) -> str:
     plan, run = state.plan, state.plan.run
     grid, numel = plan.grid, sum(f.numel for f in plan.facts)
     return (
-        f"model {run.model.family} parameters={numel} layout world={grid.world} dp={grid.dp} tp={grid.tp} pp={grid.pp} "
+        f"model {run.model.family} parameters={numel} layout world={grid.world} dp={grid.dp} cp={grid.cp} tp={grid.tp} pp={grid.pp} "
         f"stages={[len(s) for s in plan.stages]} schedule={plan.schedule_name} sharding={run.layout.sharding} "
         f"precision={run.train.precision} device={state.mesh.device.type} steps={run.train.steps} tokens={samples * run.train.seq_length}"
     )

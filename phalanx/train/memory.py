@@ -11,6 +11,7 @@ import torch
 
 from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
+from phalanx.base.part import Part
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis, ring_bytes
 from phalanx.layout.buckets import Bucket
@@ -28,8 +29,8 @@ OVERHEAD = 2 * 2**30
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp and to experts (ep) in forward and backward,
-    and bytes of what it derives from the batch and shares with its like."""
+    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp (and tp x cp), over cp and to experts (ep) in
+    forward and backward, and bytes of what it derives from the batch and shares with its like."""
 
     bytes: Use
     sent: dict[str, float]
@@ -81,8 +82,11 @@ def block_uses(plan: Plan) -> list[BlockUse]:
 
 def _block_use(plan: Plan, number: int) -> BlockUse:
     run, grid = plan.run, plan.grid
-    axes = ModelAxes(DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp))
-    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp,), "ep": (axes.ep, axes.etp, axes.experts)}
+    axes = ModelAxes(
+        DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp), DryAxis("cp", grid.cp),
+        DryAxis("tp x cp", grid.tp * grid.cp),
+    )  # fmt: skip
+    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp, axes.sharing), "cp": (axes.cp,), "ep": (axes.ep, axes.etp, axes.experts)}
     kind = precision(run.train.precision)
     env = replace(plan.env(Coords(), axes), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
     (block,) = make_blocks(run.model, env, range(number, number + 1))
@@ -101,11 +105,14 @@ def _block_use(plan: Plan, number: int) -> BlockUse:
 
 
 def _batch(plan: Plan) -> Batch:
-    """A micro-batch on the meta device; each of its four tensors is there once per micro-batch of a step."""
+    """The largest part of a micro-batch on the meta device; its four tensors are there once per micro-batch of a step, and those of the
+    whole sequences with context parallelism."""
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
     documents = ids if plan.run.data.document_attention else None
-    return Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=torch.empty((), device="meta"))
+    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=torch.empty((), device="meta"))
+    parts = [batch.cut(part) for part in Part(0, plan.grid.cp).all]
+    return max(parts, key=lambda b: b.num_tokens)
 
 
 def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num_micro_batches: int) -> RankUse:
@@ -114,7 +121,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     sharded = plan.run.layout.sharding >= 1
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
     message = blocks[0].bytes.output
-    batches = num_micro_batches * 4 * 8 * plan.run.train.micro_batch * plan.run.train.seq_length
+    batches = num_micro_batches * 8 * 4 * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
     sends = _num_sends(trace.program, pp)
     layout = plan.run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
@@ -128,11 +135,17 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     }
     sent = {
         "ep": num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
+        "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),
         "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),
         "pp": sends * message + _replica_bytes(plan, buckets, "pp", kind.master.itemsize),
         "dp": _dp_bytes(buckets, grid, sharded, kind.compute.itemsize, kind.master.itemsize),
     }
     return RankUse(memory, sent, trace.peak_live[pp], sum(b.numel for b in buckets))
+
+
+def whole_tokens(plan: Plan) -> int:
+    """Of a micro-batch, all parts of it."""
+    return plan.run.train.micro_batch * plan.run.train.seq_length
 
 
 def _kept(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
@@ -165,7 +178,7 @@ def _dp_bytes(buckets: Sequence[Bucket], grid: Grid, sharded: bool, weight: int,
     """Over dp, of experts over edp. Level 0: all-reduce of gradients. Level 1: reduce-scatter of gradients, all-gather of weights."""
     total = 0.0
     for b in (b for b in buckets if b.trained):
-        size = grid.size(b.axis)
+        size = grid.sum_size(b.axis)
         if sharded:
             total += ring_bytes("reduce_scatter", b.numel * master, size) + ring_bytes("all_gather", b.numel * weight, size)
         else:

@@ -10,6 +10,7 @@ from math import prod
 from torch import nn
 
 from phalanx.base.dtypes import precision
+from phalanx.base.part import Part
 from phalanx.comm.axis import ModelAxes
 from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
 from phalanx.layout.grid import Coords, Grid
@@ -44,7 +45,8 @@ def num_blocks(model: LlamaConfig | GPT2Config) -> int:
 
 def grid_of(run: Run, world: int) -> Grid:
     layout = run.layout
-    return Grid(pp=layout.pp, dp=world // (layout.pp * layout.tp), tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    dp = world // (layout.pp * layout.cp * layout.tp)
+    return Grid(pp=layout.pp, dp=dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,12 @@ class Plan:
     def exchange_bytes(self) -> int:
         """Of a micro-batch's activations between blocks, gathered over tp."""
         train = self.run.train
-        return train.micro_batch * train.seq_length * self.run.model.hidden_size * precision(train.precision).compute.itemsize
+        return self.most_tokens * self.run.model.hidden_size * precision(train.precision).compute.itemsize
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a micro-batch, on the ranks that have the largest part of it."""
+        return self.run.train.micro_batch * Part(0, self.grid.cp).most(self.run.train.seq_length)
 
     @property
     def dispatch(self) -> Dispatch:
@@ -141,7 +148,7 @@ class Plan:
         run, grid = self.run, self.grid
         if not run.model.routed_experts or self.dispatch != "allgather":
             return False
-        tokens = run.train.micro_batch * run.train.seq_length // grid.tp * grid.ep * grid.etp
+        tokens = self.most_tokens // grid.tp * grid.ep * grid.etp
         given, worst = room_for(tokens, run.model.num_experts_per_tok, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)  # type: ignore[union-attr]
         return given < worst
 
@@ -233,7 +240,7 @@ def bucket_numel(run: Run) -> int:
 
 def without_layout(run: Run) -> Run:
     """The same run on one process: what every layout must agree with."""
-    layout = replace(run.layout, tp=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
+    layout = replace(run.layout, tp=1, cp=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
     return replace(run, layout=layout)
 
 

@@ -44,7 +44,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
     rows = {
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         "parameters": f"{num_parameters(plan):,}",
-        "ranks": f"{grid.world:,} = pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, sharding level {run.layout.sharding}{expert_view(run, grid)}",
+        "ranks": f"{grid.world:,} = {grid.text}, sharding level {run.layout.sharding}{expert_view(run, grid)}",
         "precision": f"{train.precision}, recompute {train.recompute}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
@@ -104,8 +104,10 @@ def fits(uses: Sequence[RankUse], device: Device | None) -> str:
 
 def sent_table(grid: Grid, uses: Sequence[RankUse]) -> str:
     what = {"tp": "tokens gathered and scattered around each matmul", "pp": "activations and their gradients between stages",
-            "dp": "gradients reduced, weights gathered (of experts over edp)", "ep": "tokens to their experts and back"}  # fmt: skip
-    what = {axis: text for axis, text in what.items() if axis != "ep" or grid.ep * grid.etp > 1}
+            "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)",
+            "cp": "keys and values to other parts of their sequences", "ep": "tokens to their experts and back"}  # fmt: skip
+    unused = {"cp": grid.cp, "ep": grid.ep * grid.etp}
+    what = {axis: text for axis, text in what.items() if unused.get(axis) != 1}
     rows = [("pp rank", *(f"{axis} (of {grid.size(axis)})" for axis in what))]  # type: ignore[arg-type]
     rows += [(str(pp), *(gib(use.sent[axis]) for axis in what)) for pp, use in enumerate(uses)]
     return table(rows) + "\n" + "\n".join(f"{axis}: {text}" for axis, text in what.items())

@@ -38,7 +38,7 @@ class StepResult:
 
 
 def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult:
-    """`batches`: this data-parallel rank's micro-batches, on the device. `stop`: this rank was asked to stop."""
+    """`batches`: this rank's micro-batches, or its part of each, on the device. `stop`: this rank was asked to stop."""
     tokens = accumulate(state, batches)
     return update(state, tokens, lr, stop)
 
@@ -73,7 +73,7 @@ def lacked_room(state: State) -> bool:
 def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
     """() float64: tokens with a loss in the whole global batch."""
     mine = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().double()
-    return state.mesh.dp.all_reduce(mine).wait()
+    return state.mesh.data.all_reduce(mine).wait()
 
 
 def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
@@ -108,7 +108,7 @@ class Told:
 
 
 def tell(state: State, stop: bool = False) -> Told:
-    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their part; each has counted its own tokens' routing."""
+    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its own tokens' routing."""
     model, device = state.plan.run.model, state.mesh.device
     layers, width = model.num_hidden_layers + model.predict_layers, model.routed_experts + len(TALLIED) if model.routed_experts else 0
     told = torch.zeros(3 + layers * width, dtype=torch.float64, device=device)

@@ -79,11 +79,11 @@ def verify_rank(run: Run, placement: Placement, steps: int = 2) -> None:
 def shrink(run: Run, world: int) -> Small:
     """Fewer ranks, layers, features, tokens; the same kinds of everything: what is cut, shared, uneven or tied stays so."""
     grid = grid_of(run, world)
-    pp, dp, tp = fewer_ranks([grid.pp, grid.dp, grid.tp])
-    layout = small_layout(run, world, pp, tp)
+    pp, dp, cp, tp = fewer_ranks([grid.pp, grid.dp, grid.cp, grid.tp])
+    layout = small_layout(run, world, pp, cp, tp)
     model = small_model(run, tp, small_layers(run.model, layout))
     if isinstance(model, ExpertsConfig) and run.model.routed_experts:
-        layout = small_expert_view(run, world, layout, dp * tp)
+        layout = small_expert_view(run, world, layout, dp * cp * tp)
         model = small_experts(run, model, layout)
     micro_batch, seq_length = min(run.train.micro_batch, 2), 16
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
@@ -92,7 +92,8 @@ def shrink(run: Run, world: int) -> Small:
         kernels="auto", cuda_graphs="auto",
     )  # fmt: skip
     small = replace(run, model=model, layout=layout, train=train, data=DataConfig(mock=True, document_attention=run.data.document_attention))
-    return Small(small, pp * dp * tp, describe(run, world, small, pp * dp * tp))
+    ranks = pp * dp * cp * tp
+    return Small(small, ranks, describe(run, world, small, ranks))
 
 
 def fewer_ranks(sizes: list[int]) -> list[int]:
@@ -104,14 +105,14 @@ def fewer_ranks(sizes: list[int]) -> list[int]:
     return sizes
 
 
-def small_layout(run: Run, world: int, pp: int, tp: int) -> LayoutConfig:
+def small_layout(run: Run, world: int, pp: int, cp: int, tp: int) -> LayoutConfig:
     """Given stages keep who is larger than whom while their number stays; many buckets per stage stay many."""
     given = run.layout
     stages = tuple(min(n - min(given.stages) + 1, 3) for n in given.stages) if given.stages and pp == given.pp else None
     if stages and sum(stages) < 3:
         stages = (*stages[:-1], 3 - sum(stages[:-1]))
     many = max(make_plan(run, world).runs_per_stage) > 1
-    return replace(given, pp=pp, tp=tp, stages=stages, bucket_mb=0 if many else given.bucket_mb)
+    return replace(given, pp=pp, cp=cp, tp=tp, stages=stages, bucket_mb=0 if many else given.bucket_mb)
 
 
 def small_layers(model: LlamaConfig | GPT2Config, layout: LayoutConfig) -> int:
@@ -236,7 +237,7 @@ def describe(run: Run, world: int, small: Run, small_world: int) -> str:
     def text(r: Run, n: int) -> str:
         g, m = grid_of(r, n), r.model
         return (
-            f"{n} ranks (pp {g.pp} x dp {g.dp} x tp {g.tp}{view(r, g)}), {m.num_hidden_layers} layers of width {m.hidden_size}, "
+            f"{n} ranks ({g.text}{view(r, g)}), {m.num_hidden_layers} layers of width {m.hidden_size}, "
             f"vocabulary {m.vocab_size}, {r.train.global_batch} sequences of {r.train.seq_length} tokens, {r.train.precision}"
         )
 
@@ -292,7 +293,7 @@ def step_batches(run: Run, loader: Loader, mesh: Mesh, step: int) -> list[Batch]
         labels = batch.labels.view(len(samples), -1).clone()
         for row, sample in enumerate(samples):
             labels[row, : sample % 5] = IGNORE
-        batches.append(replace(batch, labels=labels.view(-1)))
+        batches.append(replace(batch, labels=labels.view(-1)).cut(mesh.part))
     return batches
 
 
@@ -456,5 +457,5 @@ def _box_lines(told: list[str], mesh: Mesh) -> list[str]:
     for rank, text in enumerate(told):
         at = mesh.grid.coords(rank)
         if json.loads(text):
-            lines.append(f"  rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp}) holds [{'] ['.join(json.loads(text))}]")
+            lines.append(f"  rank {rank} (pp {at.pp}, dp {at.dp}, cp {at.cp}, tp {at.tp}) holds [{'] ['.join(json.loads(text))}]")
     return lines

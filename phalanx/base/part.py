@@ -1,0 +1,46 @@
+"""Which places of every sequence a context-parallel rank holds: zig-zag, so that causal attention costs each rank the same.
+
+Pure numbers; tensors are cut by it in `base.batch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `index` of `count`: a sequence is cut into 2 * count chunks, and this part has chunks index and 2 * count - 1 - index.
+
+    Chunk j of a sequence of S tokens is places j S // (2 count) .. (j + 1) S // (2 count): lengths differ by at most one. So `run`
+    neighbouring parts together are one part of count / run: their first chunks are one run of places, their second ones another.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def runs(self, length: int) -> tuple[range, range]:
+        """The places of its two chunks in a sequence of `length` tokens, ascending."""
+        n = 2 * self.count
+        first, second = (range(j * length // n, (j + 1) * length // n) for j in (self.index, n - 1 - self.index))
+        return first, second
+
+    def size(self, length: int) -> int:
+        """Tokens that it has of a sequence of `length`."""
+        return sum(map(len, self.runs(length)))
+
+    @property
+    def all(self) -> tuple[Part, ...]:
+        """Every part of the sequence, this one included."""
+        return tuple(Part(i, self.count) for i in range(self.count))
+
+    def most(self, length: int) -> int:
+        """Tokens of the largest part of a sequence of `length`."""
+        return max(part.size(length) for part in self.all)
+
+    def among(self, run: int) -> Part:
+        """What `run` neighbouring parts, this one among them, are together."""
+        return Part(self.index // run, self.count // run)
+
+
+WHOLE = Part()
