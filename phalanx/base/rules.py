@@ -74,6 +74,12 @@ def multiples(value: int, unit: int) -> tuple[int, ...]:
     return tuple(m for m in (below, below + unit) if m > 0 and m != value)
 
 
+def powers_of_two(value: int) -> tuple[int, ...]:
+    """The nearest powers of two below and above a positive number that is none."""
+    below = 1 << (value.bit_length() - 1)
+    return below, 2 * below
+
+
 def divisors(value: int, *of: int) -> tuple[int, ...]:
     """Common divisors of `of`, the nearest to `value` first."""
     whole = math.gcd(*of)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares, sum_over, sum_replicas
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.ops.shard import Shard
@@ -22,10 +23,11 @@ class FlatBucket:
     """One bucket on one rank: `weight` (numel,) in the compute dtype, `grad` (numel,) in the master dtype.
 
     Without training there are no gradients, and the weights are their own masters. So it is with parameters that are not trained:
-    they are whole on every rank, in the master dtype.
+    they are whole on every rank, in the master dtype. `leaves`: most micro-batches of a step, whose gradients are then added up in
+    a fixed order; 0: in whatever order is fastest.
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int, training: bool = True):
+    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int, training: bool = True, leaves: int = 0):
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
         elif not training:
@@ -41,6 +43,7 @@ class FlatBucket:
         own = self.weight[self.lo : self.hi]
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
         self.sums = self._sums() if training else []
+        self.tree = GradientTree(self.grad, leaves) if training and leaves else None
         self.deferred = any(r.axis == "pp" for r in self._replicas())
         self._reducing: Work | None = None
         self._gathering: Work | None = None
@@ -75,6 +78,9 @@ class FlatBucket:
             self._start_reduce()
 
     def _start_reduce(self) -> None:
+        if self.tree is not None:
+            self._reducing = self._sum_in_order()
+            return
         for axis, views in self.sums:
             packed = views[0] if len(views) == 1 else torch.cat(views)
             axis.all_reduce(packed).wait()
@@ -83,6 +89,19 @@ class FlatBucket:
                     view.copy_(part)
         reduce = self.axis.reduce_scatter_within if self.level >= 1 else self.axis.all_reduce
         self._reducing = reduce(self.grad, async_op=True)
+
+    def _sum_in_order(self) -> Work:
+        """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
+        sum_over(self.axis, self.grad, whole=self.level == 0)
+        for axis, views in self.sums:
+            for view in (own for v in views if len(own := self._within(v))):
+                view.copy_(sum_replicas(axis, view))
+        return Work(self.grad[self.lo : self.hi])
+
+    def _within(self, view: Tensor) -> Tensor:
+        """The elements of a view of `grad` that this rank updates."""
+        at = view.storage_offset()
+        return view[max(0, self.lo - at) : max(0, self.hi - at)]
 
     def finish(self) -> None:
         """Wait until the sum over the bucket's axis is there (in `grad[lo:hi]`)."""
@@ -133,9 +152,10 @@ class FlatBucket:
 class Buffers:
     """All buckets of one rank."""
 
-    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, level: int, training: bool = True):
-        self.mesh = mesh
-        self.flat = [FlatBucket(b, mesh, precision, level, training) for b in buckets]
+    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, level: int, training: bool = True,
+                 leaves: int = 0):  # fmt: skip
+        self.mesh, self.in_order = mesh, leaves > 0
+        self.flat = [FlatBucket(b, mesh, precision, level, training, leaves) for b in buckets]
         for f in self.flat:
             f.attach(params)
 
@@ -153,6 +173,18 @@ class Buffers:
         """Start (or load weights): the masters take the weights' values."""
         for f in self.flat:
             f.master.copy_(f.weight[f.lo : f.hi])
+
+    def begin(self, micro_batches: int) -> None:
+        """A step of so many micro-batches on this rank begins."""
+        for f in self.flat:
+            if f.tree is not None:
+                f.tree.begin(micro_batches)
+
+    def done_with(self, stage: int, run: int) -> None:
+        """A run's backward of one micro-batch is over; of the runs that share a bucket, the first of the model is the last in backward."""
+        for f in self.flat:
+            if f.tree is not None and min(f.bucket.users) == (stage, run):
+                f.tree.leaf()
 
     def zero_grads(self) -> None:
         for f in self.flat:
@@ -175,6 +207,8 @@ class Buffers:
         Summed in float64, so that in practice it does not depend on how the elements lie in buckets.
         """
         views = [v for f in self.flat for v in f.counted()]
+        if self.in_order:
+            return sum_of_squares(views, self.mesh.world, self.mesh.device).sqrt()
         norms = torch._foreach_norm(views, 2, dtype=torch.float64) if views else []
         squares = [n.square() for n in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.mesh.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.batch import Batch
+from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
@@ -29,15 +30,16 @@ class Stages:
     """The blocks of one rank, grouped in runs, and the values in flight between them.
 
     A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on. `begin`
-    sets what a step works on; afterwards `loss_sum` () float64 holds the summed loss of this rank's last stage (else 0).
+    sets what a step works on; afterwards `loss_sum` () float64 is the summed loss of this rank's last stage (else 0).
+    With `loss_seed` the head knows the gradient of the loss before forward and makes its gradients there, else in backward.
     """
 
     def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype,
-                 runner: Eager | None = None):  # fmt: skip
+                 runner: Eager | None = None, loss_seed: bool = True):  # fmt: skip
         self.runner = runner or Eager()
         self._ends = min(runs), max(runs)  # the first and the last run that this rank computes of a micro-batch in forward
         self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.loss_seed = loss_seed
         self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # what to ask of the last block instead of its loss
         self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # what the first block gets instead of an activation
         self._values: dict[Value, Tensor] = {}  # named by their reader
@@ -49,9 +51,13 @@ class Stages:
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
         """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
         self.seed = None if seed is None else self.runner.begin(seed)
-        self.batches = [replace(b, loss_seed=self.seed) for b in batches]
+        self.batches = [replace(b, loss_seed=self.seed if self.loss_seed else None) for b in batches]
         self.outputs: dict[int, Tensor] = {}
-        self.loss_sum.zero_()
+        self.losses = torch.zeros(len(batches), dtype=torch.float64, device=self.mesh.device)
+
+    @property
+    def loss_sum(self) -> Tensor:
+        return pairwise_sum(self.losses)
 
     def end(self) -> None:
         """Wait for the sends, so that their buffers may go."""
@@ -98,7 +104,7 @@ class Stages:
     def take_output(self, mb: int, out: Tensor) -> None:
         """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
         if self.finish is None:
-            self.loss_sum.add_(out)
+            self.losses[mb].copy_(out)
         else:
             self.outputs[mb] = out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,8 +24,9 @@ from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
-from phalanx.schedule.actions import Gather, Instruction, Reduce
+from phalanx.schedule.actions import Backward, Gather, Instruction, Reduce
 from phalanx.train.checks import unfit_for_wheels
+from phalanx.train.deterministic import be_deterministic
 from phalanx.train.guard import Guard
 from phalanx.train.plan import Plan
 
@@ -88,6 +89,8 @@ class State:
 def build(plan: Plan, mesh: Mesh) -> State:
     """Weights are not set: `init_weights` or a checkpoint does that."""
     train, kind = plan.run.train, precision(plan.run.train.precision)
+    if train.deterministic:
+        be_deterministic(mesh)
     if plan.run.model.routed_experts:
         mesh.prepare_experts()
     blocks = plan.blocks_of(mesh.at, mesh.model)
@@ -97,7 +100,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     if plan.run.model.routed_experts and plan.dispatch == "allgather":
         mesh.overlap(mesh.model.experts, "layout.ep_overlap", plan.run.layout.ep_overlap, plan.expert_exchange_bytes)
     to_device(params, mesh.device)
-    buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding)
+    buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding, leaves=plan.leaves)
     optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
@@ -106,11 +109,23 @@ def build(plan: Plan, mesh: Mesh) -> State:
     guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
     runner = Graphs(mesh.device, mesh.memories) if uses_graphs(plan, mesh.device) else Eager()
     mesh.closing.append(runner.close)
-    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner)
+    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
     handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
+    if plan.leaves:
+        handlers[Backward] = backward_in_order(stages, buffers)
     mesh.warm_up()
     routed, ahead = routed_layers(blocks, mesh.device), ahead_blocks(blocks, mesh.device)
     return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, routed, ahead)
+
+
+def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], None]:
+    """Backward of one micro-batch, whose gradients then take their place in the tree."""
+
+    def backward(i: Backward) -> None:
+        stages.backward(i)
+        buffers.done_with(i.stage, i.run)
+
+    return backward
 
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
@@ -150,8 +165,9 @@ def choices(state: State) -> str:
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     beside = mesh.overlapping.get(mesh.model.experts.name)
     dispatch += f" through shared memory {beside}" if beside is not None and mesh.model.experts.size > 1 else ""
+    order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
-    return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}"
+    return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}{order}"
 
 
 def wheels_chosen(plan: Plan, device: torch.device) -> str:

@@ -27,6 +27,7 @@ from phalanx.ops.kernels import OPS
 from phalanx.ops.wheels import EXTRA, WHEELS
 from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
+from phalanx.train.deterministic import check_deterministic
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
 
@@ -86,6 +87,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
             expert_size=run.model.expert_size,
         ),
         *check_train(run),
+        *check_deterministic(run, facts.world_size),
         *check_batch(run, facts),
         *check_device(run, facts),
         *check_optim(run.optim, steps=run.train.steps),

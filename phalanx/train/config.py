@@ -63,6 +63,9 @@ class TrainConfig:
     """Replay blocks as CUDA graphs: auto (on a GPU without pipeline stages), on, off. Same numbers, less work for the host."""
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
+    deterministic: bool = False
+    """The same bits whatever the data-parallel size, sharding level, schedule and number of stages are: gradients are added up in one
+    binary tree over the micro-batches of a step (dp a power of two). Takes time and log2(micro-batches of a rank) more gradient buffers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: GPUs if there are any."""
     rampup: RampConfig | None = None

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
+from phalanx.base.pairwise import waiting
 from phalanx.base.part import Part
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis, ring_bytes
@@ -110,7 +111,8 @@ def _batch(plan: Plan) -> Batch:
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
     documents = ids if plan.run.data.document_attention else None
-    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=torch.empty((), device="meta"))
+    seed = torch.empty((), device="meta") if plan.loss_seed else None
+    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed)
     parts = [batch.cut(part) for part in Part(0, plan.grid.cp).all]
     return max(parts, key=lambda b: b.num_tokens)
 
@@ -127,8 +129,12 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.dispatch == "allgather" and layout.ep_overlap != "off":
         shared += 4 * plan.expert_exchange_bytes
+    held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid if sharded else Grid())
+    if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
+        shared += 2 * max((b.numel for b in buckets if b.trained), default=0) * kind.master.itemsize
+        held["gradients"] *= 1 + waiting(plan.leaves)
     memory = {
-        **bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid if sharded else Grid()),
+        **held,
         "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
         "working": max(blocks[b].bytes.working for b in mine),
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
@@ -169,9 +175,16 @@ def _num_sends(program: Program, pp: int) -> int:
 
 
 def _replica_bytes(plan: Plan, buckets: Sequence[Bucket], axis: str, itemsize: int) -> float:
-    """Gradients that are summed between ranks which hold the same piece (norms over tp, tied embeddings over pp)."""
+    """Gradients that are summed between ranks which hold the same piece (norms over tp, tied embeddings over pp).
+
+    In a fixed order at most: with sharding each rank adds up only what it updates of them.
+    """
     pieces = [p for b in buckets for slot in b.slots for p in slot.spec.pieces]
-    return sum(ring_bytes("all_reduce", p.box.numel * itemsize, len(r.members)) for p in pieces for r in p.replicas if r.axis == axis)
+
+    def sent(nbytes: int, ranks: int) -> float:
+        return ring_bytes("all_gather", nbytes * ranks, ranks) if plan.leaves else ring_bytes("all_reduce", nbytes, ranks)
+
+    return sum(sent(p.box.numel * itemsize, len(r.members)) for p in pieces for r in p.replicas if r.axis == axis)
 
 
 def _dp_bytes(buckets: Sequence[Bucket], grid: Grid, sharded: bool, weight: int, master: int) -> float:

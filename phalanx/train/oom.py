@@ -169,7 +169,8 @@ def held(state: State) -> dict[str, int]:
     """Bytes of this rank's own tensors by kind: weights, gradients, masters, moments."""
     flat, shards = state.buffers.flat, state.optimizer.shards
     masters = [f.master for f in flat if f.master.untyped_storage().data_ptr() != f.weight.untyped_storage().data_ptr()]
-    kinds = {"weights": [f.weight for f in flat], "gradients": [f.grad for f in flat], "masters": masters,
+    gradients = [f.grad for f in flat] + [f.tree.waiting for f in flat if f.tree is not None]
+    kinds = {"weights": [f.weight for f in flat], "gradients": gradients, "masters": masters,
              "moments": [t for s in shards for t in (s.m, s.v)]}  # fmt: skip
     return {name: sum(t.numel() * t.element_size() for t in tensors) for name, tensors in kinds.items()}
 

@@ -112,6 +112,16 @@ class Plan:
     def num_micro_batches(self, global_batch: int) -> int:
         return global_batch // (self.run.train.micro_batch * self.grid.dp)
 
+    @property
+    def leaves(self) -> int:
+        """train.deterministic: most micro-batches of a step on a rank, whose gradients are added up in a tree. Else 0."""
+        return self.num_micro_batches(self.run.train.global_batch) if self.run.train.deterministic else 0
+
+    @property
+    def loss_seed(self) -> bool:
+        """Whether heads make their gradients in forward. In a tree over micro-batches only one may be under way, whatever the schedule is."""
+        return not self.run.train.deterministic
+
     def schedule(self, num_micro_batches: int, backward: bool = True) -> Schedule:
         name = self.schedule_name if backward else "forward"
         return generate(name, self.grid.pp, self.run.layout.virtual_stages, num_micro_batches)

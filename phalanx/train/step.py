@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.batch import IGNORE, Batch
+from phalanx.base.pairwise import pairwise_sum
 from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State
@@ -56,6 +57,7 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
     for block in state.ahead:
         block.tally.zero_()  # type: ignore[union-attr]
+    state.buffers.begin(len(batches))
     state.stages.begin(batches, seed=state.scaler.scale / tokens)
     execute(state.program(len(batches)), state.handlers)
     state.stages.end()
@@ -108,20 +110,24 @@ class Told:
 
 
 def tell(state: State, stop: bool = False) -> Told:
-    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its own tokens' routing."""
+    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its own tokens' routing.
+
+    Each data-parallel rank has a place of its own for its loss: added up in a fixed order, losses do not depend on their number.
+    """
     model, device = state.plan.run.model, state.mesh.device
     layers, width = model.num_hidden_layers + model.predict_layers, model.routed_experts + len(TALLIED) if model.routed_experts else 0
-    told = torch.zeros(3 + layers * width, dtype=torch.float64, device=device)
-    told[1:2].fill_(float(stop))
+    parts = state.mesh.dp.size
+    told = torch.zeros(2 + parts + layers * width, dtype=torch.float64, device=device)
+    told[0:1].fill_(float(stop))
+    losses, routing = told[2 : 2 + parts], told[2 + parts :].view(layers, width)
     if state.mesh.at.tp == 0:
-        told[0] = state.stages.loss_sum
-        told[2:3] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
-    routing = told[3:].view(layers, width)
+        told[1:2] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
+        losses[state.mesh.dp.index].copy_(state.stages.loss_sum)
     for layer in state.routed:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
     state.mesh.world.all_reduce(told).wait()
-    return Told(told[0], told[1], told[2], routing if width else None)
+    return Told(pairwise_sum(losses), told[0], told[1], routing if width else None)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,54 @@
+"""train.deterministic: what a run must be like for it, and what this process tells torch. The sums themselves are in data_parallel/fixed_order.py."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.utils import deterministic
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import powers_of_two, problem
+from phalanx.comm.mesh import Mesh
+from phalanx.train.config import Run
+
+
+def check_deterministic(run: Run, world: int) -> list[Problem]:
+    """Where the bits would depend on the layout all the same."""
+    c, layout, model = run.train, run.layout, run.model
+    if not c.deterministic:
+        return []
+    found, dp = [], world // max(1, layout.tp * layout.cp * layout.pp)
+
+    def needs(rule: str, because: dict) -> None:
+        found.append(problem("train", c, "deterministic", rule, because, (False,)))
+
+    if dp & (dp - 1):
+        needs("needs a power of two of data-parallel ranks", {"dp": dp, "nearest": ", ".join(map(str, powers_of_two(dp)))})
+    if model.routed_experts:
+        needs("needs a model without experts: their gradients add up tokens of several ranks", {"model.family": model.family})
+    if model.predict_layers:
+        needs("needs a model that predicts one token: further ones add up in shared weights", {"predict_layers": model.predict_layers})
+    if getattr(model, "tie_word_embeddings", False) and layout.pp > 1:
+        because = {"model.tie_word_embeddings": True, "layout.pp": layout.pp}
+        needs("needs pp=1 or embeddings that are not tied: stages add up their parts in another order than one rank does", because)
+    return found
+
+
+def be_deterministic(mesh: Mesh) -> None:
+    """Have torch choose kernels that give the same bits each time, or raise where it has none, until the mesh is closed.
+
+    On GPUs that rules out cuDNN's attention, and makes flash attention add up in a fixed order. cuBLAS needs workspaces of its
+    own for it, which it asks the environment for when it is first used.
+    """
+    before, filling = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(before)
+        deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # else every torch.empty is filled, to show who reads too early
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    mesh.closing.append(restore)

@@ -1,0 +1,218 @@
+"""train.deterministic: the same bits, of losses, norms and all state, whatever dp size, sharding level, schedule and number of stages are."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.base.pairwise import merges, pairwise_sum, waiting
+from phalanx.comm.axis import Axis
+from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
+from phalanx.train.build import build
+from phalanx.train.checks import Facts, check
+from phalanx.train.config import Run, TrainConfig
+from phalanx.train.memory import rank_uses
+from phalanx.train.oom import held
+from phalanx.train.plan import make_plan
+from phalanx.train.step import accumulate, update
+from tests.parity import MODELS, SEQ, assemble, set_weights, step_batches
+
+# --- the tree ---------------------------------------------------------------------------------------------------------------------
+
+
+def tree(terms: list[str]) -> str:
+    """What is added to what, in words."""
+    return terms[0] if len(terms) == 1 else f"({tree(terms[: len(terms) // 2])}+{tree(terms[len(terms) // 2 :])})"
+
+
+def by_merges(terms: list[str]) -> tuple[str, int]:
+    held, most = [], 0
+    for term, count in zip(terms, merges(len(terms))):
+        for _ in range(count):
+            term = f"({held.pop()}+{term})"
+        held.append(term)
+        most = max(most, len(held))
+    assert len(held) == 1
+    return held[0], most
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 24, 32])
+def test_one_tree_however_it_is_done(n):
+    """Terms one after the other, all at once, and in equal runs of 2, 4, 8 ... ranks: the same additions."""
+    terms = [f"g{i}" for i in range(n)]
+    found, most = by_merges(terms)
+    assert found == tree(terms)
+    assert waiting(n) + 1 >= most and waiting(n) == max(0, (n - 1).bit_length())
+    assert all(waiting(k) <= waiting(n) for k in range(1, n))
+    for ranks in (1, 2, 4, 8):
+        if n % ranks == 0:
+            own = n // ranks
+            assert tree([by_merges(terms[r * own : (r + 1) * own])[0] for r in range(ranks)]) == tree(terms)
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return x[0] if len(x) == 1 else summed(x[: len(x) // 2]) + summed(x[len(x) // 2 :])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 8, 11, 40])
+def test_sums_follow_the_tree(n):
+    x = torch.randn(n, 7, generator=torch.Generator().manual_seed(n))
+    assert torch.equal(pairwise_sum(x), summed(x))
+    grad = torch.zeros(7)
+    gradients = GradientTree(grad, most=48)
+    for _ in range(2):  # two steps
+        gradients.begin(n)
+        grad.zero_()
+        for row in x:
+            grad.add_(row)
+            gradients.leaf()
+        assert torch.equal(grad, summed(x))
+    assert len(gradients.waiting) == 6
+    assert n < 6 or not torch.equal(x.sum(0), summed(x)), "another order gives other bits"
+
+
+def test_squares_add_up_in_any_order():
+    """Elements shuffled and cut anywhere: the same bits, and the right sum, however far apart the elements are."""
+    pick = torch.Generator().manual_seed(0)
+    x = torch.randn(100_000, generator=pick) * torch.exp(6 * torch.randn(100_000, generator=pick))
+    one, cpu = Axis("world"), torch.device("cpu")
+    whole = sum_of_squares([x], one, cpu)
+    shuffled = x[torch.randperm(len(x), generator=pick)]
+    assert whole.item().hex() == sum_of_squares(list(shuffled.split(777)) + [torch.empty(0)], one, cpu).item().hex()
+    torch.testing.assert_close(whole, x.double().square().sum(), rtol=1e-11, atol=0)
+    assert torch.isinf(sum_of_squares([torch.tensor([1.0, torch.nan])], one, cpu))
+    assert torch.isinf(sum_of_squares([torch.tensor([torch.inf, 0.0])], one, cpu))
+    assert sum_of_squares([torch.zeros(3)], one, cpu) == 0 and sum_of_squares([], one, cpu) == 0
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------------------
+
+
+def one_rank(rank: int, world: int, run: Run, steps: int) -> dict:
+    """Losses and norms as hex, and this rank's parts of masters, moments and weights."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    set_weights(state)
+    state.train()
+    numbers = []
+    for step in range(steps):
+        result = update(state, accumulate(state, step_batches(run, mesh, step, False)), lr=1e-2)
+        numbers.append((result.loss.item().hex(), result.grad_norm.item().hex(), int(result.tokens)))
+    state.buffers.ready()
+    parts = {what: parts_of(state, what) for what in ("master", "m", "v", "weight")}
+    mesh.close()
+    return {"numbers": numbers, "parts": parts}
+
+
+def parts_of(state, what: str) -> list:
+    found, shards = [], {s.bucket.id: s for s in state.optimizer.shards}
+    for flat in state.buffers.flat:
+        shard = shards[flat.bucket.id]
+        whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
+        if what == "weight":
+            whole[:] = flat.weight.double()
+        else:
+            whole[shard.lo : shard.hi] = getattr(shard, what).double()
+        for slot in flat.bucket.slots:
+            storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            found += [(p.name, p.shape, p.box, p.of(storage).numpy().copy()) for p in slot.spec.pieces]
+    return found
+
+
+def exact(ranks, run: Run, world: int, steps: int = 2) -> tuple:
+    """Everything that must not depend on the layout, as hex and hashes."""
+    results = ranks.run("tests.test_deterministic:one_rank", world, run, steps)
+    assert all(r["numbers"] == results[0]["numbers"] for r in results)
+    hashes = {}
+    for what in ("master", "m", "v", "weight"):
+        for name, values in assemble([r["parts"][what] for r in results]).items():
+            hashes[what, name] = hashlib.sha256(values.tobytes()).hexdigest()
+    return results[0]["numbers"], hashes
+
+
+def run_of(model: str, precision: str, deterministic: bool = True, batch: int = 8, **layout) -> Run:
+    train = TrainConfig(steps=4, global_batch=batch, micro_batch=1, seq_length=SEQ, precision=precision, deterministic=deterministic)
+    return Run(model=MODELS[model], train=train, layout=LayoutConfig(**layout))
+
+
+def differing(found: tuple, expected: tuple) -> list:
+    numbers = [(a, b) for a, b in zip(found[0], expected[0], strict=True) if a != b]
+    assert found[1].keys() == expected[1].keys()
+    return numbers + [k for k in expected[1] if expected[1][k] != found[1][k]]
+
+
+LAYOUTS = {
+    "dp2": (2, {}), "dp4": (4, {}), "dp2, level 0": (2, dict(sharding=0)), "dp4, level 0, small buckets": (4, dict(sharding=0, bucket_mb=0)),
+    "pp2": (2, dict(pp=2)), "pp2 gpipe": (2, dict(pp=2, schedule="gpipe")), "gpipe": (1, dict(schedule="gpipe")),
+    "pp2 x 2, dp2": (4, dict(pp=2, virtual_stages=2)), "pp4": (4, dict(pp=4)),
+    "pp2 dp2, level 0, gpipe": (4, dict(pp=2, sharding=0, schedule="gpipe")),
+    "pp3 x 2": (3, dict(pp=3, virtual_stages=2, stages=(1, 1, 1, 1, 1, 1), bucket_mb=0)), "dp8, small buckets": (8, dict(bucket_mb=0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision, names", [("fp32", tuple(LAYOUTS)), ("bf16", ("dp4", "pp2 dp2, level 0, gpipe", "pp2 x 2, dp2", "pp4"))])
+def test_bits_do_not_depend_on_the_layout(ranks, precision, names):
+    run = run_of("llama", precision)
+    alone = exact(ranks, run, 1)
+    for name in names:
+        world, layout = LAYOUTS[name]
+        assert differing(exact(ranks, replace(run, layout=LayoutConfig(**layout)), world), alone) == [], name
+
+
+def test_tensor_parallel_ranks_keep_their_bits_too(ranks):
+    """With tp the same, the rest may change; key and value heads that two tp ranks share and norms are added up over tp, whole or in shards."""
+    run = run_of("llama", "bf16", tp=4)
+    few = exact(ranks, run, 4, steps=1)
+    assert differing(exact(ranks, replace(run, layout=LayoutConfig(tp=4, bucket_mb=0)), 8, steps=1), few) == []
+    assert differing(exact(ranks, replace(run, layout=LayoutConfig(tp=4, pp=2)), 8, steps=1), few) == []
+
+
+def test_tied_embeddings_and_dropout(ranks):
+    """12 micro-batches: halves that are not powers of two."""
+    run = run_of("gpt2", "fp32", batch=12)
+    alone = exact(ranks, run, 1)
+    for world, layout in ((2, dict(bucket_mb=0)), (4, dict(sharding=0))):
+        assert differing(exact(ranks, replace(run, layout=LayoutConfig(**layout)), world), alone) == []
+
+
+def test_without_it_bits_differ(ranks):
+    """So the comparison can fail: in the usual order sums over four ranks are not those of one."""
+    run = run_of("llama", "fp32", deterministic=False)
+    alone = exact(ranks, run, 1)
+    assert exact(ranks, run, 1) == alone, "the same layout is always exact"
+    assert differing(exact(ranks, run, 4), alone)
+
+
+# --- rules, memory ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model, world, layout, rule", [
+    ("llama", 3, {}, "needs a power of two of data-parallel ranks"), ("mixtral", 2, {}, "needs a model without experts"),
+    ("deepseek_v3-mtp", 1, {}, "needs a model that predicts one token"), ("llama-tied", 2, dict(pp=2), "needs pp=1 or embeddings that are not tied"),
+])  # fmt: skip
+def test_rules(model, world, layout, rule):
+    run = run_of(model, "fp32", batch=12, **layout)
+    problems = [p for p in check(run, Facts(world_size=world)) if p.field == "train.deterministic"]
+    assert any(p.rule.startswith(rule) and p.valid == (False,) for p in problems)
+    assert not [p for p in check(run_of("llama-tied", "fp32"), Facts(world_size=2)) if p.field.startswith("train")]
+
+
+def test_the_forecast_has_the_sums_that_wait():
+    """8 micro-batches on a rank: three more gradient buffers, and they are what a rank holds."""
+    run = run_of("llama", "bf16", batch=16)
+    (use,), _ = rank_uses(make_plan(run, 2), 8)
+    (plain,), _ = rank_uses(make_plan(replace(run, train=replace(run.train, deterministic=False)), 2), 8)
+    assert use.memory["gradients"] == 4 * plain.memory["gradients"]
+    mesh = Mesh(Grid())
+    alone = build(make_plan(replace(run, train=replace(run.train, global_batch=8)), 1), mesh)
+    (alone_use,), _ = rank_uses(alone.plan, 8)
+    mesh.close()
+    assert held(alone)["gradients"] == alone_use.memory["gradients"]
+    assert not torch.are_deterministic_algorithms_enabled()
