@@ -29,6 +29,7 @@ GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
+FP8 = "train.precision=bf16 train.fp8.recipe"
 LATENT = "model.family=deepseek_v3 model.first_k_dense_replace=4"
 GROUPED = "model.family=deepseek_v3 model.first_k_dense_replace=1 model.n_routed_experts=8 model.num_experts_per_tok=2 model.n_group=4 model.topk_group=2"
 LAPTOP = Facts(files=False)
@@ -153,6 +154,24 @@ RULES = [
     ("layout.pp=2 layout.stages=[3,2]", 2, "layout.stages", (3, 2), "must sum to the number of blocks", {"sum", "blocks (layers + 2)"}, ((3, 3),)),
     ("layout.pp=2 layout.stages=[6,0]", 2, "layout.stages", (6, 0), "at least 1 block", set(), ((3, 3),)),
     ("layout.bucket_mb=0", 1, "layout.bucket_mb", 0, ">= 1", set(), (1, 2)),
+    # low precision
+    (f"{FP8}=tensorwise train.fp8.history=8", 1, "train.fp8.history", 8, "has no effect without recipe=delayed", {"train.fp8.recipe"}, (1024,)),
+    (f"{FP8}=rowwise train.fp8.amax=most_recent", 1, "train.fp8.amax", "most_recent", "has no effect without recipe=delayed", {"train.fp8.recipe"}, ("max",)),
+    (f"{FP8}=delayed train.fp8.history=0", 1, "train.fp8.history", 0, ">= 1", set(), (1, 2)),
+    (f"{FP8}=mxfp8 train.fp8.accumulate=fast", 1, "train.fp8.accumulate", "fast", "has no effect without a recipe that has GEMMs of its own", {"train.fp8.recipe"}, ("mixed",)),
+    (f"{FP8}=tensorwise train.fp8.min_cosine=0.9", 1, "train.fp8.min_cosine", 0.9, "has no effect without shadow_interval", {"train.fp8.shadow_interval"}, (None,)),
+    (f"{FP8}=tensorwise train.fp8.max_lost=1.5", 1, "train.fp8.max_lost", 1.5, "(0, 1)", set(), (0.2,)),
+    (f"{FP8}=tensorwise train.fp8.shadow_interval=5 train.fp8.min_cosine=0", 1, "train.fp8.min_cosine", 0.0, "(0, 1)", set(), (0.98,)),
+    (f"{FP8}=tensorwise train.fp8.shadow_interval=0", 1, "train.fp8.shadow_interval", 0, ">= 1", set(), (1, 2)),
+    (f"{FP8}=tensorwise train.fp8.first_layers=-1", 1, "train.fp8.first_layers", -1, ">= 0", set(), (0, 1)),
+    (f"{FP8}=tensorwise train.fp8.last_layers=-1", 1, "train.fp8.last_layers", -1, ">= 0", set(), (0, 1)),
+    (f"{FP8}=tensorwise train.fp8.first_layers=3 train.fp8.last_layers=1", 1, "train.fp8.first_layers", 3, "must leave layers", {"model.num_hidden_layers", "train.fp8.last_layers"}, (2,)),
+    (f"{FP8}=tensorwise train.fp8.exclude=['*.o_porj.*']", 1, "train.fp8.exclude", ["*.o_porj.*"], "must fit names of linears", {"fits none"}, ([],)),
+    (f"{FP8}=tensorwise train.fp8.exclude=['*']", 1, "train.fp8.exclude", ["*"], "must leave a linear", {"linears"}, ([],)),
+    (f"{FP8}=tensorwise train.precision=fp16", 1, "train.precision", "fp16", "must be bf16 with train.fp8", {"train.fp8.recipe"}, ("bf16", "fp32")),
+    (f"{FP8}=tensorwise train.seq_length=60 train.micro_batch=1", 1, "train.seq_length", 60, "must be a multiple of 16 with train.fp8.recipe=tensorwise", {"train.fp8.recipe", "train.micro_batch", "layout.tp", "layout.cp"}, (48, 64)),
+    (f"{FP8}=blockwise train.micro_batch=4", 1, "train.fp8.recipe", "blockwise", "outputs and inputs of its linears", {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp"}, ("tensorwise", "delayed", "rowwise")),
+    (f"{FP8}=rowwise layout.tp=4 model.intermediate_size=160", 4, "train.fp8.recipe", "rowwise", "outputs and inputs of its linears", {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp"}, ()),
     # batch (16, 18, 20) and rampup
     ("train.global_batch=100 train.micro_batch=8", 4, "train.global_batch", 100, "multiple of micro_batch * dp", {"micro_batch * dp", "train.micro_batch", "dp"}, (96, 128)),
     ("train.micro_batch=0", 1, "train.micro_batch", 0, ">= 1", set(), (1, 2)),
@@ -278,6 +297,8 @@ ACCEPTED = [
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp
     (BASE, f"{QWEN3_MOE} layout.ep=2 layout.dispatch=allgather layout.expert_room=.inf", 2),
     (BASE, f"{OSS} layout.etp=4 model.swiglu_limit=.inf", 4),
+    (BASE, "train.precision=bf16 train.fp8={recipe: mxfp8, exclude: ['*.3.mlp.*'], first_layers: 1, shadow_interval: 5, min_cosine: 0.9}", 1),
+    (GPT2_BASE, "train.fp8.recipe=nvfp4 layout.tp=2", 2),
     (GPT2_BASE, "model.dropout=0.1 model.attention_dropout=0.1 layout.tp=2", 2),
 ]
 
@@ -333,6 +354,15 @@ def test_device_rules():
     assert problems(["train.kernels=triton", "train.cuda_graphs=on"], LAPTOP) == []  # a plan for machines that have GPUs
     [package] = problems(["log.tensorboard=true"], Facts(missing=("tensorboard",), files=False))
     assert package.field == "log.tensorboard" and package.valid == (False,) and "phalanx[tensorboard]" in package.rule
+
+
+def test_recipes_need_their_gpus():
+    ampere = replace(LAPTOP, device="cuda", device_name="NVIDIA A100", capability=(8, 0))
+    for recipe, capability, valid in (("tensorwise", (8, 0), ("mxfp8", "nvfp4")), ("blockwise", (8, 9), ("tensorwise", "delayed", "mxfp8", "nvfp4"))):
+        overrides = [f"train.fp8.recipe={recipe}", "train.precision=bf16", "train.micro_batch=4", "model.hidden_size=128", "model.intermediate_size=128"]
+        [lacks] = problems(overrides, replace(ampere, capability=capability))
+        assert lacks.field == "train.fp8.recipe" and "NVIDIA A100" in lacks.because["device"] and set(lacks.valid) == set(valid[:3])
+        assert problems(overrides, replace(ampere, capability=(9, 0))) == []
 
 
 def test_problems_of_the_environment_are_shown_with_the_others():

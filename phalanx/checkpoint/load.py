@@ -45,7 +45,8 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
 
     Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of them if the
     checkpoint is missing, or is of another model (given `model`, every differing field is listed, old -> new); DamagedCheckpoint
-    if a byte that a rank reads is not what was saved. more: small tensors that were saved along; all zero if they do not fit those.
+    if a byte that a rank reads is not what was saved. more: small tensors that were saved along;
+    those of one owner (what stands before the dot) are zero if any of them does not fit.
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
@@ -65,9 +66,9 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     optimizer.step.fill_(numbers["optimizer.step"][0])
     for name, value in scaler.state().items():
         value.fill_(numbers[f"scaler.{name}"][0])
-    fits = all(len(numbers.get(name, [])) == value.numel() for name, value in (more or {}).items())
+    unfit = {name.partition(".")[0] for name, value in (more or {}).items() if len(numbers.get(name, [])) != value.numel()}
     for name, value in (more or {}).items():
-        saved = torch.tensor(numbers[name] if fits else [0.0] * value.numel(), dtype=torch.float64)
+        saved = torch.tensor(numbers[name] if name.partition(".")[0] not in unfit else [0.0] * value.numel(), dtype=torch.float64)
         value.copy_(saved.view(value.shape))
     agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size))
     _publish(buffers)

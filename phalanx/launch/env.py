@@ -99,5 +99,6 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
     wheels = ((op, incapable((major, minor), not hip) or absent(op)) for op in WHEELS)
     return Facts(
         device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6,
+        capability=(0, 0) if hip else (major, minor),
         triton_ok=not hip and major >= 8 and has_triton(), no_wheels=tuple((op, why) for op, why in wheels if why), missing=missing,
     )  # fmt: skip

@@ -60,9 +60,9 @@ class Attention(Module):
         self.first_head, self.dropout, self.layer = own.q0, dropout, layer
         self.rotary, self.kind = None if rotation is None else Rotary(rotation), kind
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
-        self.qkv = self.param(column_spec(rows, width, Init("normal", std), transposed))
+        self.qkv = self.matrix(column_spec(rows, width, Init("normal", std), transposed), cut=0)
         a, b = own.q0 * head_dim, own.q1 * head_dim
-        self.out = self.param(row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed))
+        self.out = self.matrix(row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed), cut=1)
         biases = [Rows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
         self.qkv_bias = self.param(bias_spec(biases)) if bias != "none" else None
         self.out_bias = self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias == "all" else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -14,6 +16,22 @@ from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Replica
 from phalanx.ops.exchange import Dispatch
 from phalanx.ops.kernels import Kernels
+from phalanx.ops.low_matmul import Accumulate, LowWeight
+from phalanx.ops.quant import Recipe
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`."""
+
+    recipe: Recipe
+    layers: range
+    exclude: tuple[str, ...] = ()
+    accumulate: Accumulate = "mixed"
+
+    def takes(self, name: str) -> bool:
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        return (layer is None or layer in self.layers) and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class Env:
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
     expert_room: float = math.inf
+    low: LowPrecision | None = None
 
     @property
     def tp(self) -> Axis:
@@ -45,6 +64,15 @@ class Env:
         """
         parts = {op, "swiglu"} if op == "mlp" else {op}
         return "plain" if parts & set(self.plain_ops) else self.kernels
+
+    def low_weight(self, names: Iterable[str], cut: int) -> LowWeight | None:
+        """What a linear with these global matrices keeps beside its weight, whose dim `cut` is cut over tp; None: it is in `dtype`."""
+        once = list(dict.fromkeys(names))
+        if self.low is None or not all(self.low.takes(name) for name in once):
+            return None
+        first, *others = (name.removesuffix(".weight") for name in once)
+        name = "+".join((first, *(other.rsplit(".", 1)[-1] for other in others)))
+        return LowWeight(self.low.recipe, name, cut, self.axes, self.twin("quant"), self.low.accumulate)
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""

@@ -67,10 +67,10 @@ class LatentAttention(Module):
         self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
         self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
         q_up = Rows(f"{at}.q_b_proj.weight" if s.q_rank else f"{at}.q_proj.weight", heads * s.query, first * s.query, last * s.query)
-        self.q_up = self.param(column_spec([q_up], s.q_rank or width, init))
+        self.q_up = self.matrix(column_spec([q_up], s.q_rank or width, init), cut=0)
         each = s.nope + s.value
-        self.kv_up = self.param(column_spec([Rows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init))
-        self.out = self.param(row_spec(f"{at}.o_proj.weight", width, heads * s.value, first * s.value, last * s.value, init))
+        self.kv_up = self.matrix(column_spec([Rows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init), cut=0)
+        self.out = self.matrix(row_spec(f"{at}.o_proj.weight", width, heads * s.value, first * s.value, last * s.value, init), cut=1)
         self.num_weights = s.num_weights(width, heads)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

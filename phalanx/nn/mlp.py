@@ -13,6 +13,7 @@ from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.nn.recompute import remade
 from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
+from phalanx.ops.low_matmul import low_of
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 
 
@@ -22,13 +23,13 @@ class SwiGLU(Module):
     def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float):
         super().__init__(env)
         a, b = env.cut(inner)
-        self.gate_up = self.param(column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)))
-        self.down = self.param(row_spec(names[2], width, inner, a, b, Init("normal", std)))
+        self.gate_up = self.matrix(column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)), cut=0)
+        self.down = self.matrix(row_spec(names[2], width, inner, a, b, Init("normal", std)), cut=1)
         self.num_weights = 3 * width * inner
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """x (T / tp, D) -> (T / tp, D), whatever the batch."""
-        if use_gated_mlp(self.env.twin("mlp"), x, self.down):
+        if low_of(self.gate_up) is None and low_of(self.down) is None and use_gated_mlp(self.env.twin("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
         gate_up = gather_matmul(x, self.gate_up, self.env.tp)
         hidden = swiglu(gate_up, self.env.twin("swiglu"))
@@ -45,9 +46,9 @@ class GeluMLP(Module):
     def __init__(self, env: Env, names: tuple[str, str], width: int, inner: int, std: float, std_out: float):
         super().__init__(env)
         a, b = env.cut(inner)
-        self.expand = self.param(column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True))
+        self.expand = self.matrix(column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True), cut=0)
         self.expand_bias = self.param(bias_spec([Rows(f"{names[0]}.bias", inner, a, b)]))
-        self.project = self.param(row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True))
+        self.project = self.matrix(row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True), cut=1)
         self.project_bias = self.replicated(f"{names[1]}.bias", width, Init("zeros"))
         self.num_weights = 2 * width * inner
 

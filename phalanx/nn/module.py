@@ -28,6 +28,12 @@ class Module(nn.Module):
         made.spec = spec  # type: ignore[attr-defined]
         return made
 
+    def matrix(self, spec: ParamSpec, cut: int) -> nn.Parameter:
+        """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision as `.low` (or None)."""
+        made = self.param(spec)
+        made.low = self.env.low_weight((p.name for p in spec.pieces), cut)  # type: ignore[attr-defined]
+        return made
+
     def replicated(self, name: str, size: int, init: Init) -> nn.Parameter:
         """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight decay."""
         whole = Piece(name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone)

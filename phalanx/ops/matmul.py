@@ -3,7 +3,7 @@
 Between blocks each tensor-parallel rank holds T / tp tokens of the micro-batch (sequence parallelism, Korthikanti et al.,
 "Reducing activation recomputation in large transformer models", 2022). Inside a sub-layer each holds all T tokens and its part
 of the features. For y = x W^T: dx = dy W and dW = dy^T x; gathering in forward is scattering in backward and the reverse.
-The tokens are gathered again in backward instead of being kept.
+The tokens are gathered again in backward instead of being kept. Weights in low precision (train.fp8) go through ops.low_matmul.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.grads import add_grad, add_product_grad
+from phalanx.ops.low_matmul import low_gather_matmul, low_matmul_scatter, low_of
 
 
 class _GatherMatmul(Function):
@@ -110,6 +111,9 @@ def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
     """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is cut like the outputs."""
+    low = low_of(weight)
+    if low is not None:
+        return low_gather_matmul(x, weight, tp, bias, low)
     return _GatherMatmul.apply(x, weight, bias, tp)
 
 
@@ -123,4 +127,7 @@ def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = No
 
     The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
     """
+    low = low_of(weight)
+    if low is not None:
+        return low_matmul_scatter(h, weight, tp, bias, low)
     return _MatmulScatter.apply(h, weight, bias, tp)

@@ -13,7 +13,7 @@ from phalanx.base.dtypes import precision
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers, FlatBucket
-from phalanx.layout.buckets import Slot
+from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
@@ -28,7 +28,8 @@ from phalanx.schedule.actions import Backward, Gather, Instruction, Reduce
 from phalanx.train.checks import unfit_for_wheels
 from phalanx.train.deterministic import be_deterministic
 from phalanx.train.guard import Guard
-from phalanx.train.plan import Plan
+from phalanx.train.low import LowState
+from phalanx.train.plan import Plan, low_names, low_precision
 
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
@@ -50,6 +51,7 @@ class State:
     handlers: Handlers
     routed: tuple[MoE, ...] = ()
     ahead: tuple[MultiTokenPrediction, ...] = ()
+    low: LowState | None = None  # of runs in low precision (train.fp8)
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
 
     def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
@@ -110,12 +112,30 @@ def build(plan: Plan, mesh: Mesh) -> State:
     runner = Graphs(mesh.device, mesh.memories) if uses_graphs(plan, mesh.device) else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
-    handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: lambda i: buffers.flat[i.bucket].ready()}
+    low = low_state(plan, buckets, params, mesh.device)
+
+    def gathered(i: Gather) -> None:
+        buffers.flat[i.bucket].ready()
+        if low is not None:
+            low.refresh(i.bucket)
+
+    handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: gathered}
     if plan.leaves:
         handlers[Backward] = backward_in_order(stages, buffers)
     mesh.warm_up()
     routed, ahead = routed_layers(blocks, mesh.device), ahead_blocks(blocks, mesh.device)
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, routed, ahead)
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, routed, ahead, low)
+
+
+def low_state(plan: Plan, buckets: list[Bucket], params: list[nn.Parameter], device: torch.device) -> LowState | None:
+    """Of a run with train.fp8: its linears in low precision count into it."""
+    config, low = plan.run.train.fp8, low_precision(plan.run)
+    if config is None or low is None:
+        return None
+    state = LowState(low_names(plan.run), low.recipe, config, device)
+    for bucket in buckets:
+        state.attach(bucket.id, (params[slot.param] for slot in bucket.slots))
+    return state
 
 
 def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], None]:
@@ -191,6 +211,8 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
     to_device(params, mesh.device)
+    for p in params:
+        p.low = None  # type: ignore[attr-defined]  # a few tokens at a time make no whole blocks of scales
     kind = precision(plan.run.train.precision)
     for run in blocks.values():
         for block in run:
@@ -202,9 +224,9 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
 def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:
-        spec = p.spec  # type: ignore[attr-defined]
+        spec, low = p.spec, getattr(p, "low", None)  # type: ignore[attr-defined]
         torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.trained))
-        p.spec = spec  # type: ignore[attr-defined]
+        p.spec, p.low = spec, low  # type: ignore[attr-defined]
 
 
 def init_weights(state: State) -> None:

@@ -28,6 +28,7 @@ from phalanx.ops.wheels import EXTRA, WHEELS
 from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 from phalanx.train.deterministic import check_deterministic
+from phalanx.train.low_checks import check_fp8
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
 
@@ -39,6 +40,7 @@ class Facts:
     env           problems already found in the environment or in options
     missing       optional packages that are not installed
     no_wheels     (op, why): ops whose twin from phalanx[wheels] cannot run
+    capability    compute capability of NVIDIA GPUs; None: of the CPU, where narrow formats are emulated
     files         look whether paths exist
     """
 
@@ -50,6 +52,7 @@ class Facts:
     bf16_ok: bool = True
     fp16_ok: bool = True
     triton_ok: bool = True
+    capability: tuple[int, int] | None = None
     no_wheels: tuple[tuple[str, str], ...] = ()
     env: tuple[Problem, ...] = ()
     missing: tuple[str, ...] = ()
@@ -76,6 +79,12 @@ def raise_problems(problems: list[Problem]) -> None:
 
 
 def broken_rules(run: Run, facts: Facts) -> list[Problem]:
+    found = broken_rules_but_fp8(run, facts)
+    sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
+    return found + check_fp8(run, facts.capability, facts.device_name, sound)
+
+
+def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
     more = 2 + (run.model.predict_layers > 0)
     blocks = max(run.model.num_hidden_layers, 1) + more
     evaluates = run.train.eval_interval is not None

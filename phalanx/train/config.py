@@ -42,6 +42,33 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Products of the layers' linears in 8 bits or fewer. Embedding, head, routers, attention itself and MLA's down-projections never are."""
+
+    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+    """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise, blockwise (DeepSeek-V3's 1x128
+    and 128x128); mxfp8 and nvfp4 are emulated: the numerics of Blackwell at the speed of train.precision, not measured on hardware."""
+    exclude: list[str] = field(default_factory=list)
+    """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
+    first_layers: int = 0
+    """So many layers at the model's beginning stay in train.precision."""
+    last_layers: int = 0
+    """So many layers at its end."""
+    accumulate: Literal["mixed", "fast", "precise"] = "mixed"
+    """Sums inside the GEMMs: fast (the tensor cores' own), precise (carried to fp32 as they go), mixed (forward fast, backward precise)."""
+    history: int = 1024
+    """delayed: steps whose largest values the scales come from."""
+    amax: Literal["max", "most_recent"] = "max"
+    """delayed: the largest of the history, or that of the last step."""
+    shadow_interval: int | None = None
+    """Compute every so many steps (and at the first and the last) the gradients in train.precision too, and tell how far apart they are."""
+    max_lost: float | None = None
+    """A linear that loses more than this part of a tensor's values (to zero, or cut to the largest) goes on in train.precision; unset: none."""
+    min_cosine: float | None = None
+    """A linear whose weight's gradient has a lower cosine with that in train.precision (shadow_interval) goes on in it; unset: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int
     """Optimizer steps of the whole run."""
@@ -53,6 +80,8 @@ class TrainConfig:
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
+    fp8: Fp8Config | None = None
+    """Products of linears in 8 bits; unset: in train.precision."""
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     """Activations made again in backward: none, pointwise (norms and MLP activations: cheap), selective (inside attention), full (whole blocks)."""
     kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"

@@ -155,7 +155,10 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
     for path in sources:
         try:
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
-            return path, load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state))
+            scalars = load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state))
+            if state.low is not None:
+                state.low.loaded()
+            return path, scalars
         except DamagedCheckpoint as error:
             if not run.checkpoint.fallback or len(sources) == 1:
                 raise
@@ -191,7 +194,8 @@ def loop_of(
         after.callback(trackers.close)
     bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
     after.callback(bar.close)
-    reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar)
+    reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar,
+                        state.low.names if state.low is not None else ())  # fmt: skip
     saves = Saves(state, counters, start, now, log)
 
     def go_back(before: int, tries: int) -> dict[str, Any]:

@@ -97,6 +97,10 @@ def _block_use(plan: Plan, number: int) -> BlockUse:
         return torch.empty(batch.num_tokens // plan.grid.tp, run.model.hidden_size, dtype=kind.compute, device="meta")
 
     with torch.no_grad(), FusedAttention():
+        for p in block.parameters():
+            low = getattr(p, "low", None)
+            if low is not None:
+                low.refresh(p)  # counted with the weights
         run_block(block, new_input(), batch)  # makes what all layers share of a batch, so that it does not count as this block's
     for axis in (a for group in dry.values() for a in group):
         axis.sent.clear()
@@ -129,12 +133,15 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.dispatch == "allgather" and layout.ep_overlap != "off":
         shared += 4 * plan.expert_exchange_bytes
+    blocks_here = plan.blocks_of(Coords(pp=pp))
+    codes = 2 * sum(p.numel() for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None)
     held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid if sharded else Grid())
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
         shared += 2 * max((b.numel for b in buckets if b.trained), default=0) * kind.master.itemsize
         held["gradients"] *= 1 + waiting(plan.leaves)
     memory = {
         **held,
+        **({"codes": codes} if codes else {}),
         "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
         "working": max(blocks[b].bytes.working for b in mine),
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,

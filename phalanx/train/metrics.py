@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from phalanx.base.log import Log
+from phalanx.train.low import low_values, worst
 from phalanx.train.progress import ProgressBar
 from phalanx.train.routing import routing_text, routing_values
 from phalanx.train.step import StepResult
+
+LOW_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
 
 class Moment:
@@ -51,6 +54,10 @@ class Pending:
         self._routing = None if result.routing is None else result.routing.shape
         if result.routing is not None:
             told = torch.cat((told, result.routing.flatten()))
+        self._low = None if result.low is None else result.low.shape
+        self._low_at = len(told)
+        if result.low is not None:
+            told = torch.cat((told, result.low.flatten()))
         self._host = told
         if told.is_cuda:
             self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
@@ -69,7 +76,13 @@ class Pending:
 
     def routing(self) -> dict[str, list[Any]] | None:
         """Per layer, after `read`; None without experts."""
-        return None if self._routing is None else routing_values(self._host[6:].view(self._routing).tolist())
+        if self._routing is None:
+            return None
+        return routing_values(self._host[6 : 6 + self._routing.numel()].view(self._routing).tolist())
+
+    def low(self) -> list[Any] | None:
+        """What casts of low precision lost, as LowState.tally, after `read`; None without train.fp8."""
+        return None if self._low is None else self._host[self._low_at :].view(self._low).tolist()
 
 
 @dataclass
@@ -106,10 +119,11 @@ def step_line(values: dict[str, Any]) -> str:
     v = values
     ahead = f" mtp_loss={v['mtp_loss']:.4f}" if "mtp_loss" in v else ""
     mfu = "n/a" if v["mfu"] is None else f"{100 * v['mfu']:.1f}%"
+    lost = f" fp8_lost={v['fp8_lost']:.3g}@{v['fp8_worst'].rsplit(' ', 1)[-1]}" if "fp8_lost" in v else ""
     return (
         f"step={v['step']} loss={v['loss']:.4f} grad_norm={v['grad_norm']:.3g} lr={v['lr']:.3e} tok/s={v['tokens_per_s']:.0f} "
         f"tok/s/gpu={v['tokens_per_s_per_gpu']:.0f} tflops/gpu={v['tflops_per_gpu']:.4g} mfu={mfu} mem={v['memory_gib']:.2f}GiB "
-        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{ahead}{routing_text(v['experts']) if 'experts' in v else ''}"
+        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{ahead}{lost}{routing_text(v['experts']) if 'experts' in v else ''}"
     )
 
 
@@ -182,7 +196,8 @@ class Reporter:
     """Turns finished steps into counters, lines and files. The counters are on every rank, the writing on rank 0."""
 
     def __init__(self, log: Log, trackers: Trackers | None, speed: Speed, counters: Counters, total_steps: int, interval: int,
-                 device: torch.device, bar: ProgressBar | None = None):  # fmt: skip
+                 device: torch.device, bar: ProgressBar | None = None, low_names: tuple[str, ...] = ()):  # fmt: skip
+        self.low_names = low_names
         self.log, self.trackers, self.speed, self.counters, self.bar = log, trackers, speed, counters, bar
         self.total_steps, self.interval, self.device = total_steps, interval, device
         self.mark = Moment(device)
@@ -222,5 +237,15 @@ class Reporter:
             "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": peak_memory(self.device) / 2**30,
             "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
             "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
+            **self._low_values(pending),
             **({} if ahead is None else {"mtp_loss": ahead}), **({} if routing is None else {"experts": routing}),
         }  # fmt: skip
+
+    def _low_values(self, pending: Pending) -> dict[str, Any]:
+        """What casts lost: the worst tensor at every step, all of them now and then."""
+        tally = pending.low()
+        if tally is None:
+            return {}
+        part, whose = worst(self.low_names, tally)
+        every = pending.step == 1 or pending.step % LOW_EVERY == 0 or pending.step == self.total_steps
+        return {"fp8_lost": part, "fp8_worst": whose, **({"fp8": low_values(self.low_names, tally)} if every else {})}

@@ -18,9 +18,10 @@ from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, LowPrecision
 from phalanx.nn.module import Block
 from phalanx.ops.exchange import Dispatch, room_for
+from phalanx.ops.quant import RECIPES
 from phalanx.schedule.actions import Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
@@ -41,6 +42,27 @@ def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: Sequence[int])
 def num_blocks(model: LlamaConfig | GPT2Config) -> int:
     """Embedding, layers, what predicts tokens further ahead (if anything), head."""
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
+
+
+def low_precision(run: Run) -> LowPrecision | None:
+    """Which linears of a run use train.fp8's recipe."""
+    c, layers = run.train.fp8, run.model.num_hidden_layers
+    if c is None:
+        return None
+    return LowPrecision(RECIPES[c.recipe], range(c.first_layers, layers - c.last_layers), tuple(c.exclude), c.accumulate)
+
+
+@lru_cache(maxsize=8)
+def _low_names(key: str, model: LlamaConfig | GPT2Config, low: LowPrecision) -> tuple[str, ...]:
+    blocks = make_blocks(model, Env(low=low), range(num_blocks(model)))
+    lows = (getattr(p, "low", None) for block in blocks for p in block.parameters())
+    return tuple(dict.fromkeys(low.name for low in lows if low is not None))
+
+
+def low_names(run: Run) -> tuple[str, ...]:
+    """Names of all linears of the model that use train.fp8's recipe, in order."""
+    low = low_precision(run)
+    return () if low is None else _low_names(repr(run.model), run.model, low)
 
 
 def grid_of(run: Run, world: int) -> Grid:
@@ -184,6 +206,7 @@ class Plan:
         return Env(
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
             recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage,
+            low=low_precision(self.run),
             kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from phalanx.train.data_text import plan_data
 from phalanx.train.flops import flops_of
 from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.train.order import total_samples
-from phalanx.train.plan import Plan, make_plan
+from phalanx.train.plan import Plan, low_names, make_plan
 
 WIDTH = 100
 FITS_ON = ("L4", "L40S", "A100", "H100", "H200", "B200")
@@ -45,7 +45,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         "parameters": f"{num_parameters(plan):,}",
         "ranks": f"{grid.world:,} = {grid.text}, sharding level {run.layout.sharding}{expert_view(run, grid)}",
-        "precision": f"{train.precision}, recompute {train.recompute}",
+        "precision": f"{train.precision}{low_text(run)}, recompute {train.recompute}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
         "run": f"{train.steps:,} steps, {samples:,} sequences, {count(samples * train.seq_length)} tokens",
@@ -54,6 +54,11 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         "FLOP of the run": f"{flops.per_token * samples * train.seq_length:.4g}",
     }
     return "\n".join(f"{name:<16}{text}" for name, text in rows.items())
+
+
+def low_text(run: Run) -> str:
+    fp8, count = run.train.fp8, len(low_names(run))
+    return f", {count} linears in train.fp8.recipe={fp8.recipe}" if fp8 else ""
 
 
 def expert_view(run: Run, grid: Grid) -> str:

@@ -32,7 +32,8 @@ def checkpoints_of(run: Run) -> Path:
 
 def numbers_of(state: State) -> dict[str, Tensor]:
     """Small tensors of a run's state that are no part of its optimizer."""
-    return {f"guard.{name}": value for name, value in state.guard.state().items()}
+    low = {} if state.low is None else state.low.state()
+    return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in low.items()}}
 
 
 class Saves:

@@ -26,6 +26,7 @@ class StepResult:
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
     ahead      mean loss per token of what predicts further tokens, if there is such a block
+    low        (L, 3, 5) what casts of low precision lost, as LowState.tally, of all ranks; None without train.fp8
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     """
 
@@ -36,6 +37,7 @@ class StepResult:
     stop: Tensor
     routing: Tensor | None = None
     ahead: Tensor | None = None
+    low: Tensor | None = None
 
 
 def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult:
@@ -47,6 +49,8 @@ def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = F
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
     tokens = count_tokens(state, batches)
+    if state.low is not None and state.low.needs_history:
+        begin_history(state, batches, tokens)
     forward_backward(state, batches, tokens)
     if state.plan.room_may_lack and lacked_room(state):
         with state.by_all_to_all():
@@ -54,10 +58,24 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     return tokens
 
 
+def begin_history(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
+    """Before the first step of delayed scaling: the amaxes of its tensors, by doing it with scales of their own; its gradients go."""
+    low = state.low
+    if low is None:
+        return
+    with low.measuring(), state.by_all_to_all():
+        forward_backward(state, batches, tokens)
+    low.settle(state.mesh.world)
+    low.tally.zero_()
+    state.buffers.zero_grads()
+
+
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
     for block in state.ahead:
         block.tally.zero_()  # type: ignore[union-attr]
     state.buffers.begin(len(batches))
+    if state.low is not None:
+        state.low.begin()
     state.stages.begin(batches, seed=state.scaler.scale / tokens)
     execute(state.program(len(batches)), state.handlers)
     state.stages.end()
@@ -94,19 +112,23 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     scaler.update((verdict == NOT_FINITE).float())
     for layer in state.routed:
         layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
+    if state.low is not None:
+        state.low.settle(state.mesh.world)
     depths = state.plan.run.model.predict_layers
-    return StepResult(told.loss / tokens, norm, verdict, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None)
+    return StepResult(told.loss / tokens, norm, verdict, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None,
+                      told.low)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Told:
     """What ranks tell each other at the end of a step: () float64 summed loss, number of ranks that want to stop, summed loss of what
-    predicts further tokens; routing as of StepResult."""
+    predicts further tokens; routing and low as of StepResult."""
 
     loss: Tensor
     stop: Tensor
     ahead: Tensor
     routing: Tensor | None = None
+    low: Tensor | None = None
 
 
 def tell(state: State, stop: bool = False) -> Told:
@@ -117,9 +139,12 @@ def tell(state: State, stop: bool = False) -> Told:
     model, device = state.plan.run.model, state.mesh.device
     layers, width = model.num_hidden_layers + model.predict_layers, model.routed_experts + len(TALLIED) if model.routed_experts else 0
     parts = state.mesh.dp.size
-    told = torch.zeros(2 + parts + layers * width, dtype=torch.float64, device=device)
+    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.low is None else state.low.tally
+    told = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
     told[0:1].fill_(float(stop))
-    losses, routing = told[2 : 2 + parts], told[2 + parts :].view(layers, width)
+    losses, routing = told[2 : 2 + parts], told[2 + parts : 2 + parts + layers * width].view(layers, width)
+    told[2 + parts + layers * width :] = lost.flatten()
+    lost.zero_()
     if state.mesh.at.tp == 0:
         told[1:2] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
         losses[state.mesh.dp.index].copy_(state.stages.loss_sum)
@@ -127,7 +152,8 @@ def tell(state: State, stop: bool = False) -> Told:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
     state.mesh.world.all_reduce(told).wait()
-    return Told(pairwise_sum(losses), told[0], told[1], routing if width else None)
+    low = None if state.low is None else told[2 + parts + layers * width :].view(lost.shape)
+    return Told(pairwise_sum(losses), told[0], told[1], routing if width else None, low)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
@@ -141,6 +167,8 @@ def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tenso
     """(summed loss, tokens) over all data-parallel ranks of forward-only micro-batches."""
     state.train(False)
     tokens = count_tokens(state, batches)
+    if state.low is not None:
+        state.low.begin()
     state.stages.begin(batches, seed=None)
     execute(state.program(len(batches), backward=False), state.handlers)
     state.stages.end()

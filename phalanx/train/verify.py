@@ -89,7 +89,7 @@ def shrink(run: Run, world: int) -> Small:
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
     train = replace(
         run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None,
-        kernels="auto", cuda_graphs="auto",
+        kernels="auto", cuda_graphs="auto", fp8=None,
     )  # fmt: skip
     small = replace(run, model=model, layout=layout, train=train, data=DataConfig(mock=True, document_attention=run.data.document_attention))
     ranks = pp * dp * cp * tp
@@ -244,6 +244,8 @@ def describe(run: Run, world: int, small: Run, small_world: int) -> str:
     more = ""
     if run.layout.stages and not small.layout.stages:
         more = "\n          (layout.stages has no meaning with fewer pipeline ranks: stages are cut by cost)"
+    if run.train.fp8 is not None:
+        more += "\n          (train.fp8 is left out: small sizes have no whole blocks of scales; tests/test_low.py compares it)"
     return f"your run   {text(run, world)}\nverified   {text(small, small_world)}{more}"
 
 

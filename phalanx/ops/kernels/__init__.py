@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 Kernels = Literal["auto", "plain", "triton", "wheels"]
-OPS = ("norm", "swiglu", "rope", "loss", "adamw", "route", "permute", "grouped")  # the ops that have a Triton twin
+OPS = ("norm", "swiglu", "rope", "loss", "adamw", "route", "permute", "grouped", "quant")  # the ops that have a Triton twin
 
 
 @cache

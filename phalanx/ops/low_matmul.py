@@ -1,0 +1,205 @@
+"""The communicating matmuls of a sub-layer with codes for operands: forward, gradient of the input, gradient of the weight.
+
+Between ranks of tp codes travel, not values. A scale that is shared along a dim which is cut over ranks is made of the amax of all of
+them, so codes and scales are those of one process wherever no block of a fixed size is cut. Codes of a weight are made once per step
+(`LowWeight.refresh`), in both orientations: GEMMs of 8 bits want the dim that is summed over to be contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops.grads import add_grad
+from phalanx.ops.kernels import Kernels
+from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipliers, quantize, scaled_product
+
+TENSORS = ("activations", "weights", "gradients")
+X, W, DY = range(3)
+TALLIED = ("amax", "casts", "values", "zeros", "cut")  # of each tensor, summed over casts: see LowWeight.tally
+ALONE = Axis("alone")
+Accumulate = Literal["mixed", "fast", "precise"]
+
+
+class LowWeight:
+    """What a linear in low precision keeps beside its weight (out, in). `name`: of the weight outside; `cut`: its dim that is cut over tp.
+
+    on           whether products use codes; off: the weight itself
+    current      whether delayed scaling takes the scales of each tensor as it is (to begin a history)
+    tally        (3, 5) float64, on the device, per tensor: sum of amaxes, number of casts, of values, of those that became zero, of
+                 those that were cut to the largest number. Whoever trains makes it, reads it and sets it to zero
+    amax         (3,) fp32 the largest so far in this step, and multiplier (3,) fp32, from earlier steps: of delayed scaling
+    """
+
+    def __init__(self, recipe: Recipe, name: str, cut: int, axes: ModelAxes, kernels: Kernels = "auto", accumulate: Accumulate = "mixed"):
+        self.recipe, self.name, self.cut, self.axes, self.kernels = recipe, name, cut, axes, kernels
+        self.on, self.current = True, False
+        self.fast_forward, self.fast_backward = accumulate != "precise", accumulate == "fast"
+        self.tally: Tensor | None = None
+        self.amax: Tensor | None = None
+        self.multiplier: Tensor | None = None
+        self._codes: tuple[Scaled, Scaled] | None = None
+
+    def codes(self, weight: Tensor) -> tuple[Scaled, Scaled]:
+        """Of the weight (out, in) for forward, and of its transpose (in, out) for the gradient of the input."""
+        if self._codes is None:
+            self.refresh(weight)
+        return self._codes  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor) -> None:
+        """Make the codes anew, where they were: CUDA graphs read them there."""
+        forward, other = self.both(W, weight, self.cut)
+        made = forward, other.turned()
+        if self._codes is None:
+            self._codes = made
+        else:
+            for old, new in zip(self._codes, made):
+                old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
+                old.scales.copy_(new.scales)
+
+    def both(self, which: int, x: Tensor, cut: int) -> tuple[Scaled, Scaled]:
+        """Codes of x with blocks along its features, and along its rows. `cut`: the dim of x that is cut over tp."""
+        block = self.recipe.weight if which == W else self.recipe.tokens
+        first = self.quantize(which, x, block, cut)
+        return first, first if block == block[::-1] else self.quantize(which, x, block[::-1], cut, note=False)
+
+    def quantize(self, which: int, x: Tensor, block: tuple[int, int], cut: int, note: bool = True) -> Scaled:
+        recipe = self.recipe
+        format: Format = recipe.backward if which == DY else recipe.forward
+        amax = block_amax(x, block)
+        if recipe.delayed and self.amax is not None:
+            self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], amax.view(1)))
+        if recipe.delayed and self.multiplier is not None and not self.current:
+            multiplier = self.multiplier[which].view(1, 1)
+        else:
+            self._holders(which, block[cut] == 0, block[0] == 0).all_reduce(amax, "max").wait()
+            top = self._holders(which, True, True).all_reduce(amax.amax(), "max").wait() if recipe.scale == "two levels" else None
+            multiplier = multipliers(amax, format, recipe.scale, top)
+        q = quantize(x, block, format, multiplier)
+        if note and self.tally is not None:
+            counted = torch.stack((amax.amax().double(), torch.ones((), dtype=torch.float64, device=x.device)))
+            values = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
+            self.tally[which] += torch.cat((counted, values, lost(x, q, format, multiplier)))
+        return q
+
+    def _holders(self, which: int, over_tp: bool, over_cp: bool) -> Axis:
+        """The ranks that hold other parts of what shares a scale: cut over tp, and, of activations and gradients, tokens over cp."""
+        if which != W and over_cp:
+            return self.axes.sharing if over_tp else self.axes.cp
+        return self.axes.tp if over_tp else ALONE
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+        """a (M, K), b (N, K) -> a b^T (M, N)."""
+        y = scaled_product(a, b, dtype)
+        return y if out is None else out.copy_(y)
+
+    def add_weight_grad(self, weight: Tensor, dy: Scaled, x: Scaled) -> Tensor | None:
+        """Account for dy^T x, of dy (T, out) and x (T, in) with blocks along tokens; what a backward must return for the weight."""
+        a, b = dy.turned(), x.turned()
+        if weight.grad is None:
+            return self.product(a, b, weight.dtype, self.fast_backward)
+        weight.grad.add_(self.product(a, b, weight.grad.dtype, self.fast_backward))
+        return None
+
+
+def low_of(weight: Tensor) -> LowWeight | None:
+    """What a weight has if its products use codes now."""
+    low: LowWeight | None = getattr(weight, "low", None)
+    return low if low is not None and low.on else None
+
+
+def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
+    """The gathering of codes (n, F) of each rank into (T, F), as bytes, and the scales of all of them. ValueError if ranks cut a block."""
+    if tp.size > 1 and q.block[0] > 0 and len(q.codes) % q.block[0]:
+        raise ValueError(f"{len(q.codes)} tokens of each rank are no whole blocks of {q.block[0]}")
+    return tp.gather(q.codes.view(torch.uint8)), q.scales if q.block[0] == 0 else tp.all_gather(q.scales).wait()
+
+
+class _LowGatherMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.bias, ctx.tp, ctx.low, ctx.like = weight, bias, tp, low, x.new_empty(0)
+        q, kept = low.both(X, x, cut=0)
+        ctx.block = kept.block
+        ctx.save_for_backward(kept.codes, kept.scales)
+        y = x.new_empty(len(x) * tp.size, weight.shape[0])
+        codes, scales = _gather(q, tp)
+        for rows, part in codes.parts():
+            whole = Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block)
+            low.product(whole, low.codes(weight)[0], x.dtype, low.fast_forward, out=y[rows])
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
+        x = Scaled(*ctx.saved_tensors, ctx.block)
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        gathering = _gather(x, tp) if need_w else None
+        q, columns = low.both(DY, dy, cut=1)
+        scattering = tp.scatter(len(dy), weight.shape[1], dy) if need_x else None
+        if scattering:
+            for rows, out in scattering.parts():
+                low.product(q.rows(rows), low.codes(weight)[1], dy.dtype, low.fast_backward, out=out)
+        dw = None
+        if gathering:
+            dw = low.add_weight_grad(weight, columns, Scaled(gathering[0].wait().view(x.codes.dtype), gathering[1], x.block))
+        return scattering.wait() if scattering else None, dw, db, None, None
+
+
+class _LowMatmulScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
+        q, kept = low.both(X, h, cut=1)
+        ctx.block = kept.block
+        ctx.save_for_backward(kept.codes, kept.scales)
+        scattering = tp.scatter(len(h), weight.shape[0], h)
+        for rows, out in scattering.parts():
+            low.product(q.rows(rows), low.codes(weight)[0], h.dtype, low.fast_forward, out=out)
+        y = scattering.wait()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
+        h = Scaled(*ctx.saved_tensors, ctx.block)
+        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        if not (need_h or need_w):
+            return None, None, db, None, None
+        q, columns = low.both(DY, dy, cut=0)
+        (codes, scales), dh = _gather(q, tp), dy.new_empty(h.codes.shape) if need_h else None
+        if dh is not None:
+            for rows, part in codes.parts():
+                whole = Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block)
+                low.product(whole, low.codes(weight)[1], dy.dtype, low.fast_backward, out=dh[rows])
+        dw = None
+        if need_w:
+            columns_codes, columns_scales = (codes, scales) if columns is q else _gather(columns, tp)
+            whole = Scaled(columns_codes.wait().view(columns.codes.dtype), columns_scales, columns.block)
+            dw = low.add_weight_grad(weight, whole, h)
+        return dh, dw, db, None, None
+
+
+def _rows_of(scales: Tensor, block: tuple[int, int], rows: slice) -> Tensor:
+    return scales if block[0] == 0 else scales[rows.start // block[0] : -(-rows.stop // block[0])]
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    return param.dtype if param.grad is None else param.grad.dtype
+
+
+def low_gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
+    """As ops.matmul.gather_matmul, of the codes of x and weight."""
+    return _LowGatherMatmul.apply(x, weight, bias, tp, low)
+
+
+def low_matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
+    """As ops.matmul.matmul_scatter, of the codes of h and weight."""
+    return _LowMatmulScatter.apply(h, weight, bias, tp, low)

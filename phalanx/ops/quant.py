@@ -1,0 +1,175 @@
+"""Recipes of 8-bit (and 4-bit) training as data, and the plain twins of its casts, scales and scaled products.
+
+A value x is kept as a code c of a narrow format and a scale s shared by a block of values: x ~ c s. The two operands of a GEMM share
+blocks along the dim that is summed over. Which linears use a recipe, and how over ranks, is the matter of ops/low_matmul.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
+FLOOR = 2.0**-100  # the least amax that a scale is made for: its inverse stays in range
+
+
+@dataclass(frozen=True)
+class Format:
+    """A narrow floating-point format. `dtype` holds its codes; `max` is the largest finite value. E2M1's codes are held as E4M3's,
+    which has all of its values."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Format("E4M3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("E5M2", torch.float8_e5m2, 57344.0)
+E2M1 = Format("E2M1", torch.float8_e4m3fn, 6.0)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a linear's activations, weights and gradients are kept.
+
+    forward, backward  formats of activations and weights, of gradients
+    tokens             block of activations (and their gradients), rows being tokens, where features are summed over; where tokens are
+                       (the weight's gradient) rows and columns change places
+    weight             the same of weights (out, in) where inputs are summed over
+    scale              what scales are: any fp32 number, powers of two, or E4M3 numbers times one fp32 number of the whole tensor
+    delayed            scales come from the amaxes of earlier steps
+    emulated           no product of this sort on Hopper: codes are turned back and multiplied in the dtype of the activations.
+                       Not measured on hardware
+    """
+
+    name: str
+    forward: Format
+    backward: Format
+    tokens: Block
+    weight: Block
+    scale: Literal["fp32", "power of 2", "two levels"] = "fp32"
+    delayed: bool = False
+    emulated: bool = False
+
+    @property
+    def unit(self) -> int:
+        """What the sizes of a product must be multiples of."""
+        return max(16, *self.tokens, *self.weight)
+
+
+RECIPES = {
+    r.name: r
+    for r in (
+        # one scale per tensor, of its own amax; Micikevicius et al., "FP8 formats for deep learning", 2022 (E5M2 for gradients)
+        Recipe("tensorwise", E4M3, E5M2, (0, 0), (0, 0)),
+        Recipe("delayed", E4M3, E5M2, (0, 0), (0, 0), delayed=True),
+        Recipe("rowwise", E4M3, E4M3, (1, 0), (1, 0)),
+        # DeepSeek-V3, 2024, section 3.3
+        Recipe("blockwise", E4M3, E4M3, (1, 128), (128, 128)),
+        # Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
+        Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True),
+        # NVIDIA, "Pretraining large language models with NVFP4", 2025, without its random rounding and Hadamard transforms
+        Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", emulated=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Codes (R, C) and the scales of their blocks, (R / r, C / c) rounded up, fp32: the values are codes times scales."""
+
+    codes: Tensor
+    scales: Tensor
+    block: Block
+
+    def turned(self) -> Scaled:
+        """The transposed matrix, in its own memory: products want the dim that is summed over to be contiguous."""
+        return Scaled(transposed(self.codes), self.scales.t().contiguous(), (self.block[1], self.block[0]))
+
+    def rows(self, rows: slice) -> Scaled:
+        """A run of rows that cuts no block."""
+        size = self.block[0]
+        scales = self.scales if size == 0 else self.scales[rows.start // size : -(-rows.stop // size)]
+        return Scaled(self.codes[rows], scales, self.block)
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """The plain twin of kernels.quant.transposed."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """Largest |x| of each block, fp32 (R / r, C / c); NaN where a block has one. A block at the end may be smaller."""
+    rows, columns = (size or max(1, length) for size, length in zip(block, x.shape))
+    whole = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns).amax((1, 3)).float()
+
+
+def spread(scales: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+    """A scale for each element, (R, C) or broadcast to it."""
+    for dim, size in enumerate(block):
+        if size > 1:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return scales
+
+
+def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor | None = None) -> Tensor:
+    """What values are multiplied by before they are cast, fp32: so that the largest becomes the format's largest. Zeros: any number.
+    NaN and inf go on as NaN and as a scale of inf, so that a product of them is no number either. top: amax of the whole tensor."""
+    if scale == "power of 2":
+        return torch.exp2(-torch.ceil(torch.log2(amax.clamp_min(FLOOR) / format.max)))
+    if scale == "two levels":
+        whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / (format.max * E4M3.max)
+        steps = cast(amax / whole / format.max, E4M3).float().clamp_min(2.0**-9)
+        return 1.0 / (steps * whole)
+    return format.max / amax.clamp_min(FLOOR)
+
+
+def cast(x: Tensor, format: Format) -> Tensor:
+    """Codes of x: to the nearest, ties to even; larger values become the largest, what is not finite NaN. float64 is rounded to fp32 first."""
+    kept = x.clamp(-format.max, format.max)
+    if format is E2M1:
+        kept = _to_e2m1(kept)
+    return torch.where(x.isfinite(), kept, math.nan).to(format.dtype)
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign, ties to even codes."""
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
+    return torch.copysign(torch.round(size / step) * step, x)
+
+
+def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor) -> Scaled:
+    """The plain twin of kernels.quant.quantize: codes of x times the multiplier of its block, in x's dtype but at least fp32."""
+    wide = x.to(wide_of(x))
+    codes = cast(wide * spread(multiplier, block, x.shape), format)  # type: ignore[arg-type]
+    return Scaled(codes, 1.0 / multiplier, block)
+
+
+def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
+    """(2,) float64: how many values of x became zero, and how many were larger than the format has."""
+    wide = x.to(wide_of(x))
+    zeros = (q.codes.float() == 0) & (x != 0)
+    cut = (wide * spread(multiplier, q.block, x.shape)).abs() > format.max * (1 + 2.0**-20)  # type: ignore[arg-type]
+    return torch.stack((zeros.sum(), cut.sum())).double()
+
+
+def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
+    """The values in `dtype`, (R, C)."""
+    return q.codes.to(dtype) * spread(q.scales, q.block, q.codes.shape).to(dtype)  # type: ignore[arg-type]
+
+
+def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """The definition of all scaled products: a (M, K), b (N, K) -> a b^T (M, N), summed in at least fp32, rounded to `dtype` at the end."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.mm(dequantize(a, wide), dequantize(b, wide).t()).to(dtype)

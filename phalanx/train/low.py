@@ -1,0 +1,166 @@
+"""LowState: what a run in low precision (train.fp8) keeps over steps: histories of delayed scaling, counts of what casts lost, who fell back.
+
+L linears of the whole model in order of their names, three tensors of each (activations, weights, gradients). All of it is the same on
+every rank, so it has no layout in a checkpoint. Nothing here waits for the device but `fall_back`, which is told values that the host has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.low_matmul import DY, TALLIED, TENSORS, LowWeight
+from phalanx.ops.quant import FLOOR, Recipe
+from phalanx.train.config import Fp8Config
+
+
+class LowState:
+    """`names`: all linears of the model in the recipe; `here`: those of this rank's parameters, by bucket."""
+
+    def __init__(self, names: Sequence[str], recipe: Recipe | None, config: Fp8Config | None, device: torch.device):
+        self.names, self.recipe, self.config = tuple(names), recipe, config
+        count = len(self.names)
+        self.tally = torch.zeros(count, 3, len(TALLIED), dtype=torch.float64, device=device)
+        self.amax = torch.zeros(count, 3, device=device)
+        length = config.history if config is not None and recipe is not None and recipe.delayed else 0
+        self.history = torch.zeros(count if length else 0, 3, length, device=device)
+        self.multiplier = torch.ones(count, 3, device=device)
+        self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
+        self.lows: dict[int, list[tuple[LowWeight, nn.Parameter]]] = {}  # by bucket
+        self._stale: set[int] = set()
+        self._full = False  # whether the history has anything
+
+    def attach(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
+        """Let this rank's linears of a bucket count into the state."""
+        found = self.lows.setdefault(bucket, [])
+        for p in params:
+            low: LowWeight | None = getattr(p, "low", None)
+            if low is None:
+                continue
+            i = self.names.index(low.name)
+            low.tally = self.tally[i]
+            if self.history.numel():
+                low.amax, low.multiplier = self.amax[i], self.multiplier[i]
+            found.append((low, p))
+
+    @property
+    def here(self) -> Iterator[tuple[LowWeight, nn.Parameter]]:
+        for found in self.lows.values():
+            yield from found
+
+    def begin(self) -> None:
+        """The weights have changed."""
+        self._stale = set(self.lows)
+
+    def refresh(self, bucket: int) -> None:
+        """A bucket's weights are here: make their codes, once per step."""
+        if bucket in self._stale:
+            self._stale.remove(bucket)
+            for low, p in self.lows[bucket]:
+                if low.on:
+                    low.refresh(p)
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """Inside, every product is in train.precision."""
+        on = [low for low, _ in self.here if low.on]
+        for low in on:
+            low.on = False
+        yield
+        for low in on:
+            low.on = True
+
+    # ---- delayed scaling -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a step's scales are still to be found: it then runs once with its own amaxes and once more with scales from them."""
+        return bool(self.history.numel()) and not self._full
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, scales are those of each tensor as it is, and its amax is noted."""
+        for low, _ in self.here:
+            low.current = True
+        yield
+        for low, _ in self.here:
+            low.current = False
+
+    def settle(self, world: Axis) -> None:
+        """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before stands for it."""
+        if not self.history.numel():
+            return
+        world.all_reduce(self.amax, "max").wait()
+        before = self.history[..., 0]
+        new = torch.where(self.amax.isfinite() & (self.amax > 0), self.amax, before)
+        self.history.copy_(torch.cat((new.unsqueeze(-1), self.history[..., :-1]), -1))
+        self.amax.zero_()
+        self._full = True
+        self.scale_by_history()
+
+    def scale_by_history(self) -> None:
+        if not self.history.numel() or self.recipe is None or self.config is None:
+            return
+        amax = self.history.amax(-1) if self.config.amax == "max" else self.history[..., 0]
+        largest = torch.full((3,), self.recipe.forward.max, device=amax.device)
+        largest[DY] = self.recipe.backward.max
+        self.multiplier.copy_(torch.where(amax > 0, largest / amax.clamp_min(FLOOR), 1.0))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Equal on all ranks."""
+        if not self.names:
+            return {}
+        return {"off": self.off, **({"history": self.history} if self.history.numel() else {})}
+
+    def loaded(self) -> None:
+        """The tensors of `state` have values of a checkpoint (zeros: it had none)."""
+        self._full = bool(self.history.any())
+        self.scale_by_history()
+        off = {name for name, value in zip(self.names, self.off.tolist()) if value}
+        for low, _ in self.here:
+            low.on = low.name not in off
+
+    # ---- falling back --------------------------------------------------------------------------------------------------------------
+
+    def fall_back(self, names: Iterable[str]) -> None:
+        """These linears stay in train.precision from now on."""
+        gone = set(names)
+        for i, name in enumerate(self.names):
+            if name in gone:
+                self.off[i] = 1.0
+        for low, _ in self.here:
+            low.on = low.on and low.name not in gone
+
+
+def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:
+    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in LowState.tally."""
+    found = (0.0, "")
+    for name, tensors in zip(names, tally):
+        for tensor, values in zip(TENSORS, tensors):
+            found = max(found, (lost_part(values), f"{tensor} of {name}"))
+    return found
+
+
+def lost_part(values: Sequence[float]) -> float:
+    """Of a tensor's values, those that became zero or were cut."""
+    counted = dict(zip(TALLIED, values))
+    return (counted["zeros"] + counted["cut"]) / counted["values"] if counted["values"] else 0.0
+
+
+def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
+    """By linear, three numbers each (activations, weights, gradients): the mean amax of the step's casts, the part of values that became
+    zero, the part that was cut to the largest."""
+    found: dict[str, list[list[float]]] = {}
+    for name, tensors in zip(names, tally):
+        rows = [dict(zip(TALLIED, values)) for values in tensors]
+        found[name] = [
+            [r["amax"] / r["casts"] if r["casts"] else 0.0 for r in rows],
+            *([r[key] / r["values"] if r["values"] else 0.0 for r in rows] for key in ("zeros", "cut")),
+        ]
+    return found

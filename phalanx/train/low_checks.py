@@ -1,0 +1,96 @@
+"""Rules of train.fp8: what the device has, what the sizes of the linears allow, and keys that would contradict each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from math import gcd
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import at_least, multiples, no_effect, problem, within
+from phalanx.layout.grid import Coords, Grid
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.nn.env import Env, LowPrecision
+from phalanx.ops.quant import RECIPES
+from phalanx.train.config import Run
+from phalanx.train.plan import low_precision, make_blocks, num_blocks
+
+AT = "train.fp8"
+CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "rowwise": (9, 0), "blockwise": (9, 0)}  # of NVIDIA GPUs; the rest is emulated
+
+
+def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: bool) -> list[Problem]:
+    """`capability`: of the GPUs, None where recipes are emulated anyway. `sound`: the model and the layout have no problem of their own."""
+    c = run.train.fp8
+    if c is None:
+        return []
+    found = at_least(AT, c, 0, "first_layers", "last_layers") + at_least(AT, c, 1, "history", "shadow_interval")
+    found += within(AT, c, "max_lost", "(0, 1)", (0.2,)) + within(AT, c, "min_cosine", "(0, 1)", (0.98,))
+    if c.recipe != "delayed":
+        found += no_effect(AT, c, ("history", "amax"), "recipe=delayed", {f"{AT}.recipe": c.recipe})
+    if c.shadow_interval is None:
+        found += no_effect(AT, c, ("min_cosine",), "shadow_interval", {f"{AT}.shadow_interval": None})
+    if RECIPES[c.recipe].emulated:
+        found += no_effect(AT, c, ("accumulate",), "a recipe that has GEMMs of its own", {f"{AT}.recipe": c.recipe})
+    if run.train.precision == "fp16":
+        rule = "must be bf16 with train.fp8 (or fp32, fp64 for comparisons): a loss scale would be a second one"
+        found.append(problem("train", run.train, "precision", rule, {f"{AT}.recipe": c.recipe}, ("bf16", "fp32")))
+    need = CAPABILITY.get(c.recipe)
+    if need is not None and capability is not None and capability < need:
+        rule = f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, nvfp4; or train.fp8=null"
+        others = tuple(name for name in RECIPES if CAPABILITY.get(name, (0, 0)) <= capability)
+        found.append(problem(AT, c, "recipe", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, others))
+    return found + (check_linears(run) if sound and not found else [])
+
+
+def check_linears(run: Run) -> list[Problem]:
+    """There is something to do, every glob fits something, and no block of a scale is cut by a size."""
+    c, low = run.train.fp8, low_precision(run)
+    if c is None or low is None:
+        return []
+    key, layers = repr(run.model), run.model.num_hidden_layers
+    if c.first_layers + c.last_layers >= layers:
+        because = {"model.num_hidden_layers": layers, f"{AT}.last_layers": c.last_layers}
+        return [problem(AT, c, "first_layers", "first_layers + last_layers must leave layers", because, (0, max(0, layers - c.last_layers - 1)))]
+    every = local_shapes(key, run.model, run.layout.tp, replace(low, layers=range(layers), exclude=()))
+    idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for names, _ in every for name in names)]
+    if idle:
+        return [problem(AT, c, "exclude", "must fit names of linears", {"fits none": ", ".join(idle)}, ([g for g in c.exclude if g not in idle],))]
+    linears = local_shapes(key, run.model, run.layout.tp, low)
+    if not linears:
+        return [problem(AT, c, "exclude", "must leave a linear", {"linears": 0}, ([],))]
+    return check_sizes(run, linears)
+
+
+def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]], ...]) -> list[Problem]:
+    c, t, tp = run.train.fp8, run.train, run.layout.tp
+    unit = RECIPES[c.recipe].unit  # type: ignore[union-attr]
+    found = []
+    parts = tp * (2 * run.layout.cp if run.layout.cp > 1 else 1)  # each rank of cp has two runs of a sequence
+    if t.micro_batch * t.seq_length % (unit * parts):
+        because = {f"{AT}.recipe": c.recipe, "train.micro_batch": t.micro_batch, "layout.tp": tp, "layout.cp": run.layout.cp}  # type: ignore[union-attr]
+        rule = f"micro_batch * seq_length of each rank must be a multiple of {unit} with train.fp8.recipe={c.recipe}"  # type: ignore[union-attr]
+        step = unit * parts // gcd(unit * parts, t.micro_batch)
+        found.append(problem("train", t, "seq_length", rule, because, multiples(t.seq_length, step)))
+    bad = {names[0]: shape for names, shape in linears if any(size % unit for size in shape)}
+    if bad:
+        name, shape = next(iter(bad.items()))
+        near = " x ".join(" or ".join(map(str, multiples(size, unit))) if size % unit else str(size) for size in shape)
+        because = {name: " x ".join(map(str, shape)), "nearest sizes": near, "layout.tp": tp}
+        rule = "the outputs and inputs of its linears, on each rank, must be multiples of its unit (16; mxfp8 32, blockwise 128; or exclude them)"
+        fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for _, s in linears for size in s))
+        found.append(problem(AT, c, "recipe", rule, because, fitting))  # type: ignore[arg-type]
+    return found
+
+
+@lru_cache(maxsize=16)
+def local_shapes(key: str, model: LlamaConfig | GPT2Config, tp: int, low: LowPrecision) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
+    """Names of the global matrices and (out, in) on the first and the last rank of tp, of each linear in low precision."""
+    found = {}
+    for at in {0, tp - 1}:
+        for block in make_blocks(model, Env(grid=Grid(tp=tp), at=Coords(tp=at), low=low), range(num_blocks(model))):
+            for p in block.parameters():
+                if getattr(p, "low", None) is not None:
+                    found[(tuple(piece.name for piece in p.spec.pieces), tuple(p.shape))] = None
+    return tuple(found)  # type: ignore[return-value]

@@ -1,0 +1,217 @@
+"""Training in low precision (train.fp8): casts against the formats' own definitions, products against torch, layouts against one process."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.comm.debug import Site
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.config import LlamaConfig
+from phalanx.ops.quant import E2M1, E4M3, E5M2, RECIPES, Scaled, block_amax, cast, dequantize, multipliers, quantize, scaled_product
+from phalanx.train.config import Fp8Config
+from tests import parity
+from tests.pool import RanksFailed
+
+FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "E2M1": E2M1}
+NARROW = LlamaConfig(
+    vocab_size=131, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+WIDE = replace(NARROW, hidden_size=128, intermediate_size=256, num_key_value_heads=4, head_dim=64)
+
+
+def values_of(name: str) -> list[float]:
+    """Every finite value of a format, from its bits: sign, exponent, mantissa (OCP 8-bit and microscaling formats)."""
+    exponent_bits, mantissa_bits, bias = {"E4M3": (4, 3, 7), "E5M2": (5, 2, 15), "E2M1": (2, 1, 1)}[name]
+    found = []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        e, m = code >> mantissa_bits, code % 2**mantissa_bits
+        top = e == 2**exponent_bits - 1
+        if (name == "E4M3" and top and m == 7) or (name == "E5M2" and top):
+            continue  # NaN, and in E5M2 inf
+        found.append((m / 2**mantissa_bits) * 2.0 ** (1 - bias) if e == 0 else (1 + m / 2**mantissa_bits) * 2.0 ** (e - bias))
+    return found
+
+
+def nearest(x: float, values: list[float]) -> float:
+    """To the nearest, ties to the even code. Of fp32 numbers all differences here are exact."""
+    size = min(abs(x), values[-1])
+    at = min(range(len(values)), key=lambda i: (abs(values[i] - size), i % 2))
+    return math.copysign(values[at], x)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_cast_is_to_the_nearest(name):
+    """Truth: the list of the format's values. All of them, the middles between neighbours and their neighbours in fp32, zeros, what is too large."""
+    values, format, dtype = values_of(name), FORMATS[name], torch.float32
+    assert values[-1] == format.max
+    middles = [(a + b) / 2 for a, b in zip(values, values[1:])]
+    exact = torch.tensor([*values, *middles, 1.5 * format.max, 1e30], dtype=dtype)
+    x = torch.cat([exact, torch.nextafter(exact, torch.tensor(math.inf, dtype=dtype)), torch.nextafter(exact, torch.tensor(0.0, dtype=dtype))])
+    x = torch.cat([x, -x])
+    found = cast(x, format).to(dtype)
+    truth = torch.tensor([nearest(v, values) for v in x.tolist()], dtype=dtype)
+    assert torch.equal(found, truth) and torch.equal(found.signbit(), truth.signbit())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_cast_keeps_what_is_no_number(name):
+    found = cast(torch.tensor([math.nan, math.inf, -math.inf, 1.0]), FORMATS[name]).float()
+    assert found[:3].isnan().all() and found[3] == 1.0
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda r: r.name)
+def test_scales_use_the_whole_range(recipe):
+    """The largest of each block becomes the format's largest (with powers of two, more than half of it), and is never cut."""
+    decades = 1 if recipe.name == "nvfp4" else 6  # an E4M3 scale has few: small blocks beside large ones become zero
+    x = torch.randn(70, 150, generator=torch.Generator().manual_seed(1)) * torch.logspace(-decades, decades, 150)
+    for block in (recipe.tokens, recipe.weight, recipe.tokens[::-1]):
+        for format in (recipe.forward, recipe.backward):
+            m = multipliers(block_amax(x, block), format, recipe.scale)
+            q = quantize(x, block, format, m)
+            largest = block_amax(q.codes.float(), block)
+            if recipe.scale == "fp32":
+                assert (largest == format.max).all()
+            else:  # E4M3 scales of small blocks can round to less than they should be: then the largest is cut by a sixteenth at most
+                assert (largest > format.max / 2.01).all() and largest.max() <= format.max
+            if recipe.scale == "power of 2":
+                assert (torch.frexp(q.scales)[0] == 0.5).all()
+
+
+def test_scales_of_zeros_and_of_no_numbers():
+    x = torch.zeros(2, 4)
+    assert (dequantize(quantize(x, (1, 0), E4M3, multipliers(block_amax(x, (1, 0)), E4M3)), torch.float32) == 0).all()
+    for bad in (math.nan, math.inf):
+        y = torch.tensor([[1.0, bad], [1.0, 2.0]])
+        q = quantize(y, (1, 0), E4M3, multipliers(block_amax(y, (1, 0)), E4M3))
+        product = scaled_product(q, q, torch.float32)
+        assert not product[0].isfinite().any() and product[1, 1].isfinite()
+
+
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (1, 128), (128, 128), (32, 1)])
+def test_blocks_at_the_edge_are_smaller(block):
+    """Truth: each block by itself."""
+    x = torch.randn(130, 200, generator=torch.Generator().manual_seed(2))
+    m = multipliers(block_amax(x, block), E4M3)
+    found = dequantize(quantize(x, block, E4M3, m), torch.float32)
+    rows, columns = block[0] or 130, block[1] or 200
+    for r in range(0, 130, rows):
+        for c in range(0, 200, columns):
+            part = x[r : r + rows, c : c + columns]
+            scale = 448.0 / part.abs().max()
+            alone = (part * scale).to(torch.float8_e4m3fn).float() / scale
+            torch.testing.assert_close(found[r : r + rows, c : c + columns], alone, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_product_is_that_of_torch(recipe):
+    """Truth: torch._scaled_mm, which has its own kernels for 8-bit codes on the CPU."""
+    r = RECIPES[recipe]
+    x, w = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (48, 32))
+    a, b = (quantize(t, r.tokens, E4M3, multipliers(block_amax(t, r.tokens), E4M3)) for t in (x, w))
+    truth = torch._scaled_mm(a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=torch.float32)
+    torch.testing.assert_close(scaled_product(a, b, torch.float32), truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(truth, x.float() @ w.float().t(), rtol=0.1, atol=1.5)
+
+
+def test_turned_is_the_transpose():
+    x = torch.randn(40, 256)
+    q = quantize(x, (1, 128), E4M3, multipliers(block_amax(x, (1, 128)), E4M3))
+    assert torch.equal(dequantize(q.turned(), torch.float32), dequantize(q, torch.float32).t()) and q.turned().codes.is_contiguous()
+    assert torch.equal(dequantize(q.rows(slice(8, 24)), torch.float32), dequantize(q, torch.float32)[8:24])
+    whole = Scaled(q.codes, torch.ones(1, 2), (0, 128))
+    assert torch.equal(whole.rows(slice(8, 24)).scales, whole.scales)
+
+
+# ---- layouts -------------------------------------------------------------------------------------------------------------------
+
+STEPS = 2
+parity.MODELS["low"], parity.MODELS["low-wide"] = NARROW, WIDE
+parity.MODELS["low-latent"] = replace(
+    parity.MODELS["deepseek_v3-dense"], hidden_size=64, intermediate_size=64, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, v_head_dim=8,
+    qk_rope_head_dim=8, rope_scaling=None,
+)  # fmt: skip
+
+
+def low_run(recipe: str, model: str = "low", train: dict | None = None, fp8: dict | None = None, **layout):
+    run = parity.base_run(model, fp8=Fp8Config(recipe=recipe, **(fp8 or {})), **{"global_batch": 4, "micro_batch": 2, **(train or {})})
+    return replace(run, layout=LayoutConfig(bucket_mb=0, **layout))
+
+
+LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one process
+    "tensorwise, tp2 pp2 dp2": (8, low_run("tensorwise", tp=2, pp=2)),
+    "tensorwise, tp2, overlapped": (2, low_run("tensorwise", tp=2, tp_overlap="on")),
+    "tensorwise, dp2, level 0, full recompute": (2, low_run("tensorwise", train=dict(recompute="full"), sharding=0)),
+    "tensorwise, tp2, MLA": (2, low_run("tensorwise", "low-latent", tp=2)),
+    "tensorwise, cp2 tp2": (4, low_run("tensorwise", cp=2, tp=2)),
+    "rowwise, cp2 tp2": (4, low_run("rowwise", cp=2, tp=2)),
+    "delayed, cp2": (2, low_run("delayed", cp=2)),
+    "delayed, tp2 pp2": (4, low_run("delayed", fp8=dict(history=3), tp=2, pp=2)),
+    "delayed, dp2, of the last step, selective recompute": (2, low_run("delayed", train=dict(recompute="selective"), fp8=dict(amax="most_recent"))),
+    "rowwise, tp2 dp2": (4, low_run("rowwise", tp=2)),
+    "rowwise, tp2, overlapped, a layer and names left out": (
+        2, low_run("rowwise", fp8=dict(first_layers=1, exclude=["*.o_proj.*"]), tp=2, tp_overlap="on", train=dict(recompute="pointwise"))),
+    "mxfp8, tp2 dp2": (4, low_run("mxfp8", "low-wide", train=dict(micro_batch=4, global_batch=8), tp=2)),
+    "nvfp4, tp2 pp2": (4, low_run("nvfp4", "low-wide", tp=2, pp=2)),
+    "blockwise, dp2 pp2": (4, low_run("blockwise", "low-wide", pp=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_agree_with_one_process(ranks, name):
+    """Emulated in float64: a code that differs anywhere would show as a difference of 1e-2, far more than the bound of 1e-9."""
+    world, run = LAYOUTS[name]
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    plain = parity.truth_of(ranks, replace(run, train=replace(run.train, fp8=None)), STEPS, False)
+    assert 1e-5 < abs(truth["losses"][1][0] / plain["losses"][1][0] - 1) < 0.1  # it does round
+    parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS), truth, STEPS)
+
+
+@pytest.mark.parametrize("recipe, tp", [("tensorwise", 4), ("mxfp8", 4), ("nvfp4", 4), ("blockwise", 2)])
+def test_cut_blocks_stay_near(ranks, recipe, tp):
+    """Key and value heads that ranks share have gradients cast in parts; blocks of 32 and 128 features are cut here. Not the same codes, but
+    as near to the run without train.fp8 as one process is."""
+    size = {"mxfp8": 8, "blockwise": 16}.get(recipe, 4)  # 32 or 128 tokens on each rank
+    run = low_run(recipe, train=dict(micro_batch=size, global_batch=size), tp=tp)
+    plain = parity.truth_of(ranks, replace(run, train=replace(run.train, fp8=None)), STEPS, False)
+    alone = parity.truth_of(ranks, run, STEPS, False)
+    found = ranks.run("tests.parity:run_layout", tp, run, STEPS)
+    grads = parity.assemble([r["grads"][0] for r in found])
+    for name, exact in plain["grads"][0].items():
+        if "norm" not in name and "embed" not in name and "lm_head" not in name:
+            near = [np.linalg.norm(g[name] - exact) / np.linalg.norm(exact) for g in (grads, alone["grads"][0])]
+            assert near[0] <= 1.5 * near[1] + 0.02, (name, near)
+
+
+MUTATED = {
+    "tensorwise, tp2": (2, low_run("tensorwise", tp=2)), "rowwise, cp2 tp2": (4, low_run("rowwise", cp=2, tp=2)), "rowwise, tp2, overlapped": (2, low_run("rowwise", tp=2, tp_overlap="on")),
+    "delayed, tp2": (2, low_run("delayed", tp=2)), "nvfp4, tp2": (2, low_run("nvfp4", "low-wide", tp=2)),
+}  # fmt: skip
+
+
+def test_each_collective_matters(ranks):
+    """Each site in the new files, found by tracing, is dropped once in one of these layouts: the comparison must fail."""
+    homes: dict[Site, list[str]] = {}
+    truths = {}
+    for name, (world, run) in MUTATED.items():
+        truths[name] = parity.truth_of(ranks, run, STEPS, False)
+        for result in ranks.run("tests.parity:run_layout", world, run, STEPS, False, None, True):
+            for site in map(Site._make, result["sites"]):
+                if site.file in ("ops/low_matmul.py", "train/low.py"):
+                    homes.setdefault(site, [])
+                    homes[site] += [name] if name not in homes[site] else []
+    assert {site.op for site in homes} == {"all_reduce", "all_gather", "reduce_scatter"} and {site.axis for site in homes} == {"tp", "cp", "tp x cp", "world"}
+    survivors = []
+    for site, names in homes.items():
+        world, run = MUTATED[random.Random(1).choice(names)]
+        try:
+            parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS, False, site, timeout=60.0), truths[names[0]], STEPS)
+            survivors.append(site)
+        except (AssertionError, RanksFailed):
+            pass
+    assert not survivors
