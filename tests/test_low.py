@@ -189,7 +189,8 @@ def test_cut_blocks_stay_near(ranks, recipe, tp):
 
 
 MUTATED = {
-    "tensorwise, tp2": (2, low_run("tensorwise", tp=2)), "rowwise, cp2 tp2": (4, low_run("rowwise", cp=2, tp=2)), "rowwise, tp2, overlapped": (2, low_run("rowwise", tp=2, tp_overlap="on")),
+    "tensorwise, tp2": (2, low_run("tensorwise", tp=2)), "rowwise, cp2 tp2": (4, low_run("rowwise", cp=2, tp=2)),
+    "rowwise, tp2, overlapped": (2, low_run("rowwise", tp=2, tp_overlap="on")),
     "delayed, tp2": (2, low_run("delayed", tp=2)), "nvfp4, tp2": (2, low_run("nvfp4", "low-wide", tp=2)),
 }  # fmt: skip
 
@@ -205,7 +206,8 @@ def test_each_collective_matters(ranks):
                 if site.file in ("ops/low_matmul.py", "train/low.py"):
                     homes.setdefault(site, [])
                     homes[site] += [name] if name not in homes[site] else []
-    assert {site.op for site in homes} == {"all_reduce", "all_gather", "reduce_scatter"} and {site.axis for site in homes} == {"tp", "cp", "tp x cp", "world"}
+    assert {site.op for site in homes} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert {site.axis for site in homes} == {"tp", "cp", "tp x cp", "world"}
     survivors = []
     for site, names in homes.items():
         world, run = MUTATED[random.Random(1).choice(names)]

@@ -137,7 +137,8 @@ class _LowGatherMatmul(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
-        x = Scaled(*ctx.saved_tensors, ctx.block)
+        codes, scales = ctx.saved_tensors
+        x = Scaled(codes, scales, ctx.block)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         gathering = _gather(x, tp) if need_w else None
@@ -168,7 +169,8 @@ class _LowMatmulScatter(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
-        h = Scaled(*ctx.saved_tensors, ctx.block)
+        kept = ctx.saved_tensors
+        h = Scaled(kept[0], kept[1], ctx.block)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         if not (need_h or need_w):

@@ -14,7 +14,7 @@ from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, LowPrecision
 from phalanx.ops.quant import RECIPES
 from phalanx.train.config import Run
-from phalanx.train.plan import low_precision, make_blocks, num_blocks
+from phalanx.train.plan import low_precision, make_blocks, num_blocks, spec_of
 
 AT = "train.fp8"
 CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "rowwise": (9, 0), "blockwise": (9, 0)}  # of NVIDIA GPUs; the rest is emulated
@@ -87,10 +87,10 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 @lru_cache(maxsize=16)
 def local_shapes(key: str, model: LlamaConfig | GPT2Config, tp: int, low: LowPrecision) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
     """Names of the global matrices and (out, in) on the first and the last rank of tp, of each linear in low precision."""
-    found = {}
+    found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
     for at in {0, tp - 1}:
         for block in make_blocks(model, Env(grid=Grid(tp=tp), at=Coords(tp=at), low=low), range(num_blocks(model))):
             for p in block.parameters():
                 if getattr(p, "low", None) is not None:
-                    found[(tuple(piece.name for piece in p.spec.pieces), tuple(p.shape))] = None
-    return tuple(found)  # type: ignore[return-value]
+                    found[(tuple(piece.name for piece in spec_of(p).pieces), (p.shape[0], p.shape[1]))] = None
+    return tuple(found)
