@@ -30,7 +30,9 @@ LAYOUTS = {
     "qwen3_moe tp2, ep2 of 4, all-gather": case("qwen3_moe", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", global_batch=4),
     "mixtral ep2, all-gather": case("mixtral", 2, ep=2, dispatch="allgather", global_batch=4),
     "gpt_oss tp2, ep2 x etp2": case("gpt_oss", 4, tp=2, ep=2, etp=2, global_batch=4),
-    "llama cp2 tp2": case("llama", 4, cp=2, tp=2, global_batch=2),
+    "llama cp2 tp2, ring": case("llama", 4, cp=2, tp=2, global_batch=2),
+    "gpt_oss cp4, heads in pairs, all-gather": case("gpt_oss", 4, cp=4, cp_ulysses=2, cp_attention="allgather", global_batch=2),
+    "gpt2 cp2, dropout": case("gpt2", 2, cp=2, global_batch=2),
     "mixtral cp2, ep2, capacity": case("mixtral-full", 2, cp=2, ep=2, global_batch=2),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
 }
@@ -70,7 +72,7 @@ def test_each_site_matters(ranks):
     for name in LAYOUTS:
         for site in layout(ranks, name).sites:
             homes.setdefault(site, []).append(name)
-    axes = {"tp", "tp part", "cp", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
+    axes = {"tp", "tp part", "cp heads", "cp keys", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
     assert {*axes, *(f"edge {a}->{b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1)))} == {site.axis for site in homes}
     survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(names)).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"

@@ -18,7 +18,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import cut
 from phalanx.layout.estimate import Allocations
 from phalanx.layout.grid import Grid
-from phalanx.ops import cross_entropy
+from phalanx.ops import backends, cross_entropy
 from phalanx.ops import sinks as sink_ops
 from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.attention import CAUSAL, Kind, attention, attention_with_dropout
@@ -322,19 +322,19 @@ def test_cross_entropy_without_any_label():
 @pytest.mark.parametrize("name", [n for n in OPS if "sinks" in n])
 def test_plain_sinks(name, monkeypatch):
     """The plain twin, which GPUs use for float64 and odd widths, is the same function."""
-    monkeypatch.setattr(sink_ops, "choose_backend", lambda q, mask: sink_ops.PLAIN)
+    monkeypatch.setattr(sink_ops, "choose_backend", lambda q, v, mask: backends.PLAIN)
     test_forward_and_gradients(name)
     test_low_precision_with_fp32_gradients(name, torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend, masked", [("FLASH", False), ("EFFICIENT", False), ("EFFICIENT", True)])
+@pytest.mark.parametrize("backend, masked", [("FLASH", False), ("CUDNN", False), ("EFFICIENT", False), ("EFFICIENT", True)])
 def test_gpu_backends_of_sinks_take_what_torch_wants(backend, masked):
     """On the meta device: torch checks types and number of arguments and gives the shapes that its kernels would."""
     shape = (2, 8, 40, 64)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
     s = torch.empty(8, dtype=torch.bfloat16, device="meta", requires_grad=True)
     mask = torch.empty(1, 1, 40, 40, dtype=torch.bfloat16, device="meta") if masked else None
-    y = sink_ops._SinkAttention.apply(q, k, v, s, mask, 0.1, getattr(sink_ops, backend))
+    y = sink_ops._SinkAttention.apply(q, k, v, s, mask, 0.1, getattr(backends, backend))
     y.backward(torch.empty_like(y))
     assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)
 

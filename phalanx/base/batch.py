@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -108,10 +108,8 @@ class Batch:
         """This part of a batch of whole sequences."""
         if part.count == 1:
             return self
-        rows = [getattr(self, name) for name in ROWS if getattr(self, name) is not None]
-        mine = replace(self, part=part, whole=torch.stack(rows), _derived={})
-        taken: dict[str, Any] = {name: mine.take(row).contiguous() for name, row in zip(ROWS, rows)}
-        return replace(mine, **taken, _derived={})
+        whole = torch.stack([getattr(self, name) for name in ROWS if getattr(self, name) is not None])
+        return replace(self, whole=whole)._another(part)
 
     @property
     def uncut(self) -> Batch:
@@ -121,25 +119,43 @@ class Batch:
         rows: dict[str, Any] = dict(zip(ROWS, self.whole))
         return self.derive("uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, _derived={}))
 
-    def take(self, x: Tensor) -> Tensor:
-        """This part of x (num_sequences * seq_length, ...) -> (T, ...)."""
+    def among(self, run: int) -> Batch:
+        """The batch of the part that this one and its neighbours, `run` of them, are together; what it derives is kept with what this does."""
+        if run == 1 or self.whole is None:
+            return self
+        return self.uncut if run == self.part.count else self.derive(("among", run), lambda: self._another(self.part.among(run)))
+
+    def _another(self, part: Part) -> Batch:
+        """Another part of the same sequences."""
+        taken: dict[str, Any] = dict(zip(ROWS, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
+        return replace(self, **taken, part=part, _derived={})
+
+    def take(self, x: Tensor, part: Part | None = None) -> Tensor:
+        """This part (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
         by_sequence = x.unflatten(0, (self.num_sequences, self.seq_length))
-        return torch.cat([by_sequence[:, run.start : run.stop] for run in self.part.runs(self.seq_length)], 1).flatten(0, 1)
+        return torch.cat([by_sequence[:, run.start : run.stop] for run in (part or self.part).runs(self.seq_length)], 1).flatten(0, 1)
 
     def pad(self, x: Tensor, ranks: int = 1, value: float = 0) -> Tensor:
         """x (T / ranks, ...) filled up with `value` to the rows of the largest part."""
         more = self.most_tokens // ranks - len(x)
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=value) if more else x
 
-    def join(self, x: Tensor) -> Tensor:
-        """What all parts have, one after the other, each padded: (count * most_tokens, ...) -> (num_sequences * seq_length, ...) in order."""
+    def join(self, pieces: Iterable[Tensor], parts: Iterable[Part]) -> Tensor:
+        """What neighbouring parts have, each (T of that part or more, ...) -> (T of all together, ...) in order."""
         first, second = list[Tensor](), list[Tensor]()
-        for part, rows in zip(self.part.all, x.unflatten(0, (self.part.count, -1))):
+        for part, piece in zip(parts, pieces):
             runs = [len(run) for run in part.runs(self.seq_length)]
-            mine = rows[: self.num_sequences * sum(runs)].unflatten(0, (self.num_sequences, sum(runs)))
-            for found, run in zip((first, second), mine.split(runs, 1)):
+            rows = piece[: self.num_sequences * sum(runs)].unflatten(0, (self.num_sequences, sum(runs)))
+            for found, run in zip((first, second), rows.split(runs, 1)):
                 found.append(run)
         return torch.cat([*first, *reversed(second)], 1).flatten(0, 1)
+
+    def split(self, x: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+        """The other way: (T of neighbouring parts together, ...) -> each one's (T, ...)."""
+        runs = [part.runs(self.seq_length) for part in parts]
+        sizes = [len(first) for first, _ in runs] + [len(second) for _, second in reversed(runs)]
+        chunks = x.unflatten(0, (self.num_sequences, sum(sizes))).split(sizes, 1)
+        return [torch.cat((chunks[i], chunks[-1 - i]), 1).flatten(0, 1) for i in range(len(parts))]
 
     def to(self, device: torch.device | str) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -32,14 +32,19 @@ class Part:
     @property
     def all(self) -> tuple[Part, ...]:
         """Every part of the sequence, this one included."""
-        return tuple(Part(i, self.count) for i in range(self.count))
+        return self.neighbours(self.count)
+
+    def neighbours(self, run: int) -> tuple[Part, ...]:
+        """The `run` parts, this one among them, that together are one part of count / run."""
+        first = self.index // run * run
+        return tuple(Part(i, self.count) for i in range(first, first + run))
 
     def most(self, length: int) -> int:
         """Tokens of the largest part of a sequence of `length`."""
         return max(part.size(length) for part in self.all)
 
     def among(self, run: int) -> Part:
-        """What `run` neighbouring parts, this one among them, are together."""
+        """What its `run` neighbours are together."""
         return Part(self.index // run, self.count // run)
 
 

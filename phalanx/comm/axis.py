@@ -226,14 +226,42 @@ class Axis:
         return Work(out, self._run(lambda: dist.irecv(out, src=self.ranks[source], group=self.group)))
 
 
+    def hop(self, x: Tensor | None, to: int, out: Tensor | None, source: int) -> Work:
+        """Post at once the send of x to the axis' rank number `to` and the receive of `out` from its rank number `source`; None: nothing
+        goes that way. All ranks of the axis must do so, in the same order. The result is `out`."""
+        nothing = torch.empty(0)
+        if self._local("hop", nothing if x is None else x):
+            return Work(nothing if out is None else out.zero_())
+        posts = [] if x is None else [dist.P2POp(dist.isend, x, self.ranks[to], self.group)]
+        posts += [] if out is None else [dist.P2POp(dist.irecv, out, self.ranks[source], self.group)]
+        handles = self._run(lambda: dist.batch_isend_irecv(posts)) if posts else []
+        return Work(nothing if out is None else out, Handles(handles))
+
+
+class Handles:
+    """Of several posts, as of one."""
+
+    def __init__(self, handles: Sequence[Any]):
+        self.handles = handles
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self.handles)
+
+
 @dataclass(frozen=True)
 class ModelAxes:
-    """The axes that modules communicate over: tp and cp of the dense view, and both together, the ranks that share a micro-batch
-    (`sharing`); ep, etp and both together (`experts`) of the expert view."""
+    """The axes that modules communicate over: tp of the dense view; of cp the neighbours that exchange heads (`heads`) and those that read
+    each other's keys (`keys`); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the
+    expert view."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     etp: Axis = field(default_factory=lambda: Axis("etp"))
     experts: Axis = field(default_factory=lambda: Axis("ep x etp"))
-    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    heads: Axis = field(default_factory=lambda: Axis("cp heads"))
+    keys: Axis = field(default_factory=lambda: Axis("cp keys"))
     sharing: Axis = field(default_factory=lambda: Axis("tp x cp"))

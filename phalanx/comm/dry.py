@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Work
@@ -59,6 +60,11 @@ class DryAxis(Axis):
         if self.size > 1:
             self._count("all_to_all", x)
         return x.new_empty(len(x) if receive is None else sum(receive), *x.shape[1:])
+
+    def hop(self, x: Tensor | None, to: int, out: Tensor | None, source: int) -> Work:
+        if x is not None:
+            self.sent["hop"] += x.numel() * x.element_size()
+        return Work(torch.empty(0, device="meta") if out is None else out)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self._count("broadcast", x)

@@ -17,7 +17,7 @@ from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
 from phalanx.comm.symmetric import Symmetric
-from phalanx.layout.grid import AxisName, ExpertAxis, Grid, SumAxis
+from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 
 
@@ -41,7 +41,7 @@ def leave_world() -> None:
 class Mesh:
     """The axes of one rank.
 
-    tp, cp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
+    tp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
     data                dp x cp: the ranks that hold the same dense parameters and see different tokens.
     model               the axes that modules communicate over: of the expert view after `prepare_experts`.
     Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
@@ -60,11 +60,12 @@ class Mesh:
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
         self.dp = self._phase("dp", grid.ranks(self.at, ("dp",)))
-        self.cp = self._whole("cp", "cp")
-        self.data = self._whole("dp x cp", "dp", "cp") if grid.cp > 1 else self.dp
+        self.data = self._whole("dp x cp", grid.ranks(self.at, ("dp", "cp"))) if grid.cp > 1 else self.dp
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
-        self.model = ModelAxes(self.tp, cp=self.cp, sharing=self._whole("tp x cp", "cp", "tp") if grid.cp > 1 else self.tp)
+        sharing = self._whole("tp x cp", grid.ranks(self.at, ("cp", "tp"))) if grid.cp > 1 else self.tp
+        heads, keys = self._whole("cp heads", grid.cp_heads(self.at)), self._whole("cp keys", grid.cp_keys(self.at))
+        self.model = ModelAxes(self.tp, heads=heads, keys=keys, sharing=sharing)
         self._edp: Axis | None = None
 
     @property
@@ -91,9 +92,8 @@ class Mesh:
             raise RuntimeError("the axes of the expert view were not prepared")
         return self._edp
 
-    def _whole(self, name: str, *axes: AxisName) -> Axis:
-        """An axis, or some together, of as many ranks wherever a rank stands. Of one rank it needs no group."""
-        ranks = self.grid.ranks(self.at, axes)
+    def _whole(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        """An axis of as many ranks wherever a rank stands. Of one rank it needs no group."""
         return self._phase(name, ranks) if len(ranks) > 1 else Axis(name, ranks, watch=self.watch)
 
     def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
@@ -203,6 +203,7 @@ class Mesh:
         for edge in self._edges.values():
             x = torch.zeros(1, device=self.device)
             (edge.send(x, to=1) if edge.index == 0 else edge.recv(x, source=0)).wait()
+        self.model.keys.all_to_all(torch.zeros(self.model.keys.size, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -7,16 +7,16 @@ from phalanx.base.rules import at_least, divisors, no_effect, problem, within
 from phalanx.layout.config import LayoutConfig
 
 
-def check(config: LayoutConfig, *, world_size: int, blocks: int, beside_layers: int = 2, experts: int = 0,
-          expert_size: int = 0) -> list[Problem]:  # fmt: skip
+def check(config: LayoutConfig, *, world_size: int, blocks: int, beside_layers: int = 2, experts: int = 0, expert_size: int = 0,
+          kv_heads: int = 1, attention_dropout: float = 0.0) -> list[Problem]:  # fmt: skip
     """blocks: transformer layers and `beside_layers` others (embedding, head, what predicts further tokens).
 
-    experts: per layer, 0 for a dense model; expert_size: their width.
+    experts: per layer, 0 for a dense model; expert_size: their width. kv_heads: per layer; attention_dropout: of its probabilities.
     """
-    found = at_least("layout", config, 1, "tp", "cp", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
+    found = at_least("layout", config, 1, "tp", "cp", "cp_ulysses", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
     if not found:
         found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks, f"blocks (layers + {beside_layers})")
-        found += check_experts(config, world_size, experts, expert_size)
+        found += check_experts(config, world_size, experts, expert_size) + check_context(config, kv_heads, attention_dropout)
     return found
 
 
@@ -37,6 +37,27 @@ def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_si
         because = {"layout.etp": config.etp, "ep * etp": config.ep * config.etp, "ranks of a stage": stage}
         rule = "ep * etp must divide the number of ranks of a stage (world_size / pp)"
         found.append(problem("layout", config, "ep", rule, because, divisors(config.ep, max(1, stage // config.etp), experts)))
+    return found
+
+
+def check_context(config: LayoutConfig, kv_heads: int, attention_dropout: float) -> list[Problem]:
+    """Heads that are exchanged are there to exchange; attention over parts of the keys has no dropout."""
+    if config.cp == 1:
+        return no_effect("layout", config, ("cp_attention", "cp_ulysses"), "cp > 1", {"layout.cp": 1})
+    inner, each = config.cp_ulysses, max(1, kv_heads // config.tp)
+    found: list[Problem] = []
+    if config.cp % inner:
+        found.append(problem("layout", config, "cp_ulysses", "must divide cp", {"layout.cp": config.cp}, divisors(inner, config.cp)))
+    if each % inner:
+        because = {"key-value heads of model": kv_heads, "layout.tp": config.tp}
+        rule = "must divide the number of key-value heads of a tensor-parallel rank"
+        found.append(problem("layout", config, "cp_ulysses", rule, because, divisors(inner, config.cp, each)))
+    if inner == config.cp:
+        found += no_effect("layout", config, ("cp_attention",), "cp_ulysses < cp", {"layout.cp_ulysses": inner, "layout.cp": config.cp})
+    elif config.cp_attention == "ring" and attention_dropout:
+        dropout = {"model.attention_dropout": attention_dropout}
+        rule = "attention to one part of the keys at a time is fused and has no dropout of probabilities"
+        found.append(problem("layout", config, "cp_attention", rule, dropout, ("auto", "allgather")))
     return found
 
 

@@ -16,6 +16,12 @@ class LayoutConfig:
     """Hide tensor-parallel gathers and scatters in the matmuls through memory shared by the ranks. auto: on GPUs of one host; on, off."""
     cp: int = 1
     """Context-parallel size: every sequence is cut over this many ranks, each with two chunks of it so that attention costs all the same."""
+    cp_attention: Literal["auto", "ring", "allgather"] = "auto"
+    """How a rank's queries read keys and values of other ranks: ring (one rank's at a time, the next on its way meanwhile), allgather (all
+    at once, before). auto: ring, but allgather where attention stays inside documents or has dropout."""
+    cp_ulysses: int = 1
+    """Of the cp ranks, runs of this many neighbours exchange heads for tokens (Ulysses), as far as there are key-value heads; cp_attention
+    then works between the runs. The value of cp: nothing else is exchanged."""
     ep: int = 1
     """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp, cp and dp."""
     etp: int = 1

@@ -38,6 +38,7 @@ class ExpertCoords:
 class Grid:
     """Sizes of the mesh axes. Rank = ((pp * DP + dp) * CP + cp) * TP + tp: neighbours in tp are neighbours on the node.
 
+    Along cp, runs of `ulysses` neighbours exchange heads.
     In the expert view the rank inside its stage is (edp * EP + ep) * ETP + etp; EDP is what is left of the stage.
     """
 
@@ -47,6 +48,7 @@ class Grid:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    ulysses: int = 1
 
     @property
     def world(self) -> int:
@@ -90,6 +92,15 @@ class Grid:
     def members(self, at: Coords, axis: AxisName, indices: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks at `indices` along `axis`, everything else as `at`."""
         return tuple(self.rank(replace(at, **{axis: i})) for i in indices)
+
+    def cp_heads(self, at: Coords) -> tuple[int, ...]:
+        """The neighbours along cp that exchange heads with this rank."""
+        first = at.cp // self.ulysses * self.ulysses
+        return self.members(at, "cp", tuple(range(first, first + self.ulysses)))
+
+    def cp_keys(self, at: Coords) -> tuple[int, ...]:
+        """The ranks along cp that have the same heads as this one and other places."""
+        return self.members(at, "cp", tuple(range(at.cp % self.ulysses, self.cp, self.ulysses)))
 
     def expert_coords(self, at: Coords) -> ExpertCoords:
         rest, etp = divmod(self.rank(at) % self.stage, self.etp)

@@ -14,6 +14,7 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Replica
+from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch
 from phalanx.ops.kernels import Kernels
 from phalanx.ops.low_matmul import Accumulate, LowWeight
@@ -52,6 +53,7 @@ class Env:
     dispatch: Dispatch = "alltoall"
     expert_room: float = math.inf
     low: LowPrecision | None = None
+    cp_attention: Form = "ring"
 
     @property
     def tp(self) -> Axis:

@@ -94,7 +94,7 @@ class LatentAttention(Module):
         q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)
         k = torch.cat((k, turn(k_rope, table, self.interleaved).expand(-1, self.heads, -1)), -1)
         q, k, v = (t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
-        return context.attention(q, k, v, batch, self.env.axes.cp, self.kind, kernels=self.env.twin("attention"))
+        return context.attention(q, k, v, batch, self.env.axes, self.env.cp_attention, self.kind, kernels=self.env.twin("attention"))
 
     def flops(self, seq_length: int) -> float:
         per_key = 2.0 * self.all_heads * (self.sizes.query + self.sizes.value)

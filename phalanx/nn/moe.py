@@ -227,7 +227,8 @@ class MoE(Module):
 
     def _everyones(self, x: Tensor, batch: Batch) -> Tensor:
         """x of this rank's tokens (T, ...) -> of all tokens of the micro-batch, in order."""
-        return batch.join(self.env.axes.sharing.all_gather(self._filled(x, batch)).wait())
+        everyones = self.env.axes.sharing.all_gather(self._filled(x, batch)).wait()
+        return batch.join(everyones.chunk(batch.part.count), batch.part.all)
 
     def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
         """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""

@@ -58,12 +58,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def attention_to_all(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:
-    """The same of a part of the sequences: q (sequences, heads, L, K) of the tokens that are here, k and v of all S tokens."""
-    out = _attend(q, k, v, _mask(batch, kind.window, q.dtype), kind.scale, sinks)
-    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
     """Without a mask a query reads all before it."""
     if sinks is not None:

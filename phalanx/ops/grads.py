@@ -12,7 +12,7 @@ from torch import Tensor
 
 def add_grad(param: Tensor, grad: Tensor) -> Tensor | None:
     """Account for `grad`, of the parameter's shape; what a backward must return for this parameter."""
-    if param.grad is None:
+    if not param.is_leaf or param.grad is None:
         return grad.to(param.dtype)
     param.grad.add_(grad)
     return None

@@ -21,6 +21,8 @@ from phalanx.checkpoint.check import check_source
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.ops.flash import flash_fits
 from phalanx.ops.gated_mlp import gated_mlp_fits
 from phalanx.ops.kernels import OPS
@@ -93,7 +95,7 @@ def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
         *check_layout(
             run.layout, world_size=facts.world_size, blocks=blocks, beside_layers=more, experts=run.model.routed_experts,
-            expert_size=run.model.expert_size,
+            expert_size=run.model.expert_size, kv_heads=kv_heads(run.model), attention_dropout=getattr(run.model, "attention_dropout", 0.0),
         ),
         *check_train(run),
         *check_deterministic(run, facts.world_size),
@@ -106,6 +108,12 @@ def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
         *check_start(run, facts),
         *(check_folder(run) if facts.files else ()),
     ]
+
+
+def kv_heads(model: LlamaConfig | GPT2Config) -> int:
+    """Heads of keys and values; latent attention makes them for every query head."""
+    latent = isinstance(model, DeepseekV3Config)
+    return model.num_attention_heads if latent else getattr(model, "num_key_value_heads", None) or model.num_attention_heads
 
 
 def check_train(run: Run) -> list[Problem]:

@@ -84,10 +84,10 @@ def block_uses(plan: Plan) -> list[BlockUse]:
 def _block_use(plan: Plan, number: int) -> BlockUse:
     run, grid = plan.run, plan.grid
     axes = ModelAxes(
-        DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp), DryAxis("cp", grid.cp),
-        DryAxis("tp x cp", grid.tp * grid.cp),
+        DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp),
+        DryAxis("cp heads", grid.ulysses), DryAxis("cp keys", grid.cp // grid.ulysses), DryAxis("tp x cp", grid.tp * grid.cp),
     )  # fmt: skip
-    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp, axes.sharing), "cp": (axes.cp,), "ep": (axes.ep, axes.etp, axes.experts)}
+    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp, axes.sharing), "cp": (axes.heads, axes.keys), "ep": (axes.ep, axes.etp, axes.experts)}
     kind = precision(run.train.precision)
     env = replace(plan.env(Coords(), axes), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
     (block,) = make_blocks(run.model, env, range(number, number + 1))
@@ -118,7 +118,7 @@ def _batch(plan: Plan) -> Batch:
     seed = torch.empty((), device="meta") if plan.loss_seed else None
     batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed)
     parts = [batch.cut(part) for part in Part(0, plan.grid.cp).all]
-    return max(parts, key=lambda b: b.num_tokens)
+    return max(reversed(parts), key=lambda b: b.num_tokens)
 
 
 def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num_micro_batches: int) -> RankUse:

@@ -20,6 +20,7 @@ from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, 
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, LowPrecision
 from phalanx.nn.module import Block
+from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch, room_for
 from phalanx.ops.quant import RECIPES
 from phalanx.schedule.actions import Program, Schedule
@@ -68,7 +69,7 @@ def low_names(run: Run) -> tuple[str, ...]:
 def grid_of(run: Run, world: int) -> Grid:
     layout = run.layout
     dp = world // (layout.pp * layout.cp * layout.tp)
-    return Grid(pp=layout.pp, dp=dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    return Grid(pp=layout.pp, dp=dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp, ulysses=layout.cp_ulysses)
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,15 @@ class Plan:
         return layout.dispatch
 
     @property
+    def cp_attention(self) -> Form:
+        """How keys and values travel over cp."""
+        chosen = self.run.layout.cp_attention
+        if chosen == "auto":
+            one_by_one = not self.run.data.document_attention and not getattr(self.run.model, "attention_dropout", 0.0)
+            return "ring" if one_by_one else "allgather"
+        return chosen
+
+    @property
     def room_may_lack(self) -> bool:
         """Whether an expert rank could get more tokens than layout.expert_room allows it."""
         run, grid = self.run, self.grid
@@ -208,6 +218,7 @@ class Plan:
             recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage,
             low=low_precision(self.run),
             kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
+            cp_attention=self.cp_attention,
         )  # fmt: skip
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
@@ -273,7 +284,7 @@ def bucket_numel(run: Run) -> int:
 
 def without_layout(run: Run) -> Run:
     """The same run on one process: what every layout must agree with."""
-    layout = replace(run.layout, tp=1, cp=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
+    layout = replace(run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
     return replace(run, layout=layout)
 
 
