@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from phalanx.comm.axis import Axis, Work
+from phalanx.comm.axis import Axis, SwappedRows, Work
 
 
 def ring_bytes(op: str, nbytes: int, size: int) -> float:
@@ -59,6 +59,10 @@ class DryAxis(Axis):
         if self.size > 1:
             self._count("all_to_all", x)
         return x.new_empty(len(x) if receive is None else sum(receive), *x.shape[1:])
+
+    def push(self, tokens: int, width: int, like: Tensor, back: bool, share: float = 1.0) -> SwappedRows:
+        self.sent["push"] += round((self.size - 1) * share * tokens * width * like.element_size())
+        return SwappedRows(self, tokens, width, like, local=True)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self._count("broadcast", x)
