@@ -144,9 +144,11 @@ def generated_experts() -> dict[str, dict]:
                 continue
             pick = random.Random(f"{model} {pp} {dp} {tp} {ep} {etp}")
             layout: dict = {"pp": pp, "tp": tp, "ep": ep, "etp": etp, "sharding": pick.choice([0, 1, 1])}
-            layout["dispatch"] = pick.choice(["allgather", "alltoall"])
+            layout["dispatch"] = pick.choice(["allgather", "alltoall", "push"])
+            if layout["dispatch"] != "alltoall":
+                layout["expert_room"] = pick.choice([1.0, 2.0])
             if layout["dispatch"] == "allgather":
-                layout |= {"expert_room": pick.choice([1.0, 2.0]), "ep_overlap": pick.choice(["on", "off"])}
+                layout["ep_overlap"] = pick.choice(["on", "off"])
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
             options = dict(global_batch=dp * pick.choice([1, 2, 3]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),

@@ -78,7 +78,7 @@ class _Chosen:
         self.share = spread.share(experts.shape[1])
 
     def tokens(self, x: Tensor) -> Any:
-        to = self.axis.push(*x.shape, x, False, self.share)
+        to = self.axis.push(x.shape[0], x.shape[1], x, False, self.share)
         return to.fill(lambda to: push_twins(self.triton).send_tokens(x, self.experts, self.spread, to))
 
     def sums(self, y: Tensor, rows: Rows) -> Any:
@@ -165,6 +165,7 @@ class _Rows:
         self.x, self.axes, self.room = x, axes, room
         self.coming: Any = None
         self.carrier: Any = None
+        self.here = 0  # experts of each rank
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         """experts (T, K) int64: a number >= `count` is nobody's."""
