@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, gated, grouped, head_norm, loss, norm, permute, rope, route
+from phalanx.ops.kernels import adamw, gated, grouped, head_norm, loss, norm, permute, push, rope, route
 
 BF = "*bf16"
 
@@ -84,6 +84,11 @@ def experts(wide: dict) -> list[tuple]:
     found.append((permute._sum, dict(y=BF, weights="*fp32", out=BF, row="*i32", D="i32"), dict(SLOTS=8, WEIGH=True, BLOCK=2048, **wide)))
     pointers = dict(dout=BF, y=BF, weights="*fp32", dy=BF, dweights="*fp32", row="*i32", D="i32")
     found.append((permute._weighted_backward, pointers, dict(SLOTS=8, BLOCK=2048, **wide)))
+    form = dict(HERE=8, ETP=2, RANKS=8, SLOTS=8, K_BLOCK=8, BLOCK=2048)
+    found.append((push._send_tokens, dict(x=BF, experts="*i64", addresses="*i64", first="i32", D="i32"), form))
+    pointers = dict(y=BF, row="*i32", experts="*i64", addresses="*i64", tokens="i32", first="i32", index="i32", D="i32")
+    found.append((push._send_sums, pointers, dict(**form, **wide)))
+    found.append((push._add_sums, dict(parts=BF, out=BF, experts="*i64", tokens="i32", D="i32"), dict(**form, **wide)))
     pointers = dict(logits="*fp32", bias="*fp32", samples="*i64", positions="*i64", experts_out="*i64", weights_out="*fp32", scores_out="*fp32")
     form = dict(SIGMOID=True, AFTER=False, RENORMALIZE=True, SCALE=2.5, ROWS=4, E_BLOCK=256, E=256, K=8, **wide)
     for drawn in (False, True):

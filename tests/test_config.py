@@ -125,7 +125,8 @@ RULES = [
     (f"{MIXTRAL} layout.etp=4 model.intermediate_size=3", 4, "layout.etp", 4, "must be <= the width of an expert", {"width of an expert"}, (2,)),
     (f"{MIXTRAL} layout.ep=0", 1, "layout.ep", 0, ">= 1", set(), (1,)),
     (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall layout.ep_overlap=on", 2, "layout.ep_overlap", "on", "has no effect without dispatch=allgather", {"layout.dispatch"}, ("auto",)),
-    (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall layout.expert_room=1.5", 2, "layout.expert_room", 1.5, "has no effect without dispatch=allgather", {"layout.dispatch"}, (2.0,)),
+    (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall layout.expert_room=1.5", 2, "layout.expert_room", 1.5, "has no effect without dispatch=allgather or push", {"layout.dispatch"}, (2.0,)),
+    (f"{MIXTRAL} layout.ep=2 layout.dispatch=push layout.ep_overlap=off", 2, "layout.ep_overlap", "off", "has no effect without dispatch=allgather", {"layout.dispatch"}, ("auto",)),
     (f"{MIXTRAL} layout.etp=-1", 1, "layout.etp", -1, ">= 1", set(), (1,)),
     (f"{MIXTRAL} layout.expert_room=0.5", 1, "layout.expert_room", 0.5, "[1, inf]", set(), (2.0,)),
     (f"{MIXTRAL} model.num_experts_per_tok=9", 1, "model.num_experts_per_tok", 9, "must be <= num_local_experts", {"model.num_local_experts"}, (8,)),
@@ -302,6 +303,7 @@ ACCEPTED = [
     (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp
     (BASE, f"{QWEN3_MOE} layout.ep=2 layout.dispatch=allgather layout.expert_room=.inf", 2),
+    (BASE, f"{QWEN3_MOE} layout.ep=2 layout.dispatch=push layout.expert_room=1.25", 2),
     (BASE, f"{OSS} layout.etp=4 model.swiglu_limit=.inf", 4),
     (BASE, "train.precision=bf16 train.fp8={recipe: mxfp8, exclude: ['*.3.mlp.*'], first_layers: 1, shadow_interval: 5, min_cosine: 0.9}", 1),
     (GPT2_BASE, "train.fp8.recipe=nvfp4 layout.tp=2", 2),
@@ -460,7 +462,7 @@ FORM = [
     ("model.family=lama", "model.family", 'must be one of "llama", "mistral", "qwen2", "qwen3", ', ("llama",)),
     ("model.family=gpt-oss", "model.family", 'must be one of "llama", ', ("gpt_oss",)),
     ("model.family=qwen3_meo", "model.family", 'must be one of "llama", ', ("qwen3_moe",)),
-    ("layout.dispatch=deepep", "layout.dispatch", "must be one of", ("auto", "allgather", "alltoall")),
+    ("layout.dispatch=deepep", "layout.dispatch", "must be one of", ("auto", "allgather", "alltoall", "push")),
     ("data.tokenizer=3", "data.tokenizer", "must be str or null, got int", ("3",)),
     ("data.paths=3", "data.paths", "must be list of str, got int", ([],)),
     ("layout.stages=[1,x]", "layout.stages.1", "must be int, got string", ()),

@@ -47,13 +47,13 @@ def variant(**model) -> Run:
     return replace(run, model=replace(run.model, **model))
 
 
-@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather", "push"])
 @pytest.mark.parametrize("ep, etp, tp", [(2, 1, 1), (4, 1, 2), (2, 2, 1), (8, 1, 2)])
 def test_all_tokens_to_the_same_experts(ranks, ep, etp, tp, dispatch):
     """Truth: one process. With equal logits every token goes to experts 0 and 1, on one rank; all other experts have none."""
     run, world = variant(), max(ep * etp, 2 * tp)
     (truth,) = ranks.run("tests.test_moe:routed", 1, run, True)
-    room = {"expert_room": math.inf} if dispatch == "allgather" else {}
+    room = {"expert_room": math.inf} if dispatch != "alltoall" else {}
     layout = LayoutConfig(ep=ep, etp=etp, tp=tp, dispatch=dispatch, **room)
     results = ranks.run("tests.test_moe:routed", world, replace(run, layout=layout), True)
     load = truth["routing"][:, : -len(TALLIED)]
@@ -118,12 +118,14 @@ def by_hand(run: Run, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
     return loss.detach(), weight.grad
 
 
-@pytest.mark.parametrize("layout, world", [(dict(ep=4), 4), (dict(ep=4, tp=2, pp=2), 8)], ids=str)
+@pytest.mark.parametrize(
+    "layout, world", [(dict(ep=4, dispatch="allgather"), 4), (dict(ep=4, dispatch="push"), 4), (dict(ep=4, tp=2, pp=2, dispatch="push"), 8)], ids=str
+)
 def test_too_little_room_is_the_same_step(ranks, layout, world):
     """Truth: one process. With no room to spare ranks lack rows in this step; it is done again, and says so."""
     run = variant(num_experts_per_tok=4)
     (truth,) = ranks.run("tests.test_moe:routed", 1, run, True)
-    run = replace(run, layout=LayoutConfig(dispatch="allgather", expert_room=1.0, **layout))
+    run = replace(run, layout=LayoutConfig(expert_room=1.0, **layout))
     results = ranks.run("tests.test_moe:routed", world, run, True)
     expected, found = assemble([truth["grads"]]), assemble([r["grads"] for r in results])
     largest = max(np.abs(g).max() for g in expected.values())
@@ -150,8 +152,9 @@ def test_evaluation_always_has_room(ranks):
     """Truth: one process. Without a backward there is no second try, so there must be room at once."""
     run = variant(num_experts_per_tok=4)
     (truth,) = ranks.run("tests.test_moe:evaluated", 1, run)
-    tight = replace(run, layout=LayoutConfig(ep=4, dispatch="allgather", expert_room=1.0))
-    assert ranks.run("tests.test_moe:evaluated", 4, tight) == pytest.approx([truth] * 4, rel=1e-12)
+    for dispatch in ("allgather", "push"):
+        tight = replace(run, layout=LayoutConfig(ep=4, dispatch=dispatch, expert_room=1.0))
+        assert ranks.run("tests.test_moe:evaluated", 4, tight) == pytest.approx([truth] * 4, rel=1e-12)
 
 
 def test_load_of_the_step_before(ranks):
@@ -217,6 +220,20 @@ def test_bytes_of_the_all_gather(ranks, tp):
     for found in results:
         assert found["ep x etp", "all_gather"] == (4 * each, each * tokens * number * (2 * width + 2 * slots))
         assert found["ep x etp", "reduce_scatter"] == (3 * each, each * n * tokens * number * (2 * width + slots))
+        assert {op for axis, op in found if axis in ("ep", "etp")} == set()
+
+
+def test_bytes_of_the_push(ranks):
+    """Truth: the formula. Per layer and micro-batch four pushes of what a rank's T tokens could be (tests.test_push counts what is), choices and
+    weights gathered, the weights' gradients scattered."""
+    run = variant(router_aux_loss_coef=0.0)
+    results = ranks.run("tests.test_moe:exchanged", 4, replace(run, layout=LayoutConfig(ep=4, tp=2, dispatch="push")))
+    tokens, width, slots, number = SEQ // 2, 32, 2, 8
+    each = run.model.num_hidden_layers * 2  # layers x micro-batches of a rank
+    for found in results:
+        assert found["ep x etp", "push"] == (4 * each, 4 * each * tokens * width * number)
+        assert found["ep x etp", "all_gather"] == (2 * each, 2 * each * tokens * slots * number)
+        assert found["ep x etp", "reduce_scatter"] == (each, each * 4 * tokens * slots * number)
         assert {op for axis, op in found if axis in ("ep", "etp")} == set()
 
 

@@ -52,6 +52,7 @@ CASES = {
 LAYOUTS = {
     "one rank": (1, {}), "ep2": (2, dict(ep=2)), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "tp2, ep2": (2, dict(tp=2, ep=2)),
     "pp2, etp2": (4, dict(pp=2, etp=2)), "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather", expert_room=8.0)),
+    "tp2, ep4 pushed": (4, dict(tp=2, ep=4, dispatch="push", expert_room=8.0)),
     "tp2, ep2 x etp2 by all-gather": (4, dict(tp=2, ep=2, etp=2, dispatch="allgather", expert_room=8.0)),
 }  # fmt: skip
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]

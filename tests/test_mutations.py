@@ -28,6 +28,7 @@ LAYOUTS = {
     "deepseek_v3 with two further tokens, pp3": case("deepseek_v3-mtp", 3, pp=3, stages=(1, 3, 1), global_batch=4),
     "mixtral tp2, ep2 x etp2, capacity": case("mixtral-full", 4, tp=2, ep=2, etp=2, global_batch=4),
     "qwen3_moe tp2, ep2 of 4, all-gather": case("qwen3_moe", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", global_batch=4),
+    "deepseek_v3 ep2 x etp2 across dp, push": case("deepseek_v3", 4, ep=2, etp=2, dispatch="push", global_batch=4),
     "mixtral ep2, all-gather": case("mixtral", 2, ep=2, dispatch="allgather", global_batch=4),
     "gpt_oss tp2, ep2 x etp2": case("gpt_oss", 4, tp=2, ep=2, etp=2, global_batch=4),
     "llama cp2 tp2, ring": case("llama", 4, cp=2, tp=2, global_batch=2),

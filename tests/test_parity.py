@@ -63,6 +63,13 @@ NAMED = {
     "mixtral ep2": case("mixtral", 2, ep=2),
     "mixtral ep4 across tp2 x dp2, all-gather": case("mixtral", 4, ep=4, tp=2, dispatch="allgather"),
     "mixtral ep4 across tp2 x dp2, overlapped": case("mixtral", 4, ep=4, tp=2, dispatch="allgather", ep_overlap="on", tp_overlap="on"),
+    "mixtral ep2, push": case("mixtral", 2, ep=2, dispatch="push"),
+    "mixtral ep4 across tp2 x dp2, push": case("mixtral", 4, ep=4, tp=2, dispatch="push", tp_overlap="on"),
+    "qwen3_moe ep2 x etp2, tp2 pp2, push": case("qwen3_moe", 8, ep=2, etp=2, tp=2, pp=2, dispatch="push", documents=True),
+    "deepseek_v3 with two further tokens, tp2 dp2, ep4, push, full recompute": case(
+        "deepseek_v3-mtp", 4, tp=2, ep=4, dispatch="push", micro_batch=2, recompute="full"
+    ),
+    "gpt_oss ep8, tp2, push, no spare room": case("gpt_oss", 8, tp=2, ep=8, dispatch="push", expert_room=1.0),
     "mixtral etp2 x ep2, tp2 pp2 dp2": case("mixtral", 8, ep=2, etp=2, tp=2, pp=2),
     "mixtral etp2 x ep4, overlapped, full recompute": case("mixtral", 8, ep=4, etp=2, ep_overlap="on", dispatch="allgather", recompute="full"),
     "qwen3_moe ep4, tp2 pp2 dp2, tied, full recompute": case("qwen3_moe", 8, ep=4, tp=2, pp=2, recompute="full"),
@@ -159,9 +166,11 @@ def generated_experts() -> dict[str, dict]:
                 continue
             pick = random.Random(f"{model} {pp} {dp} {tp} {ep} {etp}")
             layout: dict = {"pp": pp, "tp": tp, "ep": ep, "etp": etp, "sharding": pick.choice([0, 1, 1])}
-            layout["dispatch"] = pick.choice(["allgather", "alltoall"])
+            layout["dispatch"] = pick.choice(["allgather", "alltoall", "push"])
+            if layout["dispatch"] != "alltoall":
+                layout["expert_room"] = pick.choice([1.0, 2.0])
             if layout["dispatch"] == "allgather":
-                layout |= {"expert_room": pick.choice([1.0, 2.0]), "ep_overlap": pick.choice(["on", "off"])}
+                layout["ep_overlap"] = pick.choice(["on", "off"])
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
             options = dict(global_batch=dp * pick.choice([1, 2, 3]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),

@@ -38,6 +38,7 @@ USERS = {
         load_run("recipes/tiny_qwen3_moe.yaml", ["layout.tp=2", "layout.ep=2", "layout.etp=2", "layout.dispatch=allgather",
                                                  "model.decoder_sparse_step=2"]), 8,
     ),
+    "tiny gpt_oss, pushed over ep4 x tp2": (load_run("recipes/tiny_gpt_oss.yaml", ["layout.tp=2", "layout.ep=4", "layout.dispatch=push"]), 4),
     "tiny deepseek_v3, groups, shared experts, a module that predicts ahead": (
         load_run("recipes/tiny_deepseek_v3.yaml", ["model.first_k_dense_replace=1", "model.n_routed_experts=16", "model.n_group=4",
                                                    "model.topk_group=2", "model.num_experts_per_tok=4", "model.moe_intermediate_size=32",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.base.errors import PeerLost
 from phalanx.comm.debug import Watch
-from phalanx.comm.symmetric import PulledParts, PushedParts, Symmetric
+from phalanx.comm.symmetric import PulledParts, PushedParts, PushedRows, Symmetric
 
 
 class Work:
@@ -83,6 +83,40 @@ class Sums:
         return self.work.wait()
 
 
+class SwappedRows:
+    """The plain twin of symmetric.PushedRows: parts for each rank, needed or not, that an all-to-all carries."""
+
+    def __init__(self, axis: Axis, tokens: int, width: int, like: Tensor, local: bool = False):
+        self.axis, self.tokens, self.local = axis, tokens, local
+        self._buffer = like.new_zeros(axis.size * tokens, width)
+        self.first = axis.index * tokens
+
+    @property
+    def addresses(self) -> Tensor:
+        """(size,) int64: from where row `first` is the start of the part for each rank."""
+        whole = self._buffer
+        distance = self.tokens * whole.shape[1] * whole.element_size()
+        return torch.arange(self.axis.size, device=whole.device) * distance + (whole.data_ptr() - self.axis.index * distance)
+
+    def part(self, rank: int) -> Tensor:
+        """(tokens, width) this rank's part on `rank`, to write to."""
+        return self._buffer[rank * self.tokens : (rank + 1) * self.tokens]
+
+    def fill(self, write: Callable[[Any], None]) -> SwappedRows:
+        write(self)
+        if not self.local:
+            self._buffer = self.axis.all_to_all(self._buffer)
+        elif self.axis.size > 1:
+            mine = self.part(self.axis.index).clone()
+            self._buffer.zero_()
+            self.part(self.axis.index).copy_(mine)
+        return self
+
+    def wait(self) -> Tensor:
+        """(size * tokens, width) what all ranks wrote for this one."""
+        return self._buffer
+
+
 class Axis:
     """`size` ranks, of which this one is number `index`; `ranks` are their numbers in the world."""
 
@@ -143,6 +177,18 @@ class Axis:
         if memory is None or not memory.fits(tokens * width * like.element_size()):
             return Sums(self, tokens, width, like)
         return Sums(self, tokens, width, like, local=True) if self._local("reduce_scatter", like) else PushedParts(memory, tokens, width, like)
+
+    def push(self, tokens: int, width: int, like: Tensor, back: bool, share: float = 1.0) -> SwappedRows | PushedRows:
+        """(size * tokens, width) with the dtype of `like`, of which each rank writes its `tokens` rows on all, or those that are needed there.
+
+        share   of the rows that a rank needs, as a forecast may assume
+        """
+        memory, rows = self.memory, torch.empty(tokens, width, dtype=like.dtype, device="meta")
+        if self._local("push", rows):
+            return SwappedRows(self, tokens, width, like, local=True)
+        if memory is None or not memory.fits(rows.nbytes * self.size):
+            return SwappedRows(self, tokens, width, like)
+        return PushedRows(memory, tokens, width, like, back)
 
     def all_gather_into(self, out: Tensor, async_op: bool = False) -> Work:
         """Fill `out` (size * n,) from each rank's own n elements of it, in place."""

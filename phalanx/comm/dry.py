@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.comm.axis import Axis, Work
+from phalanx.comm.axis import Axis, SwappedRows, Work
 
 
 def ring_bytes(op: str, nbytes: int, size: int) -> float:
@@ -65,6 +65,10 @@ class DryAxis(Axis):
         if x is not None:
             self.sent["hop"] += x.numel() * x.element_size()
         return Work(torch.empty(0, device="meta") if out is None else out)
+
+    def push(self, tokens: int, width: int, like: Tensor, back: bool, share: float = 1.0) -> SwappedRows:
+        self.sent["push"] += round((self.size - 1) * share * tokens * width * like.element_size())
+        return SwappedRows(self, tokens, width, like, local=True)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self._count("broadcast", x)

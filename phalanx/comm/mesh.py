@@ -155,16 +155,16 @@ class Mesh:
                 if mine:
                     self._subs[mine] = made
 
-    def overlap(self, axis: Axis, field: str, mode: str, whole: int) -> str:
+    def overlap(self, axis: Axis, field: str, mode: str, whole: int, value: str = "on", others: tuple[str, ...] = ("auto", "off")) -> str:
         """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of `whole` bytes.
 
-        `mode`, the value of the config's `field`: auto: where the axis is on GPUs of one host; on: that or an error; off. Returns
-        what came of it, in words.
+        `mode`: auto: where the axis is on GPUs of one host; on: that or an error, that the config's `field` cannot have this `value`
+        but `others`; off. Returns what came of it, in words.
         """
-        self.overlapping[axis.name] = self._overlap(axis, field, mode, whole)
+        self.overlapping[axis.name] = self._overlap(axis, mode, whole, Problem(field, value, "", {}, others))
         return self.overlapping[axis.name]
 
-    def _overlap(self, axis: Axis, field: str, mode: str, whole: int) -> str:
+    def _overlap(self, axis: Axis, mode: str, whole: int, refused: Problem) -> str:
         wanted = axis.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
         if not wanted:
             return "off"
@@ -182,8 +182,7 @@ class Mesh:
             return "on"
         axis.memory = None
         if mode == "on":
-            rule = f"needs memory that all ranks of {axis.name} share ({found[0]})"
-            raise ConfigError([Problem(field, "on", rule, {}, ("auto", "off"))])
+            raise ConfigError([replace(refused, rule=f"needs memory that all ranks of {axis.name} share ({found[0]})")])
         return f"off: {found[0]}"
 
     @property

@@ -1,8 +1,10 @@
-"""Memory that all ranks of an axis on one host can read and write, and the two exchanges that a matmul hides in.
+"""Memory that all ranks of an axis on one host can read and write, and the exchanges through it.
 
 Gathering: each rank leaves its tokens in its buffer; the others pull them part by part while the matmul works on the parts that
 are there. Scattering: each finished part of a product is pushed to the rank it belongs to while the next is computed; the owner
 adds up what it got. Copies run on a stream of their own, by copy engines on a GPU, so they take no multiprocessors from the matmul.
+Pushing rows: each rank writes the rows that another needs, and no others, to their place in its buffer; which ones they are is known
+on the device alone.
 
 Buffers come in two sets used in turns, with one barrier per exchange. An exchange writes to a set last used two exchanges ago;
 the barrier of the exchange in between, which every rank enters only after its own work with the older one, makes that safe. So
@@ -42,6 +44,8 @@ class Symmetric:
         self._axis = axis
         self._views: dict[tuple, Tensor] = {}  # made once: a view costs the host microseconds
         self._buffers = self._on_gpu(axis, total) if device.type == "cuda" else self._on_cpu(axis, total)
+        starts = [[buffer.data_ptr() + number * self.whole for buffer in self._buffers] for number in range(4)]
+        self._addresses = torch.tensor(starts, dtype=torch.int64).to(device)  # of each rank's part of each set, for kernels
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.sum: Callable[[Tensor], Tensor] = lambda parts: parts.sum(0)
         if device.type == "cuda" and find_spec("triton"):
@@ -87,6 +91,10 @@ class Symmetric:
             start = (2 * turn + scatter) * self.whole + part * (self.whole // self.size)
             self._views[key] = self._buffers[rank][start : start + like.nbytes].view(like.dtype).view(like.shape)
         return self._views[key]
+
+    def addresses(self, turn: int, scatter: bool) -> Tensor:
+        """(size,) int64 on the device: where that part of a set begins on each rank."""
+        return self._addresses[2 * turn + scatter]
 
     def barrier(self) -> None:
         """What every rank wrote before is visible to all after. On a GPU the stream waits, not the host."""
@@ -189,3 +197,36 @@ class PushedParts:
         first, distance = m.view(m.index, self.turn, True, 0, self.part), m.whole // m.size // self.part.element_size()
         received = torch.as_strided(first, (m.size, *self.part.shape), (distance, *self.part.stride()), first.storage_offset())
         return m.sum(received)
+
+
+class PushedRows:
+    """Buffers (size * tokens, width) on each rank, to whose part number `index` this rank writes on all of them; only what was written
+    to must be read. `back`: which half of a set, so that those of one direction and the other never meet."""
+
+    def __init__(self, memory: Symmetric, tokens: int, width: int, like: Tensor, back: bool):
+        self.memory, self.tokens = memory, tokens
+        turn = memory.take_turn()
+        shape = torch.empty(memory.size * tokens, width, dtype=like.dtype, device="meta")
+        self._wholes = [memory.view(rank, turn, back, 0, shape) for rank in range(memory.size)]
+        self.addresses = memory.addresses(turn, back)
+        self.first = memory.index * tokens  # row of this rank's part
+
+    def part(self, rank: int) -> Tensor:
+        """(tokens, width) this rank's part on `rank`, to write to."""
+        return self._wholes[rank][self.first : self.first + self.tokens]
+
+    def fill(self, write: Callable[[PushedRows], None]) -> PushedRows:
+        """Have `write` launched on the copying stream, which waits for what was asked for before; whatever it reads is kept until `wait`."""
+        m, begun = self.memory, self.memory.mark()
+        with m.aside():
+            m.after(begun)
+            write(self)
+            m.barrier()
+            self._filled, self._kept = m.mark(), write
+        return self
+
+    def wait(self) -> Tensor:
+        """What all ranks wrote here; good until the exchange after the next."""
+        self.memory.after(self._filled)
+        del self._kept
+        return self._wholes[self.memory.index]

@@ -26,7 +26,9 @@ def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_si
         return no_effect("layout", config, ("ep", "etp", "dispatch", "ep_overlap", "expert_room"), "experts", {"experts of model": 0})
     found, stage = within("layout", config, "expert_room", "[1, inf]"), world_size // config.pp
     if config.dispatch == "alltoall" and not found:
-        found += no_effect("layout", config, ("ep_overlap", "expert_room"), "dispatch=allgather", {"layout.dispatch": config.dispatch})
+        found += no_effect("layout", config, ("expert_room",), "dispatch=allgather or push", {"layout.dispatch": config.dispatch})
+    if config.dispatch in ("alltoall", "push"):
+        found += no_effect("layout", config, ("ep_overlap",), "dispatch=allgather", {"layout.dispatch": config.dispatch})
     if experts % config.ep:
         because = {"experts per layer": experts}
         found.append(problem("layout", config, "ep", "must divide the number of experts", because, divisors(config.ep, experts, stage)))

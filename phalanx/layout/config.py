@@ -26,13 +26,14 @@ class LayoutConfig:
     """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp, cp and dp."""
     etp: int = 1
     """Tensor-parallel size inside each expert, whatever tp is elsewhere."""
-    dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
-    """How tokens get to their experts: allgather (every token to every expert rank, no host sync), alltoall (each token to its experts'
-    ranks, one exchange of sizes per layer). auto: the one that sends less, allgather while ep * etp <= experts per token."""
+    dispatch: Literal["auto", "allgather", "alltoall", "push"] = "auto"
+    """How tokens get to their experts: allgather (every token to every expert rank), push (each token to its experts' ranks through memory
+    that they share), alltoall (the same by messages; the host waits for their sizes in each layer). auto: allgather while
+    ep * etp <= experts per token, else push on GPUs of one host, else alltoall."""
     ep_overlap: Literal["auto", "on", "off"] = "auto"
     """allgather: exchange tokens through memory shared by the ranks, beside the router and weight gradients. auto: on GPUs of one host; on, off."""
     expert_room: float = 2.0
-    """allgather: tokens that an expert rank has room for, over its fair share. A step in which that is too little runs again by alltoall."""
+    """allgather, push: tokens that an expert rank has room for, over its fair share. A step in which that is too little runs again by alltoall."""
     pp: int = 1
     """Pipeline-parallel size: number of ranks that the layers are spread over."""
     virtual_stages: int = 1

@@ -177,12 +177,12 @@ class MoE(Module):
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
         exchange = EXCHANGES[self.dispatch](self._filled(x, batch), self.env.axes, room)
-        shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel, as the router
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
-        experts, weights = self._filled(choice.experts_TK, batch, self.router.num_experts), self._filled(choice.weights_TK, batch)
-        y, missing = exchange(experts, weights, self.router.num_experts, self.experts, self.env.twin("permute"))
+        exchange.send(self._filled(choice.experts_TK, batch, self.router.num_experts), self.router.num_experts, self.env.twin("permute"))
+        shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel
+        y, missing = exchange(self._filled(choice.weights_TK, batch), self.experts, self.env.twin("permute"))
         y = y if len(y) == len(x) else y[: len(x)]
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)

@@ -95,12 +95,11 @@ def build(plan: Plan, mesh: Mesh) -> State:
         be_deterministic(mesh)
     if plan.run.model.routed_experts:
         mesh.prepare_experts()
+        plan = open_exchange(plan, mesh)
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
     mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
-    if plan.run.model.routed_experts and plan.dispatch == "allgather":
-        mesh.overlap(mesh.model.experts, "layout.ep_overlap", plan.run.layout.ep_overlap, plan.expert_exchange_bytes)
     to_device(params, mesh.device)
     buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding, leaves=plan.leaves)
     optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
@@ -146,6 +145,18 @@ def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], 
         buffers.done_with(i.stage, i.run)
 
     return backward
+
+
+def open_exchange(plan: Plan, mesh: Mesh) -> Plan:
+    """Open the memory in which tokens get to their experts, and what is then planned: without it no automatic push."""
+    layout, axis, whole = plan.run.layout, mesh.model.experts, plan.expert_exchange_bytes
+    if plan.dispatch == "allgather":
+        mesh.overlap(axis, "layout.ep_overlap", layout.ep_overlap, whole)
+    elif layout.dispatch == "push":
+        mesh.overlap(axis, "layout.dispatch", "on", whole, value="push", others=("auto", "allgather", "alltoall"))
+    elif plan.dispatch == "push" and mesh.overlap(axis, "layout.dispatch", "auto", whole) != "on":
+        return plan.by_all_to_all()
+    return plan
 
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:

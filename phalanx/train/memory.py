@@ -131,7 +131,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
     sends = _num_sends(trace.program, pp)
     layout = plan.run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
-    if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.dispatch == "allgather" and layout.ep_overlap != "off":
+    if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
         shared += 4 * plan.expert_exchange_bytes
     blocks_here = plan.blocks_of(Coords(pp=pp))
     codes = 2 * sum(p.numel() for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None)

@@ -11,8 +11,10 @@ from torch import nn
 
 from phalanx.base.dtypes import precision
 from phalanx.base.part import Part
+from phalanx.base.rules import default_of
 from phalanx.comm.axis import ModelAxes
 from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
+from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.stages import cut_virtual_stages, given_stages
@@ -28,6 +30,8 @@ from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
 from phalanx.train.config import Run
+
+ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
 
 FAMILIES = {
     "llama": llama.make_blocks, "mistral": mistral.make_blocks, "qwen2": qwen2.make_blocks, "qwen3": qwen3.make_blocks,
@@ -169,11 +173,22 @@ class Plan:
 
     @property
     def dispatch(self) -> Dispatch:
-        """How tokens get to their experts. A token has `top_k` pairs, each on another rank with probability 1 - 1 / ep."""
-        layout = self.run.layout
-        if layout.dispatch == "auto":
-            return "allgather" if layout.ep * layout.etp <= getattr(self.run.model, "num_experts_per_tok", 0) else "alltoall"
-        return layout.dispatch
+        """How tokens get to their experts; on ranks that turn out to share no memory, an automatic push becomes all-to-all (`build`).
+
+        Of T tokens over n ranks all-gather sends (n - 1) T, from before the router; push sends (n - 1) T (1 - C(E - E/ep, K) / C(E, K)),
+        from after it: little less while n <= K.
+        """
+        layout, ranks = self.run.layout, self.run.layout.ep * self.run.layout.etp
+        if layout.dispatch != "auto":
+            return layout.dispatch
+        if ranks <= getattr(self.run.model, "num_experts_per_tok", 0):
+            return "allgather"
+        return "push" if ranks <= ONE_HOST and self.run.train.device != "cpu" else "alltoall"
+
+    def by_all_to_all(self) -> Plan:
+        """The same with tokens going to their experts by all-to-all."""
+        room = default_of(LayoutConfig, "expert_room")
+        return replace(self, run=replace(self.run, layout=replace(self.run.layout, dispatch="alltoall", expert_room=room)))
 
     @property
     def cp_attention(self) -> Form:
@@ -188,11 +203,16 @@ class Plan:
     def room_may_lack(self) -> bool:
         """Whether an expert rank could get more tokens than layout.expert_room allows it."""
         run, grid = self.run, self.grid
-        if not run.model.routed_experts or self.dispatch != "allgather":
+        if not run.model.routed_experts or self.dispatch == "alltoall":
             return False
         tokens = self.most_tokens // grid.tp * grid.ep * grid.etp
         given, worst = room_for(tokens, run.model.num_experts_per_tok, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)  # type: ignore[union-attr]
         return given < worst
+
+    @property
+    def exchanges_in_memory(self) -> bool:
+        """Whether tokens get to their experts through memory that the ranks share, where they do (GPUs of one host)."""
+        return self.dispatch == "push" or (self.dispatch == "allgather" and self.run.layout.ep_overlap != "off")
 
     @property
     def waits_for_sizes(self) -> bool:

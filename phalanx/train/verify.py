@@ -168,8 +168,11 @@ def small_expert_view(run: Run, world: int, layout: LayoutConfig, stage: int) ->
 
     views = [(ep, etp) for ep in range(1, min(grid.ep, stage) + 1) for etp in range(1, min(grid.etp, stage) + 1) if stage % (ep * etp) == 0]
     ep, etp = max(views, key=lambda view: likeness(*view))
-    if make_plan(run, world).dispatch == "alltoall":
-        return replace(layout, ep=ep, etp=etp, dispatch="alltoall", expert_room=LayoutConfig.expert_room, ep_overlap="auto")
+    match make_plan(run, world).dispatch:
+        case "alltoall":
+            return replace(layout, ep=ep, etp=etp, dispatch="alltoall", expert_room=LayoutConfig.expert_room, ep_overlap="auto")
+        case "push":
+            return replace(layout, ep=ep, etp=etp, dispatch="push", expert_room=math.inf, ep_overlap="auto")
     return replace(layout, ep=ep, etp=etp, dispatch="allgather", expert_room=math.inf)
 
 

@@ -40,6 +40,9 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
         "mixtral ep2, all-to-all": ("mixtral", dict(ep=2, dispatch="alltoall"), {}),
         "mixtral tp2 ep2, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="allgather", expert_room=1.0), {}),
+        "mixtral ep2, push, graphs": ("mixtral", dict(ep=2, dispatch="push"), {}),
+        "mixtral tp2 ep2, push, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="push", expert_room=1.0), {}),
+        "deepseek_v3 etp2, push, full recompute": ("deepseek_v3", dict(etp=2, dispatch="push"), dict(recompute="full")),
         "qwen3_moe etp2": ("qwen3_moe", dict(etp=2), {}),
     }
     if world % 4 == 0:
@@ -49,6 +52,8 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "gpt2 tp2 pp2": ("gpt2", dict(tp=2, pp=2), {}),
             "mixtral tp2 pp2, ep2 across tp": ("mixtral", dict(tp=2, pp=2, ep=2), {}),
             "qwen3_moe ep4": ("qwen3_moe", dict(ep=4, dispatch="allgather"), {}),
+            "mixtral ep4, push without being told": ("mixtral", dict(ep=4), {}),
+            "gpt_oss tp2 pp2, ep2, push, graphs": ("gpt_oss", dict(tp=2, pp=2, ep=2, dispatch="push"), dict(cuda_graphs="on")),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
             "llama tp2 pp2 x 2 virtual stages": ("llama-tied", dict(tp=2, pp=2, virtual_stages=2), dict(micro_batch=2)),
         }
