@@ -98,6 +98,7 @@ def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
 
 def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
     """Norm, clip, optimizer. A step that the guard finds unfit is skipped on all ranks, state unchanged."""
+    state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
     told = tell(state, stop)
