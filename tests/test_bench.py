@@ -601,3 +601,19 @@ def test_ablation_has_a_row_for_what_fails(tmp_path):
     plain, failed = json.loads((tmp_path / "rows.json").read_text())
     assert done.returncode == 1 and "error" in failed and "| without norm | failed: " in done.stdout
     assert plain["step"]["repeats"] == 2 and "| without any kernel of ours |" in done.stdout and math.isfinite(plain["loss"])
+
+
+def test_checkpoints_are_measured_and_resumed_from(tmp_path):
+    """Both parts of benchmarks/checkpoint.py at a small size; the second goes on from what the first saved."""
+    small = ["recipes/tiny_llama.yaml", "train.device=cpu", "model.num_hidden_layers=1", "train.seq_length=16", "train.global_batch=2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for what, more in (("measure", ["--repeats", "1"]), ("resume", ["--cold"])):
+        where = ["--folder", str(tmp_path / "c"), "--out", str(tmp_path / "o.json")]
+        command = [sys.executable, "benchmarks/checkpoint.py", what, *small, *where, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+    measured, resumed = json.loads((tmp_path / "o.json").read_text())
+    files = [p for p in (tmp_path / "c").rglob("*") if p.is_file() and p.name != "manifest.json"]
+    assert measured["bytes"] == sum(p.stat().st_size for p in files) and all(measured[k] > 0 for k in ("save_s", "load_s", "raw_write", "raw_read"))
+    since = list(resumed["seconds_since_start"].values())
+    assert since == sorted(since) and since[0] > 0

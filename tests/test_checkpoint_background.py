@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.keep import Keep, latest, list_checkpoints
@@ -16,7 +17,11 @@ from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.host import host_axis
+from phalanx.train.config import GuardConfig
+from phalanx.train.saves import numbers_of
+from phalanx.train.step import train_step
 from tests.checkpoints import SCALARS, Failing, make_run, make_state, save_here, set_state
+from tests.parity import VOCAB, sample_batch
 from tests.test_checkpoint import TINY
 
 
@@ -167,3 +172,17 @@ def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
         saver.wait()
         places.append([m.data_ptr() for m in saver._host._memory])
     assert places[0] == places[1] == places[2] and len(places[0]) > 10
+
+
+def test_the_copy_is_waited_for_before_anything_of_it_changes():
+    """On a GPU the copy runs beside the next forward and backward; `release` comes before the update, the guard's window included."""
+    run = replace(make_run("llama", "fp32", 100), model=replace(TINY, vocab_size=VOCAB))
+    tiny = make_state(replace(run, train=replace(run.train, guard=GuardConfig(sigmas=6.0))))
+    set_state(tiny)
+    saved = {**numbers_of(tiny), "step": tiny.optimizer.step, "scale": tiny.scaler.scale}
+    saved |= {f"{i} {k}": getattr(s, k) for i, s in enumerate(tiny.optimizer.shards) for k in ("master", "m", "v")}
+    saved |= {f"{i} weight": f.weight for i, f in enumerate(tiny.buffers.flat)}
+    before, same = {name: value.clone() for name, value in saved.items()}, []
+    tiny.before_update = lambda: same.append(all(torch.equal(saved[name], before[name]) for name in saved))
+    train_step(tiny, [sample_batch([0, 1], False)], lr=1e-2)
+    assert same == [True] and {name for name in saved if torch.equal(saved[name], before[name])} == {"scale"}

@@ -16,7 +16,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.train.build import build
 from phalanx.train.checks import Facts, check
-from phalanx.train.config import Run, TrainConfig
+from phalanx.train.config import Fp8Config, Run, TrainConfig
 from phalanx.train.memory import rank_uses
 from phalanx.train.oom import held
 from phalanx.train.plan import make_plan
@@ -172,6 +172,22 @@ def test_tensor_parallel_ranks_keep_their_bits_too(ranks):
     few = exact(ranks, run, 4, steps=1)
     assert differing(exact(ranks, replace(run, layout=LayoutConfig(tp=4, bucket_mb=0)), 8, steps=1), few) == []
     assert differing(exact(ranks, replace(run, layout=LayoutConfig(tp=4, pp=2)), 8, steps=1), few) == []
+
+
+def test_context_parallel_ranks_keep_their_bits_too(ranks):
+    run = run_of("llama", "fp32", cp=2)
+    few = exact(ranks, run, 2)
+    assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=2)), 4), few) == []
+    assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=2, sharding=0, pp=2, schedule="gpipe")), 4), few) == []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_low_precision(ranks, recipe):
+    run = run_of("llama", "bf16")
+    run = replace(run, train=replace(run.train, fp8=Fp8Config(recipe=recipe)))
+    alone = exact(ranks, run, 1)
+    for world, layout in ((4, {}), (4, dict(pp=2, schedule="gpipe"))):
+        assert differing(exact(ranks, replace(run, layout=LayoutConfig(**layout)), world), alone) == []
 
 
 def test_tied_embeddings_and_dropout(ranks):

@@ -7,26 +7,43 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies are made in stream order without waiting; `wait` waits for them. The memory is kept for the next save.
+    """Copies of a save, made beside the computation: on a GPU in a stream of their own, which runs after what was computed so far.
 
-    Of a GPU it is pinned. The first save pays for the memory (every page is touched), later ones only for the copies.
+    Until `release` nothing of what is copied may change; reading it is fine, so the next forward and backward go on meanwhile. `wait`
+    waits for the copies. The memory is kept for the next save; of a GPU it is pinned. The first save pays for the memory (every page is
+    touched), later ones only for the copies.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self._memory: list[Tensor] = []
         self._used = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
+        self._beside = True
 
-    def begin(self) -> None:
-        """Nobody reads the earlier copies any more."""
+    def begin(self, fresh: int = 0) -> None:
+        """Nobody reads the earlier copies any more. `fresh`: bytes of the device that tensors made for this save alone take. Where the
+        device has no room for all of them, copies of such are waited for by the computation."""
         self._used = 0
+        if self.device.type == "cuda":
+            idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            self._beside = 2 * fresh < torch.cuda.mem_get_info(self.device)[0] + idle
 
-    def copy(self, x: Tensor) -> Tensor:
-        """x in memory of the host, contiguous."""
+    def copy(self, x: Tensor, fresh: bool = False) -> Tensor:
+        """x in memory of the host, contiguous. `fresh`: x was made for this save, and the caller lets go of it."""
         memory = self._next(x.numel() * x.element_size())
         out = memory.view(x.dtype).view(x.shape)
-        out.copy_(x, non_blocking=True)
+        if self._stream is None:
+            return out.copy_(x)
+        now = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            out.copy_(x, non_blocking=True)
+        if fresh and self._beside:
+            x.record_stream(self._stream)  # its memory is not given to others before
+        elif fresh:
+            now.wait_stream(self._stream)
         return out
 
     def _next(self, size: int) -> Tensor:
@@ -39,9 +56,13 @@ class HostCopies:
 
     def mark(self) -> None:
         """All copies of this save are on their way."""
-        if self.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if self._stream is not None:
+            self._event = self._stream.record_event()
+
+    def release(self) -> None:
+        """What comes after this in the current stream, which changes what is copied, runs after the copies. The host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
 
     def wait(self) -> None:
         """Until the copies are made. Called from the thread that reads them."""

@@ -93,7 +93,7 @@ class Content:
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
     state       this rank's boxes of masters and moments, by kind; kept: those of what is not trained
     scalars     of the optimizer, the scaler and others, small: on the device until they are copied
-    needed      bytes that this rank will write
+    needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for the save
     """
 
     snapshot: Snapshot
@@ -105,6 +105,7 @@ class Content:
     kept: list[Item]
     scalars: dict[str, Tensor]
     needed: int
+    gathered: int
 
 
 def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, *, keep: Keep | None = None,
@@ -119,29 +120,31 @@ def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: Adam
 
 
 def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, max_file_bytes: int,
-            more: Mapping[str, Tensor] | None = None) -> Content:  # fmt: skip
+            more: Mapping[str, Tensor] | None = None, files: list[File] | None = None) -> Content:  # fmt: skip
     """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are asked for.
 
-    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`.
+    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`. files: of an earlier save, if ranks need not agree anew.
     """
     buffers.ready()
     weights, state, kept = weights_to_save(buffers, mesh), state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
-    files = _plan(mesh.world, weights, max_file_bytes)
+    files = files or _plan(mesh.world, weights, max_file_bytes)
+    jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
     return Content(
         snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
         gather(mesh.world, files, weights, mesh.device), [(kind, i) for kind in KINDS for i in state[kind]], kept,
         {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
         sum(i.box.numel * i.view.element_size() for items in (weights, kept, *state.values()) for i in items),
+        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
     )  # fmt: skip
 
 
 def copied(content: Content, host: HostCopies) -> Content:
-    """The same in memory of the host. Ranks call it together; afterwards the run's memory may change."""
-    host.begin()
+    """The same in memory of the host. Ranks call it together; after `host.release` the run's memory may change."""
+    host.begin(content.gathered)
     made = dataclasses.replace(
         content,
-        weights=[(file, host.copy(tensor)) for file, tensor in content.weights],
+        weights=[(file, host.copy(tensor, fresh=True)) for file, tensor in content.weights],
         state=[(kind, dataclasses.replace(item, view=host.copy(item.view))) for kind, item in content.state],
         kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from phalanx.checkpoint.agree import agree
+from phalanx.checkpoint.gather import File
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.save import MAX_FILE_BYTES, Content, Saved, Snapshot, Target, collect, copied, write
 from phalanx.comm.axis import Axis
@@ -34,6 +35,7 @@ class Outcome:
 
 class Saver:
     """`start` begins a save and, in the background, returns once the copy is under way; `finished` and `wait` give what became of it.
+    `release` is to be called before what was saved changes.
 
     axis        for agreements of the ranks while they write (comm.host); one thread uses it at a time
     background  write in a thread. Where host memory has no room for the copies, saves wait all the same; `why_not` says so
@@ -43,7 +45,8 @@ class Saver:
 
     def __init__(self, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, target: Target, axis: Axis, *,
                  background: bool = False, max_file_bytes: int = MAX_FILE_BYTES, more: Mapping[str, Tensor] | None = None):  # fmt: skip
-        self._collect = lambda snapshot: collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more)
+        self._collect = lambda snapshot: collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more, self._files)
+        self._files: list[File] = []  # the same at every save
         self.target, self.axis, self.background, self.why_not = target, axis, background, ""
         self._host, self._device = HostCopies(mesh.device), mesh.device
         self._asked_for_room = False
@@ -54,6 +57,7 @@ class Saver:
         began = time.monotonic()
         self.wait()
         content = self._collect(snapshot)
+        self._files = content.files
         if self.background and not self._asked_for_room:
             self._ask_for_room(content)
         if not self.background:
@@ -66,6 +70,10 @@ class Saver:
     def _write(self, copy: Content) -> Saved:
         self._host.wait()
         return write(copy, self.target, self.axis)
+
+    def release(self) -> None:
+        """Before an update: what it does on the device runs after the copy of a save that is under way."""
+        self._host.release()
 
     def finished(self) -> Outcome | None:
         """The outcome of a save in the background, once, when it is over; does not wait."""

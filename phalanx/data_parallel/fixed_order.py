@@ -42,14 +42,15 @@ class GradientTree:
             self.grad.zero_()
 
 
-def sum_over(axis: Axis, grad: Tensor, whole: bool) -> None:
+def sum_over(axis: Axis, grad: Tensor, whole: bool, inner: int = 1) -> None:
     """Add up grad (size * n,) over the ranks of an axis, in place: this rank's n elements, or the whole of it.
 
-    As many bytes as a reduce-scatter (and an all-gather), but the order of additions is ours.
+    As many bytes as a reduce-scatter (and an all-gather), but the order of additions is ours: runs of `inner` ranks have parts of the same
+    micro-batches, and are added up last.
     """
-    parts = axis.all_to_all(grad).view(axis.size, -1)
-    n = parts.shape[1]
-    grad[axis.index * n : (axis.index + 1) * n] = pairwise_sum(parts)
+    parts = axis.all_to_all(grad).view(axis.size // inner, inner, -1)
+    n = parts.shape[-1]
+    grad[axis.index * n : (axis.index + 1) * n] = pairwise_sum(pairwise_sum(parts))
     if whole:
         axis.all_gather_into(grad).wait()
 

@@ -38,7 +38,8 @@ NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
 @dataclass
 class State:
     """What a rank trains with. `routed`: its layers with experts. `ahead`: its block that predicts further tokens, if any. `programs` caches
-    the instruction lists by (number of micro-batches, backward or not)."""
+    the instruction lists by (number of micro-batches, backward or not). `before_update` is called before weights or state change: a copy
+    of them may be under way."""
 
     plan: Plan
     mesh: Mesh
@@ -53,6 +54,7 @@ class State:
     ahead: tuple[MultiTokenPrediction, ...] = ()
     low: LowState | None = None  # of runs in low precision (train.fp8)
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
+    before_update: Callable[[], None] = lambda: None
 
     def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
         key = (num_micro_batches, backward)

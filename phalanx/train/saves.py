@@ -55,6 +55,7 @@ class Saves:
         axis = host_axis(state.mesh.world, run.train.timeout_s, WRITING_S)
         self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=config.background,
                            more=numbers_of(state))  # fmt: skip
+        state.before_update = self.saver.release
 
     def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, int]]:
         """Where the tokenizer's files are that checkpoints carry, and its special tokens."""

@@ -98,6 +98,7 @@ def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
 
 def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
     """Norm, clip, optimizer. A step that the guard finds unfit is skipped on all ranks, state unchanged."""
+    state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
     told = tell(state, stop)
@@ -134,11 +135,11 @@ class Told:
 def tell(state: State, stop: bool = False) -> Told:
     """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its own tokens' routing.
 
-    Each data-parallel rank has a place of its own for its loss: added up in a fixed order, losses do not depend on their number.
+    Each of the ranks with tokens of their own has a place for its loss: added up in a fixed order, losses do not depend on dp.
     """
     model, device = state.plan.run.model, state.mesh.device
     layers, width = model.num_hidden_layers + model.predict_layers, model.routed_experts + len(TALLIED) if model.routed_experts else 0
-    parts = state.mesh.dp.size
+    parts = state.mesh.data.size
     lost = torch.zeros(0, dtype=torch.float64, device=device) if state.low is None else state.low.tally
     told = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
     told[0:1].fill_(float(stop))
@@ -147,13 +148,14 @@ def tell(state: State, stop: bool = False) -> Told:
     lost.zero_()
     if state.mesh.at.tp == 0:
         told[1:2] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
-        losses[state.mesh.dp.index].copy_(state.stages.loss_sum)
+        losses[state.mesh.data.index].copy_(state.stages.loss_sum)
     for layer in state.routed:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
     state.mesh.world.all_reduce(told).wait()
     low = None if state.low is None else told[2 + parts + layers * width :].view(lost.shape)
-    return Told(pairwise_sum(losses), told[0], told[1], routing if width else None, low)
+    loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.cp.size)))
+    return Told(loss, told[0], told[1], routing if width else None, low)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
