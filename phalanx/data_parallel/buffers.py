@@ -92,7 +92,7 @@ class FlatBucket:
 
     def _sum_in_order(self) -> Work:
         """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
-        sum_over(self.axis, self.grad, whole=self.level == 0, inner=self.mesh.cp.size)
+        sum_over(self.axis, self.grad, whole=self.level == 0, inner=self.mesh.grid.cp)
         for axis, views in self.sums:
             for view in (own for v in views if len(own := self._within(v))):
                 view.copy_(sum_replicas(axis, view))

@@ -21,7 +21,6 @@ from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipli
 TENSORS = ("activations", "weights", "gradients")
 X, W, DY = range(3)
 TALLIED = ("amax", "casts", "values", "zeros", "cut")  # of each tensor, summed over casts: see LowWeight.tally
-ALONE = Axis("alone")
 Accumulate = Literal["mixed", "fast", "precise"]
 
 
@@ -77,8 +76,8 @@ class LowWeight:
         if recipe.delayed and self.multiplier is not None and not self.current:
             multiplier = self.multiplier[which].view(1, 1)
         else:
-            self._holders(which, block[cut] == 0, block[0] == 0).all_reduce(amax, "max").wait()
-            top = self._holders(which, True, True).all_reduce(amax.amax(), "max").wait() if recipe.scale == "two levels" else None
+            amax = self._largest(amax, which, block[cut] == 0, block[0] == 0)
+            top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
             multiplier = multipliers(amax, format, recipe.scale, top)
         q = quantize(x, block, format, multiplier)
         if note and self.tally is not None:
@@ -87,11 +86,16 @@ class LowWeight:
             self.tally[which] += torch.cat((counted, values, lost(x, q, format, multiplier)))
         return q
 
-    def _holders(self, which: int, over_tp: bool, over_cp: bool) -> Axis:
-        """The ranks that hold other parts of what shares a scale: cut over tp, and, of activations and gradients, tokens over cp."""
-        if which != W and over_cp:
-            return self.axes.sharing if over_tp else self.axes.cp
-        return self.axes.tp if over_tp else ALONE
+    def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
+        """Over the ranks that hold other parts of what shares a scale: cut over tp, and, of activations and gradients, tokens over cp."""
+        axes = self.axes
+        if which == W or not over_cp:
+            holders: tuple[Axis, ...] = (axes.tp,) if over_tp else ()
+        else:
+            holders = (axes.sharing,) if over_tp else (axes.heads, axes.keys)
+        for axis in holders:
+            axis.all_reduce(amax, "max").wait()
+        return amax
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
         """a (M, K), b (N, K) -> a b^T (M, N)."""

@@ -154,7 +154,7 @@ def tell(state: State, stop: bool = False) -> Told:
         layer.tally.zero_()  # type: ignore[union-attr]
     state.mesh.world.all_reduce(told).wait()
     low = None if state.low is None else told[2 + parts + layers * width :].view(lost.shape)
-    loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.cp.size)))
+    loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.grid.cp)))
     return Told(loss, told[0], told[1], routing if width else None, low)
 
 
