@@ -20,15 +20,38 @@ from phalanx.comm.symmetric import Symmetric
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 
+MEETING = "meet://"  # scheme of init_method: a store that waits at host:port, and a name under which to use it
+
+
+def open_meeting(host: str) -> tuple[Any, int]:
+    """A store where the ranks of one machine can meet, and its port: taken now and kept, so that nobody else can have it meanwhile.
+
+    The store is there as long as the first value lives.
+    """
+    store = dist.TCPStore(host, 0, None, True, wait_for_workers=False)
+    return store, store.port
+
+
+def _meet(init_method: str, timeout: timedelta) -> Any:
+    address, _, name = init_method.removeprefix(MEETING).partition("/")
+    host, _, port = address.rpartition(":")
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False, timeout))
+
 
 def init_world(rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float) -> None:
-    """Join the world: NCCL for GPUs, gloo for CPUs. A world of one needs none."""
+    """Join the world: NCCL for GPUs, gloo for CPUs. A world of one needs none.
+
+    `init_method` is one of torch's, or MEETING host:port/name of a store that `open_meeting` made; each attempt needs a name of its own.
+    """
     if world_size == 1 or dist.is_initialized():
         return
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "rank": rank, "world_size": world_size}
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, init_method=init_method, **options)
+        if init_method.startswith(MEETING):
+            dist.init_process_group(backend, store=_meet(init_method, options["timeout"]), **options)
+        else:
+            dist.init_process_group(backend, init_method=init_method, **options)
     except (RuntimeError, dist.DistError) as error:
         raise PeerLost(f"rank {rank} of {world_size} could not join the others at {init_method} within {timeout_s:g} s: {error}") from error
 

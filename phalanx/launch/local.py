@@ -52,6 +52,8 @@ def _run_agent(folder: Path, target: str, ranks: int, logs: str | Path | None, m
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from phalanx.comm.mesh import MEETING, open_meeting
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its warnings repeat what the verdict says
     output = Std.NONE if logs is None else Std.ALL
     log_folder = folder / "logs" if logs is None else Path(logs)
@@ -69,17 +71,20 @@ def _run_agent(folder: Path, target: str, ranks: int, logs: str | Path | None, m
         signals_to_handle="SIGQUIT",  # the others are passed on by forwarded_signals, without a limit on the time to save
         logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=output),
     )
-    command = ("-u", "-m", "phalanx.launch.worker", str(folder), target)
+    store, port = open_meeting("localhost")  # elastic's own way frees a port again before rank 0 takes it: another process may be faster
+    command = ("-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}localhost:{port}")
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    finally:
+        del store
     return {}
 
 
 @contextlib.contextmanager
 def environment(ranks: int) -> Iterator[None]:
-    """What ranks inherit: few threads each, and no store shared between attempts (a restart would read stale addresses)."""
+    """What ranks inherit: few threads each, and no store of elastic's (ours is in _run_agent)."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     wanted = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

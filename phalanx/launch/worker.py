@@ -1,6 +1,6 @@
 """One rank started by `launch/local.py`: calls a function by name and leaves word of how it ended.
 
-`python -m phalanx.launch.worker FOLDER TARGET`
+`python -m phalanx.launch.worker FOLDER TARGET MEETING`: the folder of the launcher, what to call, where the ranks meet.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from phalanx.launch.env import read_placement
 from phalanx.launch.outcome import Outcome
 
 
-def main(folder: str, target: str) -> None:
+def main(folder: str, target: str, meeting: str) -> None:
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, stop_early)
@@ -32,6 +33,8 @@ def main(folder: str, target: str) -> None:
         placement, problems = read_placement(os.environ)
         if placement is None:
             raise ConfigError(problems)
+        if placement.world_size > 1:  # a restarted rank must not read what an earlier attempt left
+            placement = replace(placement, init_method=f"{meeting}/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
         find(target)(placement, **arguments)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to stop
@@ -93,4 +96,4 @@ def leave(folder: str, error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])
