@@ -64,8 +64,10 @@ class Mesh:
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
         sharing = self._whole("tp x cp", grid.ranks(self.at, ("cp", "tp"))) if grid.cp > 1 else self.tp
-        heads, keys = self._whole("cp heads", grid.cp_heads(self.at)), self._whole("cp keys", grid.cp_keys(self.at))
-        self.model = ModelAxes(self.tp, heads=heads, keys=keys, sharing=sharing)
+        cp = self._whole("cp", grid.ranks(self.at, ("cp",)))
+        heads = cp if grid.ulysses == grid.cp else self._whole("cp heads", grid.cp_heads(self.at))
+        keys = cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
+        self.model = ModelAxes(self.tp, cp=cp, heads=heads, keys=keys, sharing=sharing)
         self._edp: Axis | None = None
 
     @property
