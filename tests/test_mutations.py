@@ -73,7 +73,7 @@ def test_each_site_matters(ranks):
     for name in LAYOUTS:
         for site in layout(ranks, name).sites:
             homes.setdefault(site, []).append(name)
-    axes = {"tp", "tp part", "cp heads", "cp keys", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
+    axes = {"tp", "tp part", "cp", "cp heads", "cp keys", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
     assert {*axes, *(f"edge {a}->{b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1)))} == {site.axis for site in homes}
     survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(names)).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"

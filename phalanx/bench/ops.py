@@ -142,7 +142,7 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     grid = plan.grid
     axes = ModelAxes(
         Alone("tp", grid.tp), Alone("ep", grid.ep), Alone("etp", grid.etp), Alone("ep x etp", grid.ep * grid.etp),
-        Alone("cp heads", grid.ulysses), Alone("cp keys", grid.cp // grid.ulysses), Alone("tp x cp", grid.tp * grid.cp),
+        Alone("cp", grid.cp), Alone("cp heads", grid.ulysses), Alone("cp keys", grid.cp // grid.ulysses), Alone("tp x cp", grid.tp * grid.cp),
     )  # fmt: skip
     env = plan.env(Coords(), axes)
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]

@@ -300,14 +300,15 @@ class Handles:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """The axes that modules communicate over: tp of the dense view; of cp the neighbours that exchange heads (`heads`) and those that read
-    each other's keys (`keys`); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the
+    """The axes that modules communicate over: tp and cp of the dense view; of cp the neighbours that exchange heads (`heads`) and those that
+    read each other's keys (`keys`); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the
     expert view."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     etp: Axis = field(default_factory=lambda: Axis("etp"))
     experts: Axis = field(default_factory=lambda: Axis("ep x etp"))
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
     heads: Axis = field(default_factory=lambda: Axis("cp heads"))
     keys: Axis = field(default_factory=lambda: Axis("cp keys"))
     sharing: Axis = field(default_factory=lambda: Axis("tp x cp"))

@@ -64,7 +64,7 @@ def leave_world() -> None:
 class Mesh:
     """The axes of one rank.
 
-    tp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
+    tp, cp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
     data                dp x cp: the ranks that hold the same dense parameters and see different tokens.
     model               the axes that modules communicate over: of the expert view after `prepare_experts`.
     Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
@@ -87,8 +87,10 @@ class Mesh:
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
         sharing = self._whole("tp x cp", grid.ranks(self.at, ("cp", "tp"))) if grid.cp > 1 else self.tp
-        heads, keys = self._whole("cp heads", grid.cp_heads(self.at)), self._whole("cp keys", grid.cp_keys(self.at))
-        self.model = ModelAxes(self.tp, heads=heads, keys=keys, sharing=sharing)
+        self.cp = self._whole("cp", grid.ranks(self.at, ("cp",)))
+        heads = self.cp if grid.ulysses == grid.cp else self._whole("cp heads", grid.cp_heads(self.at))
+        keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
+        self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing)
         self._edp: Axis | None = None
 
     @property

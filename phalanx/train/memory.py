@@ -82,16 +82,17 @@ def block_uses(plan: Plan) -> list[BlockUse]:
 
 
 def _block_use(plan: Plan, number: int) -> BlockUse:
-    run, grid = plan.run, plan.grid
+    run, grid, batch = plan.run, plan.grid, _batch(plan)
+    keys, heads = divmod(batch.part.index, grid.ulysses)
     axes = ModelAxes(
         DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp),
-        DryAxis("cp heads", grid.ulysses), DryAxis("cp keys", grid.cp // grid.ulysses), DryAxis("tp x cp", grid.tp * grid.cp),
+        DryAxis("cp", grid.cp, batch.part.index), DryAxis("cp heads", grid.ulysses, heads), DryAxis("cp keys", grid.cp // grid.ulysses, keys),
+        DryAxis("tp x cp", grid.tp * grid.cp),
     )  # fmt: skip
-    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp, axes.sharing), "cp": (axes.heads, axes.keys), "ep": (axes.ep, axes.etp, axes.experts)}
+    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp, axes.sharing), "cp": (axes.cp, axes.heads, axes.keys), "ep": (axes.ep, axes.etp, axes.experts)}
     kind = precision(run.train.precision)
     env = replace(plan.env(Coords(), axes), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
     (block,) = make_blocks(run.model, env, range(number, number + 1))
-    batch = _batch(plan)
 
     def new_input() -> torch.Tensor:
         return torch.empty(batch.num_tokens // plan.grid.tp, run.model.hidden_size, dtype=kind.compute, device="meta")
@@ -110,8 +111,10 @@ def _block_use(plan: Plan, number: int) -> BlockUse:
 
 
 def _batch(plan: Plan) -> Batch:
-    """The largest part of a micro-batch on the meta device; its four tensors are there once per micro-batch of a step, and those of the
-    whole sequences with context parallelism."""
+    """The largest part of a micro-batch on the meta device, of several the last, whose keys most read.
+
+    Its four tensors are there once per micro-batch of a step, and those of the whole sequences with context parallelism.
+    """
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
     documents = ids if plan.run.data.document_attention else None
