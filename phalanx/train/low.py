@@ -17,7 +17,6 @@ from phalanx.ops.low_matmul import DY, TENSORS, LowWeight
 from phalanx.ops.quant import COUNTED, FLOOR, SLOTS, Recipe
 from phalanx.train.config import Fp8Config
 
-
 TOLD = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
 
 
