@@ -21,7 +21,6 @@ from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 
 TENSORS = ("activations", "weights", "gradients")
 X, W, DY = range(3)
-ALONE = Axis("alone")
 Accumulate = Literal["mixed", "fast", "precise"]
 
 
@@ -85,8 +84,8 @@ class LowWeight:
         if self._given(which):
             multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
         else:
-            self._holders(which, block[cut] == 0, block[0] == 0).all_reduce(amax, "max").wait()
-            top = self._holders(which, True, True).all_reduce(amax.amax(), "max").wait() if recipe.scale == "two levels" else None
+            self._largest(amax, which, block[cut] == 0, block[0] == 0)
+            top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
             multiplier = multipliers(amax, format, recipe.scale, top)
         q = quantize(x, block, format, multiplier)
         if note and self.counts is not None:
@@ -104,11 +103,11 @@ class LowWeight:
             mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
         elif recipe.tokens == (0, 0):
             mode, first = kernels.WHOLE, kernels.amax(x)
-            self._holders(which, True, True).all_reduce(first, "max").wait()
+            self._largest(first, which, True, True)
         elif recipe.tokens == (1, 0):
             mode, (first, second) = kernels.LINES, kernels.amax_lines(x)
-            self._holders(which, cut == 1, False).all_reduce(first, "max").wait()
-            self._holders(which, cut == 0, True).all_reduce(second, "max").wait()
+            self._largest(first, which, cut == 1, False)
+            self._largest(second, which, cut == 0, True)
         else:
             mode = kernels.SQUARES if which == W else kernels.BLOCKS
         return kernels.cast_both(x, format, mode, first, second, turn, note=note, into=into)
@@ -123,11 +122,15 @@ class LowWeight:
     def _triton(self, x: Tensor) -> bool:
         return not self.recipe.emulated and x.dtype != torch.float64 and use_triton(self.kernels, x)
 
-    def _holders(self, which: int, over_tp: bool, over_cp: bool) -> Axis:
-        """The ranks that hold other parts of what shares a scale: cut over tp, and, of activations and gradients, tokens over cp."""
-        if which != W and over_cp:
-            return self.axes.sharing if over_tp else self.axes.cp
-        return self.axes.tp if over_tp else ALONE
+    def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
+        """The largest amax, in place, of the ranks that hold other parts of what shares a scale: cut over tp, and, of activations and
+        gradients, tokens over cp."""
+        axes, over_cp = self.axes, over_cp and which != W
+        if over_tp:
+            return (axes.sharing if over_cp else axes.tp).all_reduce(amax, "max").wait()
+        for axis in (axes.heads, axes.keys) if over_cp else ():
+            axis.all_reduce(amax, "max").wait()
+        return amax
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
         """a (M, K), b (N, K) -> a b^T (M, N)."""

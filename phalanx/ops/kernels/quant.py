@@ -114,7 +114,8 @@ def _note(v, scaled, mask, step_amax, counts, R, C, SLOTS: tl.constexpr, MAX: tl
 
 @triton.jit
 def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, step_amax, counts, R, C, MODE: tl.constexpr, OUT: tl.constexpr,
-          OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
+          OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr,
+          MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
           FLOOR: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """out (R, C): codes with scales shared along a row (or the whole). other: (R, C) or, TURNED, (C, R): with scales shared along a column.
 
