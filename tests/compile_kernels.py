@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, gated, grouped, head_norm, loss, norm, permute, push, rope, route
+from phalanx.ops.kernels import adamw, gated, grouped, head_norm, loss, norm, permute, push, quant, rope, route, scaled_mm
 
 BF = "*bf16"
 
@@ -49,9 +49,33 @@ def kernels() -> list[tuple]:
     found.append((loss._stats, dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((loss._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
-    found += experts(wide)
+    found += experts(wide) + low_precision()
     flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
     found.append((adamw._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
+    return found
+
+
+def low_precision() -> list[tuple]:
+    """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
+    found: list[tuple] = []
+    sizes = dict(R="i32", C="i32")
+    for code, wide in (("*fp8e4nv", False), ("*fp8e5", True)):
+        for mode in range(5):
+            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
+            outs = dict(out=code, other=code, row_scales="*fp32", col_scales="*fp32", step_amax="*i32", counts="*i64")
+            consts = dict(MODE=mode, OUT=True, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
+                          FLOOR=2.0**-100, SLOTS=32, TILE=quant.TILE)  # fmt: skip
+            found.append((quant._cast, dict(x=BF, **amaxes, **outs, **sizes), consts, dict(num_warps=8)))
+    found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
+    found.append((quant._amax_lines, dict(x=BF, rows_out="*i32", cols_out="*i32", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
+    found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
+    numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")
+    for kinds, out, add in (((0, 0), "*fp32", True), ((0, 0), BF, False), ((1, 2), BF, False), ((1, 1), "*fp32", True)):
+        c = scaled_mm.WHOLE_TILES if kinds == (0, 0) else scaled_mm.BLOCK_TILES
+        codes = dict(a=f"tensordesc<fp8e5[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n},128]>")
+        consts = dict(A_KIND=kinds[0], B_KIND=kinds[1], ADD=add, TMA=True, BM=c.m, BN=c.n, BK=128, GROUP=c.group)
+        run = dict(num_warps=c.warps, num_stages=c.stages)
+        found.append((scaled_mm._scaled_gemm, dict(**codes, out=out, a_scales="*fp32", b_scales="*fp32", **numbers), consts, run))
     return found
 
 

@@ -15,12 +15,12 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.grads import add_grad
-from phalanx.ops.kernels import Kernels
+from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipliers, quantize, scaled_product
+from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 
 TENSORS = ("activations", "weights", "gradients")
 X, W, DY = range(3)
-TALLIED = ("amax", "casts", "values", "zeros", "cut")  # of each tensor, summed over casts: see LowWeight.tally
 Accumulate = Literal["mixed", "fast", "precise"]
 
 
@@ -29,16 +29,16 @@ class LowWeight:
 
     on           whether products use codes; off: the weight itself
     current      whether delayed scaling takes the scales of each tensor as it is (to begin a history)
-    tally        (3, 5) float64, on the device, per tensor: sum of amaxes, number of casts, of values, of those that became zero, of
-                 those that were cut to the largest number. Whoever trains makes it, reads it and sets it to zero
-    amax         (3,) fp32 the largest so far in this step, and multiplier (3,) fp32, from earlier steps: of delayed scaling
+    amax         (3,) fp32, the largest so far in this step of each tensor; counts (3, SLOTS, 3) int64, as ops.quant.COUNTED. Whoever trains
+                 makes them, reads them and sets them to zero
+    multiplier   (3,) fp32, from earlier steps: of delayed scaling
     """
 
     def __init__(self, recipe: Recipe, name: str, cut: int, axes: ModelAxes, kernels: Kernels = "auto", accumulate: Accumulate = "mixed"):
         self.recipe, self.name, self.cut, self.axes, self.kernels = recipe, name, cut, axes, kernels
         self.on, self.current = True, False
         self.fast_forward, self.fast_backward = accumulate != "precise", accumulate == "fast"
-        self.tally: Tensor | None = None
+        self.counts: Tensor | None = None
         self.amax: Tensor | None = None
         self.multiplier: Tensor | None = None
         self._codes: tuple[Scaled, Scaled] | None = None
@@ -52,8 +52,10 @@ class LowWeight:
     @torch.no_grad()
     def refresh(self, weight: Tensor) -> None:
         """Make the codes anew, where they were: CUDA graphs read them there."""
-        forward, other = self.both(W, weight, self.cut)
-        made = forward, other.turned()
+        if self._triton(weight):
+            self._codes = self._cast(W, weight, self.cut, turn=True, into=self._codes)
+            return
+        made = self.both(W, weight, self.cut, turn=True)
         if self._codes is None:
             self._codes = made
         else:
@@ -61,54 +63,99 @@ class LowWeight:
                 old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
-    def both(self, which: int, x: Tensor, cut: int) -> tuple[Scaled, Scaled]:
-        """Codes of x with blocks along its features, and along its rows. `cut`: the dim of x that is cut over tp."""
+    def both(self, which: int, x: Tensor, cut: int, turn: bool) -> tuple[Scaled, Scaled]:
+        """Codes of x (R, C) with blocks along its features, and along its rows; the latter of the transposed matrix (C, R) if `turn`.
+
+        `cut`: the dim of x that is cut over tp.
+        """
+        if self._triton(x):
+            return self._cast(which, x, cut, turn)
         block = self.recipe.weight if which == W else self.recipe.tokens
         first = self.quantize(which, x, block, cut)
-        return first, first if block == block[::-1] else self.quantize(which, x, block[::-1], cut, note=False)
+        second = first if block == block[::-1] else self.quantize(which, x, block[::-1], cut, note=False)
+        return first, second.turned() if turn else second
 
     def quantize(self, which: int, x: Tensor, block: tuple[int, int], cut: int, note: bool = True) -> Scaled:
-        recipe = self.recipe
-        format: Format = recipe.backward if which == DY else recipe.forward
+        """The plain way to one kind of codes."""
+        recipe, format = self.recipe, self._format(which)
         amax = block_amax(x, block)
-        if recipe.delayed and self.amax is not None:
-            self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], amax.view(1)))
-        if recipe.delayed and self.multiplier is not None and not self.current:
-            multiplier = self.multiplier[which].view(1, 1)
+        if self.amax is not None and note:
+            self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], amax.amax()).view(1))
+        if self._given(which):
+            multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
         else:
-            amax = self._largest(amax, which, block[cut] == 0, block[0] == 0)
+            self._largest(amax, which, block[cut] == 0, block[0] == 0)
             top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
             multiplier = multipliers(amax, format, recipe.scale, top)
         q = quantize(x, block, format, multiplier)
-        if note and self.tally is not None:
-            counted = torch.stack((amax.amax().double(), torch.ones((), dtype=torch.float64, device=x.device)))
-            values = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
-            self.tally[which] += torch.cat((counted, values, lost(x, q, format, multiplier)))
+        if note and self.counts is not None:
+            self.counts[which, 0] += lost(x, q, format, multiplier)
         return q
 
-    def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
-        """Over the ranks that hold other parts of what shares a scale: cut over tp, and, of activations and gradients, tokens over cp."""
-        axes = self.axes
-        if which == W or not over_cp:
-            holders: tuple[Axis, ...] = (axes.tp,) if over_tp else ()
+    def _cast(self, which: int, x: Tensor, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:
+        """As `both`, by Triton."""
+        from phalanx.ops.kernels import quant as kernels
+
+        recipe, format = self.recipe, self._format(which)
+        note = None if self.counts is None or self.amax is None else (self.amax[which : which + 1].view(torch.int32), self.counts[which])
+        first = second = None
+        if self._given(which):
+            mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
+        elif recipe.tokens == (0, 0):
+            mode, first = kernels.WHOLE, kernels.amax(x)
+            self._largest(first, which, True, True)
+        elif recipe.tokens == (1, 0):
+            mode, (first, second) = kernels.LINES, kernels.amax_lines(x)
+            self._largest(first, which, cut == 1, False)
+            self._largest(second, which, cut == 0, True)
         else:
-            holders = (axes.sharing,) if over_tp else (axes.heads, axes.keys)
-        for axis in holders:
+            mode = kernels.SQUARES if which == W else kernels.BLOCKS
+        return kernels.cast_both(x, format, mode, first, second, turn, note=note, into=into)
+
+    def _format(self, which: int) -> Format:
+        return self.recipe.backward if which == DY else self.recipe.forward
+
+    def _given(self, which: int) -> bool:
+        """Whether the scale is known before the tensor is."""
+        return self.recipe.delayed and self.multiplier is not None and not self.current
+
+    def _triton(self, x: Tensor) -> bool:
+        return not self.recipe.emulated and x.dtype != torch.float64 and use_triton(self.kernels, x)
+
+    def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
+        """The largest amax, in place, of the ranks that hold other parts of what shares a scale: cut over tp, and, of activations and
+        gradients, tokens over cp."""
+        axes, over_cp = self.axes, over_cp and which != W
+        if over_tp:
+            return (axes.sharing if over_cp else axes.tp).all_reduce(amax, "max").wait()
+        for axis in (axes.heads, axes.keys) if over_cp else ():
             axis.all_reduce(amax, "max").wait()
         return amax
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
         """a (M, K), b (N, K) -> a b^T (M, N)."""
+        if a.codes.is_cuda and not self.recipe.emulated:
+            return fast_product(a, b, dtype, fast, out)
         y = scaled_product(a, b, dtype)
         return y if out is None else out.copy_(y)
 
     def add_weight_grad(self, weight: Tensor, dy: Scaled, x: Scaled) -> Tensor | None:
-        """Account for dy^T x, of dy (T, out) and x (T, in) with blocks along tokens; what a backward must return for the weight."""
-        a, b = dy.turned(), x.turned()
+        """Account for dy x^T, of dy (out, T) and x (in, T) with blocks along tokens; what a backward must return for the weight."""
         if weight.grad is None:
-            return self.product(a, b, weight.dtype, self.fast_backward)
-        weight.grad.add_(self.product(a, b, weight.grad.dtype, self.fast_backward))
+            return self.product(dy, x, weight.dtype, self.fast_backward)
+        if dy.codes.is_cuda and not self.recipe.emulated:
+            add_fast_product_(weight.grad, dy, x, self.fast_backward)
+        else:
+            weight.grad.add_(scaled_product(dy, x, weight.grad.dtype))
         return None
+
+    def turned(self, q: Scaled) -> Scaled:
+        """The transposed matrix in its own memory."""
+        if not self._triton(q.scales):
+            return q.turned()
+        from phalanx.ops.kernels.quant import transposed
+
+        return Scaled(transposed(q.codes), q.scales.t().contiguous(), (q.block[1], q.block[0]))
 
 
 def low_of(weight: Tensor) -> LowWeight | None:
@@ -128,7 +175,7 @@ class _LowGatherMatmul(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
         ctx.weight, ctx.bias, ctx.tp, ctx.low, ctx.like = weight, bias, tp, low, x.new_empty(0)
-        q, kept = low.both(X, x, cut=0)
+        q, kept = low.both(X, x, cut=0, turn=tp.size == 1)
         ctx.block = kept.block
         ctx.save_for_backward(kept.codes, kept.scales)
         y = x.new_empty(len(x) * tp.size, weight.shape[0])
@@ -145,15 +192,15 @@ class _LowGatherMatmul(Function):
         x = Scaled(codes, scales, ctx.block)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
-        gathering = _gather(x, tp) if need_w else None
-        q, columns = low.both(DY, dy, cut=1)
+        gathering = _gather(x, tp) if need_w and tp.size > 1 else None
+        q, columns = low.both(DY, dy, cut=1, turn=True)
         scattering = tp.scatter(len(dy), weight.shape[1], dy) if need_x else None
         if scattering:
             for rows, out in scattering.parts():
                 low.product(q.rows(rows), low.codes(weight)[1], dy.dtype, low.fast_backward, out=out)
-        dw = None
         if gathering:
-            dw = low.add_weight_grad(weight, columns, Scaled(gathering[0].wait().view(x.codes.dtype), gathering[1], x.block))
+            x = low.turned(Scaled(gathering[0].wait().view(x.codes.dtype), gathering[1], x.block))
+        dw = low.add_weight_grad(weight, columns, x) if need_w else None
         return scattering.wait() if scattering else None, dw, db, None, None
 
 
@@ -161,7 +208,7 @@ class _LowMatmulScatter(Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
         ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
-        q, kept = low.both(X, h, cut=1)
+        q, kept = low.both(X, h, cut=1, turn=True)
         ctx.block = kept.block
         ctx.save_for_backward(kept.codes, kept.scales)
         scattering = tp.scatter(len(h), weight.shape[0], h)
@@ -179,17 +226,17 @@ class _LowMatmulScatter(Function):
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         if not (need_h or need_w):
             return None, None, db, None, None
-        q, columns = low.both(DY, dy, cut=0)
-        (codes, scales), dh = _gather(q, tp), dy.new_empty(h.codes.shape) if need_h else None
+        q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
+        (codes, scales), dh = _gather(q, tp), dy.new_empty(h.codes.shape[::-1]) if need_h else None
         if dh is not None:
             for rows, part in codes.parts():
                 whole = Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block)
                 low.product(whole, low.codes(weight)[1], dy.dtype, low.fast_backward, out=dh[rows])
-        dw = None
-        if need_w:
+        dw = low.add_weight_grad(weight, columns, h) if need_w and tp.size == 1 else None
+        if need_w and tp.size > 1:
             columns_codes, columns_scales = (codes, scales) if columns is q else _gather(columns, tp)
             whole = Scaled(columns_codes.wait().view(columns.codes.dtype), columns_scales, columns.block)
-            dw = low.add_weight_grad(weight, whole, h)
+            dw = low.add_weight_grad(weight, low.turned(whole), h)
         return dh, dw, db, None, None
 
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
+SLOTS = 32  # places that casts count in, so that programs of a kernel do not wait for each other
+COUNTED = ("zeros", "cut", "values")  # in each of them: values that became zero, that were cut to the largest number, all
 FLOOR = 2.0**-100  # the least amax that a scale is made for: its inverse stays in range
 
 
@@ -131,7 +133,7 @@ def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor |
         whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / (format.max * E4M3.max)
         steps = cast(amax / whole / format.max, E4M3).float().clamp_min(2.0**-9)
         return 1.0 / (steps * whole)
-    return format.max / amax.clamp_min(FLOOR)
+    return amax.new_full((), format.max) / amax.clamp_min(FLOOR)  # a number over a tensor would be rounded twice
 
 
 def cast(x: Tensor, format: Format) -> Tensor:
@@ -157,11 +159,11 @@ def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor) -> Sca
 
 
 def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
-    """(2,) float64: how many values of x became zero, and how many were larger than the format has."""
+    """(3,) int64, as COUNTED says."""
     wide = x.to(wide_of(x))
     zeros = (q.codes.float() == 0) & (x != 0)
     cut = (wide * spread(multiplier, q.block, x.shape)).abs() > format.max * (1 + 2.0**-20)  # type: ignore[arg-type]
-    return torch.stack((zeros.sum(), cut.sum())).double()
+    return torch.stack((zeros.sum(), cut.sum(), torch.full_like(zeros, True).sum()))
 
 
 def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.low_matmul import DY, TALLIED, TENSORS, LowWeight
-from phalanx.ops.quant import FLOOR, Recipe
+from phalanx.ops.low_matmul import DY, TENSORS, LowWeight
+from phalanx.ops.quant import COUNTED, FLOOR, SLOTS, Recipe
 from phalanx.train.config import Fp8Config
+
+TOLD = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
 
 
 class LowState:
@@ -24,7 +26,8 @@ class LowState:
     def __init__(self, names: Sequence[str], recipe: Recipe | None, config: Fp8Config | None, device: torch.device):
         self.names, self.recipe, self.config = tuple(names), recipe, config
         count = len(self.names)
-        self.tally = torch.zeros(count, 3, len(TALLIED), dtype=torch.float64, device=device)
+        self.counts = torch.zeros(count, 3, SLOTS, len(COUNTED), dtype=torch.int64, device=device)
+        self.mine = torch.zeros(count, 1, dtype=torch.float64)
         self.amax = torch.zeros(count, 3, device=device)
         length = config.history if config is not None and recipe is not None and recipe.delayed else 0
         self.history = torch.zeros(count if length else 0, 3, length, device=device)
@@ -42,9 +45,9 @@ class LowState:
             if low is None:
                 continue
             i = self.names.index(low.name)
-            low.tally = self.tally[i]
+            low.counts, low.amax, self.mine[i] = self.counts[i], self.amax[i], 1.0
             if self.history.numel():
-                low.amax, low.multiplier = self.amax[i], self.multiplier[i]
+                low.multiplier = self.multiplier[i]
             found.append((low, p))
 
     @property
@@ -74,6 +77,13 @@ class LowState:
         for low in on:
             low.on = True
 
+    def told(self) -> Tensor:
+        """(L, 3, 5) float64, as TOLD: of this rank, in this step. The counts begin anew."""
+        ranks = self.mine.to(self.amax.device).expand(-1, 3)
+        told = torch.cat((torch.stack((self.amax.double(), ranks), -1), self.counts.sum(2).double()), -1)
+        self.counts.zero_()
+        return told
+
     # ---- delayed scaling -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -93,6 +103,7 @@ class LowState:
     def settle(self, world: Axis) -> None:
         """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before stands for it."""
         if not self.history.numel():
+            self.amax.zero_()
             return
         world.all_reduce(self.amax, "max").wait()
         before = self.history[..., 0]
@@ -139,7 +150,7 @@ class LowState:
 
 
 def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:
-    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in LowState.tally."""
+    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in LowState.told."""
     found = (0.0, "")
     for name, tensors in zip(names, tally):
         for tensor, values in zip(TENSORS, tensors):
@@ -149,18 +160,18 @@ def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> t
 
 def lost_part(values: Sequence[float]) -> float:
     """Of a tensor's values, those that became zero or were cut."""
-    counted = dict(zip(TALLIED, values))
+    counted = dict(zip(TOLD, values))
     return (counted["zeros"] + counted["cut"]) / counted["values"] if counted["values"] else 0.0
 
 
 def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
-    """By linear, three numbers each (activations, weights, gradients): the mean amax of the step's casts, the part of values that became
+    """By linear, three numbers each (activations, weights, gradients): the step's amax (mean over ranks), the part of values that became
     zero, the part that was cut to the largest."""
     found: dict[str, list[list[float]]] = {}
     for name, tensors in zip(names, tally):
-        rows = [dict(zip(TALLIED, values)) for values in tensors]
+        rows = [dict(zip(TOLD, values)) for values in tensors]
         found[name] = [
-            [r["amax"] / r["casts"] if r["casts"] else 0.0 for r in rows],
+            [r["amax"] / r["ranks"] if r["ranks"] else 0.0 for r in rows],
             *([r[key] / r["values"] if r["values"] else 0.0 for r in rows] for key in ("zeros", "cut")),
         ]
     return found

@@ -81,7 +81,7 @@ class Pending:
         return routing_values(self._host[6 : 6 + self._routing.numel()].view(self._routing).tolist())
 
     def low(self) -> list[Any] | None:
-        """What casts of low precision lost, as LowState.tally, after `read`; None without train.fp8."""
+        """What casts of low precision lost, as LowState.told, after `read`; None without train.fp8."""
         return None if self._low is None else self._host[self._low_at :].view(self._low).tolist()
 
 

@@ -26,7 +26,7 @@ class StepResult:
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
     ahead      mean loss per token of what predicts further tokens, if there is such a block
-    low        (L, 3, 5) what casts of low precision lost, as LowState.tally, of all ranks; None without train.fp8
+    low        (L, 3, 5) what casts of low precision lost, as LowState.told, of all ranks; None without train.fp8
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     """
 
@@ -66,7 +66,7 @@ def begin_history(state: State, batches: Sequence[Batch], tokens: Tensor) -> Non
     with low.measuring(), state.by_all_to_all():
         forward_backward(state, batches, tokens)
     low.settle(state.mesh.world)
-    low.tally.zero_()
+    low.told()
     state.buffers.zero_grads()
 
 
@@ -140,12 +140,11 @@ def tell(state: State, stop: bool = False) -> Told:
     model, device = state.plan.run.model, state.mesh.device
     layers, width = model.num_hidden_layers + model.predict_layers, model.routed_experts + len(TALLIED) if model.routed_experts else 0
     parts = state.mesh.data.size
-    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.low is None else state.low.tally
+    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.low is None else state.low.told()
     told = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
     told[0:1].fill_(float(stop))
     losses, routing = told[2 : 2 + parts], told[2 + parts : 2 + parts + layers * width].view(layers, width)
     told[2 + parts + layers * width :] = lost.flatten()
-    lost.zero_()
     if state.mesh.at.tp == 0:
         told[1:2] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
         losses[state.mesh.data.index].copy_(state.stages.loss_sum)
@@ -175,4 +174,7 @@ def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tenso
     execute(state.program(len(batches), backward=False), state.handlers)
     state.stages.end()
     state.train(True)
-    return loss_and_stops(state)[0], tokens
+    loss = loss_and_stops(state)[0]
+    if state.low is not None:
+        state.low.amax.zero_()  # no history of evaluations
+    return loss, tokens

@@ -39,6 +39,7 @@ from phalanx.train.profile import Recording
 from phalanx.train.step import train_step
 from tests import test_ops
 from tests.gpu.experts import expert_checks
+from tests.gpu.low import low_checks
 from tests.gpu.truth import ROUNDINGS, within
 from tests.parity import base_run, sample_batch
 from tests.test_ops import OPS, attend, gradients, make_batch, normal, normed_rotated, rotated
@@ -467,7 +468,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found.update({f"{name}, {str(dtype)[6:]}": op_check(name, dtype) for name in OPS})
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
-    found |= twin_cases() | wheel_cases() | expert_checks()
+    found |= twin_cases() | wheel_cases() | expert_checks() | low_checks()
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)

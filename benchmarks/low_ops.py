@@ -1,0 +1,136 @@
+"""How fast are casts to 8 bits and products of 8-bit codes on one GPU? Two tables, at the shapes of an 8B layer (8,192 tokens).
+
+python benchmarks/low_ops.py [--sweep] [--out FILE]
+
+Casts in GB/s of the bytes that must be read and written at least. Products in TFLOP/s: torch's GEMMs (fast and precise sums), the same and
+an addition to an fp32 buffer as a weight's gradient needs, and ours, which add in the GEMM. --sweep tries tile sizes of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.bench.timing import measure
+from phalanx.comm.axis import ModelAxes
+from phalanx.ops.kernels import quant as kernels
+from phalanx.ops.kernels import scaled_mm
+from phalanx.ops.kernels.scaled_mm import Tiles
+from phalanx.ops.low_matmul import LowWeight, X
+from phalanx.ops.quant import E4M3, RECIPES, SLOTS, Scaled
+from phalanx.ops.scaled_mm import fast_product
+
+TOKENS = 8192
+LINEARS = {"qkv": (6144, 4096), "attention out": (4096, 4096), "gate+up": (28672, 4096), "down": (4096, 14336)}  # (out, in)
+
+
+def cast_rows(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for width in (4096, 14336, 28672):
+        x = torch.randn(TOKENS, width, device=device).bfloat16()
+        for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+            low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+            if recipe == "delayed":
+                low.multiplier = torch.ones(3, device=device)
+            for counted in (False, True):
+                if counted:
+                    low.counts, low.amax = torch.zeros(3, SLOTS, 3, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+                times = measure(lambda x=x, low=low: low.both(X, x, 0, True), device)
+                found.append({"what": f"{recipe}{', counted' if counted else ''}", "width": width, "ms": 1e3 * times.median,
+                              "GB/s": 4 * x.numel() / times.median / 1e9})  # fmt: skip
+        for what, call in (("amax", lambda x=x: kernels.amax(x)), ("copy of the same bytes", lambda x=x: x.clone())):
+            seconds = measure(call, device).median
+            found.append({"what": what, "width": width, "ms": 1e3 * seconds, "GB/s": (2 if what == "amax" else 4) * x.numel() / seconds / 1e9})
+        q, _ = kernels.cast_both(x, E4M3, kernels.GIVEN, torch.ones(1, device=device), None, False)
+        seconds = measure(lambda q=q: kernels.transposed(q.codes), device).median
+        found.append({"what": "transpose of codes", "width": width, "ms": 1e3 * seconds, "GB/s": 2 * x.numel() / seconds / 1e9})
+    return found
+
+
+def codes(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> Scaled:
+    x = torch.randn(rows, columns, device=device).mul_(20).to(torch.float8_e4m3fn)
+    shape = [1 if b == 0 else -(-n // b) for n, b in zip((rows, columns), block)]
+    return Scaled(x, torch.ones(*reversed(shape), device=device).t(), block)
+
+
+def tried(call: Callable[[], Any], flop: float, device: torch.device) -> tuple[float, float] | str:
+    try:
+        seconds = measure(call, device).median
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    return 1e3 * seconds, flop / seconds / 1e12
+
+
+def product_rows(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for name, (outer, inner) in LINEARS.items():
+        gemms = {"forward": (TOKENS, outer, inner), "input's gradient": (TOKENS, inner, outer), "weight's": (outer, inner, TOKENS)}
+        for gemm, (m, n, k) in gemms.items():
+            flop, add = 2.0 * m * n * k, gemm == "weight's"
+            kinds = {"tensorwise": ((0, 0), (0, 0)), "rowwise": ((1, 0), (1, 0)), "blockwise": ((1, 128), (1, 128) if add else (128, 128))}
+            for recipe, blocks in kinds.items():
+                a, b = codes(m, k, blocks[0], device), codes(n, k, blocks[1], device)
+                buffer = torch.zeros(m, n, device=device) if add else torch.empty(m, n, dtype=torch.bfloat16, device=device)
+                ways: dict[str, Callable[[], Any]] = {}
+                for fast in (True, False):
+                    word = "fast" if fast else "precise"
+                    if recipe != "blockwise":
+                        ways[f"torch {word}"] = lambda a=a, b=b, fast=fast: fast_product(a, b, torch.bfloat16, fast)
+                        if add and not fast:
+                            ways["torch precise, fp32 + add"] = lambda a=a, b=b, y=buffer: y.add_(fast_product(a, b, torch.float32, False))
+                            ways["torch precise, bf16 + add"] = lambda a=a, b=b, y=buffer: y.add_(fast_product(a, b, torch.bfloat16, False))
+                    elif not fast:
+                        ways["torch"] = lambda a=a, b=b: torch._scaled_mm(a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=torch.bfloat16)
+                if recipe != "rowwise":
+                    ways["ours"] = lambda a=a, b=b, y=buffer, add=add: scaled_mm.product(y, a, b, add)
+                for way, call in ways.items():
+                    found.append({"linear": name, "gemm": gemm, "recipe": recipe, "way": way, "result": tried(call, flop, device)})
+    return found
+
+
+def sweep(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    m, n, k = 28672, 4096, TOKENS
+    buffer = torch.zeros(m, n, device=device)
+    for block, add in (((0, 0), True), ((1, 128), True)):
+        a, b = codes(m, k, block, device), codes(n, k, block, device)
+        for (bm, bn), stages, warps in itertools.product(((128, 128), (128, 256), (256, 128), (64, 256)), (3, 4, 5), (4, 8)):
+            tiles = Tiles(bm, bn, stages, warps)
+            result = tried(lambda a=a, b=b, add=add, t=tiles: scaled_mm.product(buffer, a, b, add, t), 2.0 * m * n * k, device)
+            found.append({"block": block, "tiles": (bm, bn, stages, warps), "result": result})
+    return found
+
+
+def shown(result: Any) -> str:
+    return result if isinstance(result, str) else f"{result[0]:8.3f} ms {result[1]:7.0f} TFLOP/s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    made: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    made["products"] = product_rows(device)
+    for r in made["products"]:
+        print(f"{r['linear']:14} {r['gemm']:17} {r['recipe']:11} {r['way']:26} {shown(r['result'])}", flush=True)
+    made["casts"] = cast_rows(device)
+    for r in made["casts"]:
+        print(f"cast {r['what']:26} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
+    if options.sweep:
+        made["sweep"] = sweep(device)
+        for r in made["sweep"]:
+            print(f"{r['block']} {r['tiles']} {shown(r['result'])}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(made, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

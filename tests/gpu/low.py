@@ -1,0 +1,135 @@
+"""Checks of low precision on a GPU: codes, scales and counts against the CPU's plain twins to the bit, products within their sums' rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops.kernels import quant as kernels
+from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
+from phalanx.ops.quant import E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
+from phalanx.ops.scaled_mm import add_fast_product_, fast_product
+
+ONE = Axis("tp")
+CAST_SHAPES = [(16, 16), (272, 144), (4096, 1408), (1000, 1024)]
+
+
+def on(device: torch.device, q: Scaled) -> Scaled:
+    return Scaled(q.codes.to(device), q.scales.to(device), q.block)
+
+
+def spread_out(*shape: int, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) * torch.exp(3 * torch.randn(shape, generator=g))).bfloat16()
+
+
+def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
+    low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+    low.counts, low.amax = torch.zeros(3, SLOTS, 3, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+    if recipe == "delayed":
+        low.multiplier = torch.tensor([3.0, 40.0, 0.01], device=device)
+    return low
+
+
+def same(what: str, a: Scaled, b: Scaled) -> None:
+    equal = torch.equal(a.codes.cpu().view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(a.scales.cpu(), b.scales)
+    if a.block != b.block or not equal:
+        raise AssertionError(f"{what}: codes or scales differ")
+
+
+def casts(recipe: str, twin: str) -> Callable[[torch.device], str]:
+    def check(device: torch.device) -> str:
+        for shape in CAST_SHAPES:
+            x = spread_out(*shape)
+            for which in (X, W, DY):
+                for turn in (True, False):
+                    low, plain = low_of(recipe, twin, device), low_of(recipe, "plain", torch.device("cpu"))
+                    for i, (a, b) in enumerate(zip(low.both(which, x.to(device), 0, turn), plain.both(which, x, 0, turn))):
+                        same(f"{recipe} {shape} {which} {turn} {i}", a, b)
+                    if not torch.equal(low.counts.cpu().sum(1), plain.counts.sum(1)) or not torch.equal(low.amax.cpu(), plain.amax):  # type: ignore[union-attr]
+                        raise AssertionError(f"{recipe} {shape}: counts differ")
+        return "to the bit"
+
+    return check
+
+
+def every_number(device: torch.device) -> str:
+    """All bf16 numbers, by the GPU's own rounding."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    for format in (E4M3, E5M2):
+        made, _ = kernels.cast_both(x.to(device), format, kernels.GIVEN, torch.ones(1, device=device), None, False)
+        truth, found = cast(x.float(), format), made.codes.cpu()
+        nan = truth.float().isnan()
+        if not found.float()[nan].isnan().all() or not torch.equal(found.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan]):
+            raise AssertionError(f"{format.name}: codes differ")
+    return "to the bit"
+
+
+def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
+    """Forward (with a weight) and a weight's gradient added to fp32: against float64 sums of the same codes."""
+
+    def check(device: torch.device) -> str:
+        r, worst = RECIPES[recipe], 0.0
+        for m, n, k in ((256, 512, 1024), (272, 144, 400), (4096, 1024, 2048)):
+            if recipe == "blockwise" and k % 128:
+                k = 512
+            a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+            blocks, first = (r.tokens, r.weight if weight else r.tokens), r.forward if weight else r.backward
+            qa, qb = (quantize(x, bl, f, multipliers(block_amax(x, bl), f)) for x, bl, f in zip((a, b), blocks, (first, r.forward)))
+            exact = scaled_product(qa, qb, torch.float64)
+            for fast in (True, False):
+                if weight:
+                    found = fast_product(on(device, qa), on(device, qb), torch.bfloat16, fast)
+                    bound = 2**-8
+                else:
+                    found = torch.zeros(m, n, device=device)
+                    for _ in range(2):
+                        add_fast_product_(found, on(device, qa), on(device, qb), fast)
+                    found = found / 2
+                    bound = 2**-8 if recipe == "rowwise" else 2**-11
+                off = ((found.double().cpu() - exact).abs().max() / exact.abs().max()).item()
+                worst = max(worst, off)
+                if not off <= bound:
+                    raise AssertionError(f"{m}x{n}x{k} fast={fast}: off by {off:.2e}")
+        return f"{worst:.1e}"
+
+    return check
+
+
+def linear(recipe: str) -> Callable[[torch.device], str]:
+    """A whole linear, forward and backward, against the CPU's plain twin of the same recipe: same codes, sums in another order."""
+
+    def check(device: torch.device) -> str:
+        found = []
+        for where, twin in ((device, "auto"), (torch.device("cpu"), "plain")):
+            sizes = enumerate(((512, 384), (256, 384), (512, 256)))
+            x, w, dy = (torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16() for i, s in sizes)
+            weight = w.to(where).requires_grad_()
+            weight.grad_dtype, weight.grad = torch.float32, torch.zeros(256, 384, device=where)
+            low = low_of(recipe, twin, where)
+            if recipe == "delayed":
+                low.multiplier = torch.tensor([100.0, 100.0, 12000.0], device=where)
+            x = x.to(where).requires_grad_()
+            y = low_gather_matmul(x, weight, ONE, None, low)
+            y.backward(dy.to(where))
+            found.append([t.detach().double().cpu() for t in (y, x.grad, weight.grad)])  # type: ignore[union-attr]
+        worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*found))
+        if not worst <= 2**-7:
+            raise AssertionError(f"off by {worst:.2e}")
+        return f"{worst:.1e}"
+
+    return check
+
+
+def low_checks() -> dict[str, Callable[[torch.device], str]]:
+    found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+        found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
+        found[f"low precision, linear {recipe}"] = linear(recipe)
+        if recipe != "delayed":
+            found[f"low precision, product {recipe}"] = products(recipe, True)
+            found[f"low precision, weight gradient {recipe}"] = products(recipe, False)
+    found["low precision, casts in plain PyTorch"] = casts("tensorwise", "plain")
+    return found

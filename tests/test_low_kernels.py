@@ -1,0 +1,108 @@
+"""Triton casts and products of low precision against their plain twins, in Triton's interpreter: every code, scale and count to the bit.
+
+The interpreter does not round to 8 bits as a GPU does, so the kernels round before; tests/gpu compares the GPU's own rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import ModelAxes
+from phalanx.ops.kernels import quant as kernels
+from phalanx.ops.kernels import scaled_mm
+from phalanx.ops.low_matmul import DY, LowWeight, W, X
+from phalanx.ops.quant import E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
+
+SHAPES = [(16, 16), (48, 272), (272, 144)]
+
+
+def some(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Of many sizes, some zero."""
+    g = torch.Generator().manual_seed(rows * columns + seed)
+    x = torch.randn(rows, columns, generator=g) * torch.exp(4 * torch.randn(rows, columns, generator=g))
+    return torch.where(torch.rand(rows, columns, generator=g) < 0.1, 0.0, x).to(dtype)
+
+
+def weight_of(recipe: str, kernels: str, given: bool) -> LowWeight:
+    low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), kernels)  # type: ignore[arg-type]
+    low.counts, low.amax = torch.zeros(3, SLOTS, 3, dtype=torch.int64), torch.zeros(3)
+    if given:  # too large for some, too small for others
+        low.multiplier = torch.tensor([3.0, 40.0, 0.01])
+    return low
+
+
+def same(a: Scaled, b: Scaled) -> None:
+    assert a.block == b.block and a.codes.dtype == b.codes.dtype and a.codes.shape == b.codes.shape and a.scales.shape == b.scales.shape
+    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    assert torch.equal(a.scales, b.scales)
+
+
+@pytest.mark.parametrize("turn", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_casts_are_those_of_the_plain_twin(shape, recipe, turn):
+    for which in (X, W, DY):
+        found = []
+        for twin in ("triton", "plain"):
+            low = weight_of(recipe, twin, recipe == "delayed")
+            found.append((low, low.both(which, some(*shape), 0, turn)))
+        (low, made), (plain, truth) = found
+        same(made[0], truth[0])
+        same(made[1], truth[1])
+        assert torch.equal(low.amax, plain.amax) and torch.equal(low.counts.sum(1), plain.counts.sum(1))
+        assert low.counts[which].sum(0)[2] == math.prod(shape) < low.counts.sum()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_weights_are_cast_where_they_were(recipe):
+    low = weight_of(recipe, "triton", recipe == "delayed")
+    low.refresh(some(144, 272, seed=1))
+    before = [(q.codes.data_ptr(), q.scales.data_ptr()) for q in low.codes(torch.empty(0))]
+    low.refresh(some(144, 272, seed=2))
+    fresh = weight_of(recipe, "plain", recipe == "delayed").both(W, some(144, 272, seed=2), 0, True)
+    for q, truth, where in zip(low.codes(torch.empty(0)), fresh, before):
+        same(q, truth)
+        assert (q.codes.data_ptr(), q.scales.data_ptr()) == where
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
+def test_every_bf16_number_is_cast_as_by_the_plain_twin(format):
+    """All 65,536, NaN and inf too; the given multiplier is 1."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    made, _ = kernels.cast_both(x, format, kernels.GIVEN, torch.ones(1), None, False)
+    truth = cast(x.float(), format)
+    nan = truth.float().isnan()
+    assert nan.sum() == 2 * 128 and made.codes.float()[nan].isnan().all()
+    assert torch.equal(made.codes.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_reaches_the_product(bad):
+    x = some(16, 16).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(bad, dtype=torch.bfloat16))
+    for recipe in ("tensorwise", "rowwise", "blockwise", "delayed"):
+        q, _ = weight_of(recipe, "triton", recipe == "delayed").both(X, x, 0, True)
+        assert not scaled_product(q, q, torch.float32)[3].isfinite().any(), recipe
+
+
+def test_transposed():
+    x = torch.arange(40 * 136, dtype=torch.int32).to(torch.uint8).view(40, 136).view(torch.float8_e5m2)
+    assert torch.equal(kernels.transposed(x).view(torch.uint8), x.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise weight", "blockwise tokens"])
+@pytest.mark.parametrize("m, n, k", [(48, 272, 384), (144, 16, 144)])
+def test_product_is_that_of_the_plain_twin(m, n, k, recipe, add):
+    kind, _, second = recipe.partition(" ")
+    r = RECIPES[kind]
+    a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)) for rows in (m, n))
+    blocks = (r.tokens, r.weight if second == "weight" else r.tokens)
+    formats = (E5M2, E4M3) if kind == "tensorwise" else (E4M3, E4M3)
+    qa, qb = (quantize(x, block, f, multipliers(block_amax(x, block), f)) for x, block, f in zip((a, b), blocks, formats))
+    out = torch.full((m, n), 3.0)
+    scaled_mm.product(out, qa, qb, add)
+    torch.testing.assert_close(out, scaled_product(qa, qb, torch.float32) + 3.0 * add, rtol=1e-5, atol=1e-4)
