@@ -37,7 +37,8 @@ TRIPS = [
     ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)), ("llama: tied", dict(pp=2)), ("qwen3: tied, MQA", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)), ("qwen2: window in upper layers", dict(tp=2)), ("deepseek_v3: latents, yarn", dict(tp=2)),
     ("gpt2", dict(tp=2)), ("mixtral", dict(ep=2)), ("mixtral", dict(tp=2, etp=2)), ("qwen3_moe: some layers dense", dict(ep=2)),
-    ("qwen3_moe: renormalised", dict(pp=2)), ("deepseek_v3", dict(ep=2)), ("deepseek_v3", dict(pp=2)), ("gpt_oss", dict(ep=2)), ("gpt_oss", dict(tp=2)),
+    ("qwen3_moe: renormalised", dict(pp=2)), ("deepseek_v3", dict(ep=2)), ("deepseek_v3", dict(pp=2)), ("gpt_oss", dict(ep=2)),
+    ("gpt_oss", dict(tp=2)),
 ]  # fmt: skip
 
 
