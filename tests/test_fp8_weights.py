@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.convert import import_weights
 from phalanx.checkpoint.fp8 import ScaledPart
 from phalanx.checkpoint.hf import from_hf, to_hf
 from phalanx.checkpoint.tensors import open_tensors
@@ -71,6 +72,18 @@ def test_fp8_weights_load_as_transformers_scales_them(ranks, tmp_path, world, la
     truth = published(tmp_path)
     wrong = ranks.run("tests.checkpoints:load_weights_on_rank", world, make_run("deepseek_v3", "fp32", **layout), tmp_path, truth)
     assert wrong == [[]] * world
+
+
+def test_import_scales(tmp_path):
+    """Truth: transformers' conversion, rounded to the dtype of the config; the report says by how much."""
+    truth = published(tmp_path)
+    folder = import_weights(tmp_path, tmp_path / "ours", tmp_path, {n: t.shape for n, t in truth.items()})
+    made, lines = load_file(folder / "model.safetensors"), json.loads((folder / "parity.json").read_text())["tensors"]
+    for name, expected in truth.items():
+        wanted = torch.from_numpy(expected)
+        packed = name.endswith("_proj.weight") or "_proj_with_mqa" in name
+        assert torch.equal(made[name], wanted.to(torch.bfloat16 if packed else torch.float32)) and (lines[name]["differing"] > 0) == packed
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
 class Watched:

@@ -68,33 +68,59 @@ def test_all_tokens_to_the_same_experts(ranks, ep, etp, tp, dispatch):
         np.testing.assert_allclose(r["routing"], truth["routing"], rtol=1e-10)
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(ep=4, tp=2), dict(pp=2, ep=2), dict(tp=4, etp=2)], ids=str)
+def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndarray]:
+    """By layer the rows that this rank's experts multiplied, and the routing of the step. Of an expert cut over etp one rank counts."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state, rows = build(make_plan(run, world), mesh), {}
+    set_weights(state)
+    state.train()
+    for layer in state.routed:
+        rows[layer.layer] = 0
+
+        def count(module, args, number=layer.layer):
+            rows[number] += int(args[1][-1]) * (mesh.model.etp.index == 0)
+
+        layer.experts.register_forward_pre_hook(count)
+    accumulate(state, step_batches(run, mesh, 0, False))
+    return rows, tell(state).routing.numpy()
+
+
+@pytest.mark.parametrize("layout", [
+    dict(), dict(ep=4, tp=2), dict(pp=2, ep=2), dict(tp=4, etp=2), dict(ep=4, dispatch="push", expert_room=math.inf),
+    dict(ep=2, etp=2, dispatch="push", expert_room=math.inf), dict(ep=2, tp=2, dispatch="allgather", expert_room=math.inf),
+], ids=str)  # fmt: skip
 def test_dispatched_and_dropped_are_all(ranks, layout):
-    """Of each layer: load adds up to tokens x k, and no expert keeps more than its room in a sequence."""
+    """Truth: tokens x k. The rows that experts multiplied, of all ranks, and those dropped; no expert keeps more than its room in a sequence."""
     run = variant(expert_capacity_factor=0.75)
-    results = ranks.run("tests.test_moe:routed", 4 if layout else 1, replace(run, layout=LayoutConfig(**layout)))
-    for result in results:
-        values = dict(zip(TALLIED, result["routing"][:, -len(TALLIED) :].T))
-        load = result["routing"][:, : -len(TALLIED)]
-        assert (values["tokens"] == 4 * SEQ).all() and (load.sum(1) == 4 * SEQ * 2).all()
-        room = 4 * 8 * 3  # sequences x experts x ceil(0.75 * 16 * 2 / 8)
-        assert (values["dropped"] >= 4 * SEQ * 2 - room).all() and (values["dropped"] > 0).all()
+    results = ranks.run("tests.test_moe:dispatched", 4 if layout else 1, replace(run, layout=LayoutConfig(**layout)))
+    routing = results[0][1]
+    values = dict(zip(TALLIED, routing[:, -len(TALLIED) :].T))
+    room = 4 * 8 * 3  # sequences x experts x ceil(0.75 * 16 * 2 / 8)
+    assert (values["tokens"] == 4 * SEQ).all() and (routing[:, : -len(TALLIED)].sum(1) == 4 * SEQ * 2).all()
+    for layer, dropped in enumerate(values["dropped"]):
+        kept = sum(rows.get(layer, 0) for rows, _ in results)
+        assert kept + dropped == 4 * SEQ * 2 and 0 < dropped and kept <= room
 
 
+@pytest.mark.parametrize("layout, world", [(dict(), 1), (dict(ep=2, tp=2), 2), (dict(ep=4), 4), (dict(pp=2, ep=2), 4)], ids=str)
 @pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
-def test_balance_loss_is_its_formula(ranks, scope):
+def test_balance_loss_is_its_formula(ranks, scope, layout, world):
     """Truth: E sum f P and the mean squared log-sum-exp by hand, from what the layer was given; autograd makes their gradient."""
     run = variant(router_aux_loss_coef=0.05, router_aux_loss_scope=scope, num_hidden_layers=1, router_z_loss_coef=0.02)
     plain = replace(run, model=replace(run.model, router_aux_loss_coef=0.0, router_z_loss_coef=0.0))
-    with_loss, without = (ranks.run("tests.test_moe:routed", 1, r)[0] for r in (run, plain))
+    spread = LayoutConfig(**layout)
+    with_loss, without = (ranks.run("tests.test_moe:routed", world, replace(r, layout=spread)) for r in (run, plain))
     name = "model.layers.0.block_sparse_moe.gate.weight"
-    got = assemble([with_loss["grads"]])[name] - assemble([without["grads"]])[name]
-    _, expected = by_hand(run, scope)
+    got = assemble([r["grads"] for r in with_loss])[name] - assemble([r["grads"] for r in without])[name]
+    sums, expected = by_hand(run, scope)
     np.testing.assert_allclose(got, expected.numpy(), rtol=1e-8, atol=1e-9 * np.abs(expected.numpy()).max())
+    tallied = dict(zip(TALLIED, with_loss[0]["routing"][0, -len(TALLIED) :]))
+    assert (tallied["balance"], tallied["z"]) == pytest.approx(sums, rel=1e-10)
 
 
-def by_hand(run: Run, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The balancing losses of a step, weighted as the step weighs micro-batches, and their gradient to the only router."""
+def by_hand(run: Run, scope: str) -> tuple[tuple[float, float], torch.Tensor]:
+    """The balancing losses of a step, before their coefficients and summed over tokens; and the gradient to the only router of the losses, each
+    micro-batch weighted as a step weighs it."""
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
     set_weights(state)
     layer, seen = state.routed[0], []
@@ -104,7 +130,7 @@ def by_hand(run: Run, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
     accumulate(state, batches)
     weight = layer.gate.detach().clone().requires_grad_()
     total = sum((b.labels >= 0).sum() for b in batches)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, sums = torch.zeros((), dtype=torch.float64), [0.0, 0.0]
     for x, b in zip(seen, batches):
         logits = x @ weight.T
         p = logits.softmax(-1)
@@ -113,9 +139,10 @@ def by_hand(run: Run, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
             chosen = layer.load.detach().expand_as(p)
         f, mean = chosen.sum(0) / chosen.sum(), p.mean(0)  # micro-batches of one sequence: both scopes are the same sum
         balance, z = 8 * (f * mean).sum(), torch.logsumexp(logits, -1).square().mean()
+        sums = [sums[0] + SEQ * balance.item(), sums[1] + SEQ * z.item()]
         loss = loss + (b.labels >= 0).sum().double() / total * (0.05 * balance + 0.02 * z)
     loss.backward()
-    return loss.detach(), weight.grad
+    return (sums[0], sums[1]), weight.grad
 
 
 @pytest.mark.parametrize(

@@ -179,3 +179,25 @@ def test_the_loss_is_told():
     assert [v is not None for v in pending.routing()["entropy"]] == [False, True, True, True]
     summed, tokens = evaluate_step(state, BATCHES)
     assert (summed / tokens).item() == pytest.approx(truth()["main"])
+
+
+def test_transformers_predicts_ahead_with_what_we_save(ranks, tmp_path):
+    """With the published number of layers, 61, transformers has a place for the module too: the folder as it lies is loaded without a tensor
+    left over or missing, and generates the same tokens with the module's help as without. (It looks for the module at layer 61 alone.)"""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    run = make_run("deepseek_v3-mtp", "fp32")
+    sizes = dict(num_hidden_layers=61, first_k_dense_replace=60, intermediate_size=16, moe_intermediate_size=16)  # its grouped matmul wants 16
+    ranks.run("tests.checkpoints:save_on_rank", 1, replace(run, model=replace(run.model, num_nextn_predict_layers=1, **sizes)), tmp_path, {})
+    (folder,) = tmp_path.glob("**/weights")
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    prompt = torch.tensor([[5, 9, 2, 77]])
+    alone = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    torch.testing.assert_close(model.generate(prompt, max_new_tokens=12, do_sample=False, use_mtp=True), alone, rtol=0, atol=0)
+    ours = load_file(folder / "model.safetensors")
+    (depth,) = MtpModel.from_pretrained(model).layers
+    np.testing.assert_array_equal(depth.eh_proj.weight.detach().numpy(), ours["model.layers.61.eh_proj.weight"])
+    np.testing.assert_array_equal(depth.post_norm.weight.detach().numpy(), ours["model.layers.61.shared_head.norm.weight"])
+    np.testing.assert_array_equal(depth.mtp_block.mlp.experts.down_proj[1].detach().numpy(), ours["model.layers.61.mlp.experts.1.down_proj.weight"])

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.hf import from_hf, to_hf
 from phalanx.checkpoint.mxfp4 import PackedPart, unpacked
 from phalanx.checkpoint.tensors import open_tensors
+from phalanx.cli.main import cli
 from phalanx.layout.box import Box
 from phalanx.train.config import Run
 from tests.checkpoints import error_on_rank, make_run
@@ -91,14 +94,12 @@ def test_the_config_of_a_packed_folder():
         from_hf({**to_hf(MODELS["mixtral"], torch.bfloat16), "quantization_config": {"quant_method": "mxfp4"}})
 
 
-def change(folder, name: str, make) -> None:
+def change(folder, name: str, edit) -> None:
     """Replace a tensor of the folder (None: leave it out)."""
-    from safetensors.torch import load_file
-
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if name in tensors:
-            made = make(tensors.pop(name))
+            made = edit(tensors.pop(name))
             save_file(tensors if made is None else {**tensors, name: made}, file)
 
 
@@ -121,3 +122,29 @@ def test_what_does_not_fit_is_named(tmp_path, end, make, told):
         change(tmp_path, f"model.layers.{layer}.{owner}.{end}", make)
     text = error_on_rank(0, 1, run_of(), "load_weights", tmp_path)
     assert all(part in text for part in told), text
+
+
+def test_import_unpacks(tmp_path):
+    """Truth: transformers' conversion, of which bf16 holds every value. The folder that is made is plain: transformers loads it as it lies."""
+    from transformers import AutoModelForCausalLM
+
+    truth = published(make(tmp_path / "theirs"), scales_apart=True)
+    code = CliRunner().invoke(cli, ["import", str(tmp_path / "theirs"), "--config", str(tmp_path / "theirs"), "-o", str(tmp_path / "ours")])
+    assert code.exit_code == 0, code.output
+    made = load_file(tmp_path / "ours/model.safetensors")
+    assert made.keys() == truth.keys() and {t.dtype for t in made.values()} == {torch.bfloat16}
+    for name, expected in truth.items():
+        np.testing.assert_array_equal(made[name].double().numpy(), expected)
+    assert json.loads((tmp_path / "ours/parity.json").read_text())["exact"]
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = model.model.layers[1].mlp.experts.down_proj.detach().double().numpy()
+    np.testing.assert_array_equal(loaded, truth["model.layers.1.mlp.experts.down_proj"])
+    change(tmp_path / "theirs", "model.layers.0.mlp.experts.down_proj_scales", lambda t: t[:, :-1].contiguous())
+    code = CliRunner().invoke(cli, ["import", str(tmp_path / "theirs"), "--config", str(tmp_path / "theirs"), "-o", str(tmp_path / "b")])
+    assert "not MXFP4" in str(code.exception) and not (tmp_path / "b").exists()
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -112,7 +112,7 @@ NAMED = {
     "mixtral capacity, cp2 tp2": case("mixtral-full", 4, cp=2, tp=2, micro_batch=2),
     "qwen3_moe cp4, ep2 x etp2, documents": case("qwen3_moe", 4, cp=4, ep=2, etp=2, documents=True, micro_batch=2),
     "gpt_oss cp3 in uneven parts, etp3, documents": case("gpt_oss", 3, cp=3, etp=3, documents=True, dispatch="allgather"),
-    "deepseek_v3 cp2 tp2 pp2, ep4, documents": case("deepseek_v3", 8, cp=2, tp=2, pp=2, ep=4, documents=True),
+    "deepseek_v3 cp2 tp2 pp2, ep4, documents, push": case("deepseek_v3", 8, cp=2, tp=2, pp=2, ep=4, documents=True, dispatch="push"),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -168,6 +169,9 @@ def small(precision: str = "fp32", recompute: str = "none", **layout) -> Run:
     return replace(run, layout=LayoutConfig(**layout), train=replace(run.train, precision=precision, recompute=recompute, device="cpu"))
 
 
+EXPERT_AXES = {"ep x etp": "ep", "etp": "ep", "edp": "dp"}  # whose bytes a plan counts as those of
+
+
 def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[str, float]]:
     """One real step: bytes of the flat buffers, and bytes this rank sent per axis as rings count them."""
     mesh = Mesh(make_plan(run, world).grid, rank)
@@ -189,12 +193,18 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
     }  # fmt: skip
     sent: dict[str, float] = {}
     for site, (_, nbytes) in mesh.watch.calls.items():
-        axis = "pp" if site.axis.startswith("edge") else site.axis.removesuffix(" x cp").removesuffix(" keys").removesuffix(" heads")
+        dense = site.axis.removesuffix(" x cp").removesuffix(" keys").removesuffix(" heads")
+        axis = "pp" if site.axis.startswith("edge") else EXPERT_AXES.get(site.axis, dense)
         n = next(a for a in (mesh.pp, *mesh.axes) if a.name == (axis if axis == "pp" else site.axis)).size
         whole = nbytes * n if site.op == "all_gather" else nbytes
         if not (site.op == "send" and site.axis.endswith(f">{mesh.at.pp}")):
             sent[axis] = sent.get(axis, 0.0) + (nbytes if site.op in ("send", "hop") else ring_bytes(site.op, whole, n))
     return held, sent
+
+
+def tiny(family: str, **layout) -> Run:
+    run = load_run(f"recipes/tiny_{family}.yaml")
+    return replace(run, layout=LayoutConfig(**layout), train=replace(run.train, precision="fp32", device="cpu"))
 
 
 LAYOUTS = {
@@ -205,6 +215,8 @@ LAYOUTS = {
     "cp4, level 0": (small(cp=4, sharding=0), 4),
     "cp4, all-gather": (small(cp=4, cp_attention="allgather"), 4),
     "cp4, heads in pairs": (small("bf16", cp=4, cp_ulysses=2), 4),
+    "mixtral ep2, tp2 pp2 by all-gather": (tiny("mixtral", pp=2, tp=2, ep=2, dispatch="allgather", expert_room=math.inf), 8),
+    "qwen3_moe ep2 x etp2, edp2, level 0": (tiny("qwen3_moe", ep=2, etp=2, dispatch="allgather", expert_room=math.inf, sharding=0), 8),
     "tied gpt2 pp2": (replace(load_run("recipes/tiny_gpt2.yaml"), layout=LayoutConfig(pp=2)), 2),
 }
 

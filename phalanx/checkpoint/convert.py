@@ -21,9 +21,12 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.contents import WEIGHTS, Contents
+from phalanx.checkpoint.fp8 import with_scaled
 from phalanx.checkpoint.gather import Held, plan_files
+from phalanx.checkpoint.hf import read_config
 from phalanx.checkpoint.load import adapt, fitting
 from phalanx.checkpoint.manifest import inside
+from phalanx.checkpoint.mxfp4 import with_packed
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import MAX_FILE_BYTES, TOKENIZER_FILES
 from phalanx.checkpoint.storage import Storage, sum_of, write_file
@@ -76,7 +79,8 @@ def report(folder: Path, truth: Iterator[tuple[str, Tensor]], source: str) -> Pa
 
 
 def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted: dict[str, tuple[int, ...]], prefix: str = "") -> Path:
-    """A Hugging Face folder from safetensors files, or from a torch distributed checkpoint, of whatever metadata.
+    """A Hugging Face folder from safetensors files, or from a torch distributed checkpoint, of whatever metadata. Weights packed as MXFP4 or
+    as FP8 with scales become plain numbers, in the dtype that the config names (bf16 holds every value of MXFP4).
 
     config      a folder with config.json (and tokenizer), which the result carries
     wanted      names and shapes that the model of that config has; everything else is an error that names it
@@ -89,24 +93,42 @@ def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted
         source = DcpFolder(given) if (given / ".metadata").is_file() else SafetensorsFolder(given, opened)
         named = {name: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
         index = {n.removeprefix(prefix): Stored(shape, [Part("", n, Box.full(shape))]) for n, shape in named.items()}
+        told = read_config(config)
+        index = with_scaled(with_packed(index, str(given)), told, str(given))
         index = fitting(adapt(index, wanted, str(config)), wanted, str(given))
         folder = new_folder(out)
-        held: list[Held] = [(n, s.shape, Box.full(s.shape), source.dtype(s.parts[0].key)) for n, s in index.items()]
+        held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, told)) for n, s in index.items()]
         files = plan_files([held], MAX_FILE_BYTES)
         for file in files:
             output = TensorFile(Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs])
             try:
                 for job in file.jobs:
-                    output.add(source.read(index[job.name].parts[0].key))
+                    output.add(_whole(index[job.name], source).to(job.dtype))
                 output.finish()
             finally:
                 output.close()
         if len(files) > 1:
             write_file(Storage(), folder / "model.safetensors.index.json", [index_text(files)])
-        for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+        plain = {key: value for key, value in told.items() if key != "quantization_config"}
+        write_file(Storage(), folder / "config.json", [json.dumps(plain, indent=2).encode()])
+        for name in ("generation_config.json", *TOKENIZER_FILES):
             if (Path(config) / name).is_file():
                 shutil.copyfile(Path(config) / name, folder / name)
-        return report(folder, ((name, source.read(stored.parts[0].key)) for name, stored in index.items()), str(given))
+        return report(folder, ((name, _whole(stored, source)) for name, stored in index.items()), str(given))
+
+
+def _whole(stored: Stored, source: SafetensorsFolder | DcpFolder) -> Tensor:
+    """All of a tensor, as plain numbers."""
+    return stored.parts[0].read(lambda file: source, Box.full(stored.shape).slices())
+
+
+def _dtype(stored: Stored, source: SafetensorsFolder | DcpFolder, config: dict[str, Any]) -> torch.dtype:
+    """What a tensor is written in: its own, or the config's if it is packed."""
+    part = stored.parts[0]
+    if type(part) is Part:
+        return source.dtype(part.key)
+    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) and found in DTYPES.values() else torch.bfloat16
 
 
 class SafetensorsFolder:
@@ -127,8 +149,8 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> torch.dtype:
         return self.read(name).dtype
 
-    def read(self, name: str) -> Tensor:
-        return self._files[name].read(name)
+    def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
+        return self._files[name].read(name, where)
 
 
 class DcpFolder:
@@ -145,8 +167,8 @@ class DcpFolder:
     def dtype(self, name: str) -> torch.dtype:
         return self._dtypes[name]
 
-    def read(self, name: str) -> Tensor:
-        """Tensors are stored by torch.save and read with weights_only=True, as torch's own reader does."""
+    def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
+        """A box of a tensor. They are stored by torch.save and read with weights_only=True, as torch's own reader does."""
         from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
 
         class Reader(FileSystemReader):
@@ -160,7 +182,7 @@ class DcpFolder:
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {type(cause).__name__}: {cause}") from error
-        return found[name]
+        return found[name][where]
 
 
 class _OnlyDcp(pickle.Unpickler):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -79,6 +79,12 @@ def header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+class Readable(Protocol):
+    """What boxes of tensors are read from."""
+
+    def read(self, key: str, where: tuple[slice, ...] = (), /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Part:
     """A stored box of a global tensor: `key` in `file`. A part that is stored in another form reads it as plain numbers."""
@@ -104,7 +110,7 @@ class Stored:
 
 
 Index = dict[str, Stored]
-Open = Callable[[str], "CheckedFile | PlainFile"]  # the name of a file -> the file, which stays open while more of it is read
+Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stays open while more of it is read
 
 
 def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, Receipt] | None = None) -> None:
