@@ -70,6 +70,9 @@ LAYOUTS = {
     "dp4 level 1, one bucket": (4, dict(sharding=1, bucket_mb=100)),
     "dp2 tp2 level 0": (4, dict(tp=2, sharding=0)),
     "dp3": (3, dict(sharding=1)),
+    "dp4 level 2": (4, dict(sharding=2)),
+    "dp2 pp2 level 3": (4, dict(pp=2, sharding=3)),
+    "dp4 level 3 in pairs, optimizer over both": (4, dict(sharding=3, shard_group=2, shard_across="optimizer")),
 }
 
 
@@ -77,7 +80,7 @@ def pairs():
     """Each layout is saved once or twice per model, each time for another to load; gpt2 and llama differ in all that can be cut."""
     for model, precision in (("llama", "bf16"), ("llama-tied", "fp32"), ("gpt2", "bf16"), ("gpt2", "fp64"), ("llama", "fp16")):
         pick = random.Random(f"{model} {precision}")
-        names = pick.sample(list(LAYOUTS), 4)
+        names = pick.sample(list(LAYOUTS), 5)
         for a, b in zip(names, names[1:] + names[:1]):
             yield pytest.param(model, precision, a, b, id=f"{model} {precision} {a} -> {b}")
 
@@ -88,13 +91,15 @@ LAYOUTS_OF_EXPERTS = {
     "ep2 etp2": (4, dict(ep=2, etp=2, tp=2)),
     "pp2 ep2": (4, dict(pp=2, ep=2, sharding=1)),
     "edp2 ep2": (4, dict(ep=2, sharding=1)),
+    "edp2 ep2 level 3": (4, dict(ep=2, sharding=3)),
 }
 
 
 @pytest.mark.parametrize("model, precision, saved, loaded", [
     ("mixtral-full", "bf16", "edp2 ep2", "ep4"), ("mixtral-full", "bf16", "ep4", "pp2 ep2"), ("qwen3_moe", "fp32", "1", "ep2 etp2"),
     ("qwen3_moe", "bf16", "pp2 ep2", "1"), ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
-    ("gpt_oss", "bf16", "ep2 etp2", "pp2 ep2"), ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
+    ("gpt_oss", "bf16", "ep2 etp2", "pp2 ep2"), ("mixtral-full", "bf16", "edp2 ep2 level 3", "ep4"), ("gpt_oss", "bf16", "1", "edp2 ep2 level 3"),
+    ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
 ])  # fmt: skip
 def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS_OF_EXPERTS[saved]

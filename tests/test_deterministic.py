@@ -212,6 +212,7 @@ def test_without_it_bits_differ(ranks):
 @pytest.mark.parametrize("model, world, layout, rule", [
     ("llama", 3, {}, "needs a power of two of data-parallel ranks"), ("mixtral", 2, {}, "needs a model without experts"),
     ("deepseek_v3-mtp", 1, {}, "needs a model that predicts one token"), ("llama-tied", 2, dict(pp=2), "needs pp=1 or embeddings that are not tied"),
+    ("llama", 4, dict(cp=2, sharding=2, shard_group=2), "needs cp=1 or shard_group unset"),
 ])  # fmt: skip
 def test_rules(model, world, layout, rule):
     run = run_of(model, "fp32", batch=12, **layout)
