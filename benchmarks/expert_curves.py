@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=40)
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; of more than one, no speed means anything")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -105,18 +107,24 @@ def main() -> None:
     for name, values in (("mixtral", {"family": "mixtral", "router_aux_loss_coef": 0.01, **model}), ("deepseek_v3", latent_model(model))):
         configs[name] = options.work / f"{name}.yaml"
         configs[name].write_text(json.dumps({"model": values, **shared}), encoding="utf-8")
-    runs = [trained(configs["mixtral"], options.work, name, *how, options.limit) for name, how in variants(options.ranks).items()]
     bias = (options.ranks, [f"layout.ep={options.ranks}", "model.router_bias_update_rate=0.01"])
-    runs.append(trained(configs["deepseek_v3"], options.work, f"DeepSeek-V3, ep{options.ranks}, bias alone", *bias, options.limit))
+    wanted = [(configs["mixtral"], name, *how) for name, how in variants(options.ranks).items()]
+    wanted.append((configs["deepseek_v3"], f"DeepSeek-V3, ep{options.ranks}, bias alone", *bias))
     facts = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(0) if gpu else "CPU", "torch": torch.__version__,
-             "commit": options.commit, "model": model, **shared["train"]}  # fmt: skip
-    options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
+             "commit": options.commit, "at_once": options.jobs, "model": model, **shared["train"]}  # fmt: skip
+    runs: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for run in pool.map(lambda w: trained(w[0], options.work, *w[1:], options.limit), wanted):
+            runs.append(run)  # written after each: who is cut off keeps what there is
+            options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
+            print(line(run, runs[0]), flush=True)
     draw(runs, options.out.with_suffix(".svg"))
-    alone = smoothed(runs[0]["losses"])[-1]
-    for r in runs:
-        last, fullest = smoothed(r["losses"])[-1], smoothed(r["fullest"])[-1]
-        against = f"final loss {last:.4f} ({100 * (last / alone - 1):+.3f} % of ep1)"
-        print(f"{r['name']:36s} {against}, fullest expert {fullest:.2f} x mean, {r['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
+
+
+def line(run: dict[str, Any], first: dict[str, Any]) -> str:
+    alone, last, fullest = (smoothed(values)[-1] for values in (first["losses"], run["losses"], run["fullest"]))
+    against = f"final loss {last:.4f} ({100 * (last / alone - 1):+.3f} % of ep1)"
+    return f"{run['name']:36s} {against}, fullest expert {fullest:.2f} x mean, {run['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
 
 
 if __name__ == "__main__":
