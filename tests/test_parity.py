@@ -232,6 +232,37 @@ def generated_experts() -> dict[str, dict]:
     return cases
 
 
+KV_HEADS = {"llama": 2, "llama-tied": 4, "gpt2": 8, "mistral": 2, "qwen2": 4, "qwen3": 2, "deepseek_v3-dense": 4, "deepseek_v3-mtp": 4, "mixtral": 2,
+            "gpt_oss": 2}  # fmt: skip
+
+
+def generated_context() -> dict[str, dict]:
+    """Factorisations of up to 8 ranks over pp, dp, cp, tp for all families; forms of exchange; ep over whatever is there; uneven parts."""
+    cases = {}
+    for model, (pp, dp, cp, tp) in itertools.product(KV_HEADS, itertools.product((1, 2), (1, 2), (2, 3, 4, 8), (1, 2, 4))):
+        stage = dp * cp * tp
+        if pp * stage > 8:
+            continue
+        pick = random.Random(f"{model} {pp} {dp} {cp} {tp}")
+        each = max(1, KV_HEADS[model] // tp)
+        layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1])}
+        layout["cp_ulysses"] = pick.choice([u for u in range(1, cp + 1) if cp % u == 0 and each % u == 0])
+        if layout["cp_ulysses"] < cp:
+            layout["cp_attention"] = pick.choice(["allgather"] if model == "gpt2" else ["ring", "ring", "allgather"])
+        if pp > 1:
+            layout["virtual_stages"] = pick.choice([1, 2] if model in ("llama-tied", "gpt2") else [1])
+        if tp > 1:
+            layout["tp_overlap"] = pick.choice(["on", "off"])
+        if model in ("mixtral", "gpt_oss", "deepseek_v3-mtp"):
+            layout["ep"] = pick.choice([e for e in (1, 2, 4) if stage % e == 0])
+            layout["dispatch"] = pick.choice(["allgather", "alltoall"])
+        options = dict(global_batch=dp * pick.choice([2, 4]) * (2 if tp == 4 and cp == 3 else 1), documents=pick.choice([False, True]),
+                       micro_batch=2 if cp == 3 and tp > 1 else pick.choice([1, 2]), bucket_mb=pick.choice([0, 100]),
+                       recompute=pick.choice(["none", "none", "pointwise", "selective", "full"]))  # fmt: skip
+        cases[f"{model} {layout} {options}"] = case(model, pp * stage, **options, **layout)
+    return cases
+
+
 def check(ranks, c: dict) -> None:
     run = build_run(c)
     truth = truth_of(ranks, run, STEPS, c["documents"])
@@ -245,6 +276,20 @@ def test_named_layouts(ranks, name):
 
 SAMPLE = random.Random(20261120).sample(sorted(generated()), 30)
 EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 12)
+
+
+CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 16)
+
+
+@pytest.mark.parametrize("name", CONTEXT_SAMPLE)
+def test_sampled_layouts_of_context(ranks, name):
+    check(ranks, generated_context()[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(generated_context()) - set(CONTEXT_SAMPLE)))
+def test_all_layouts_of_context(ranks, name):
+    check(ranks, generated_context()[name])
 
 
 @pytest.mark.parametrize("name", EXPERT_SAMPLE)

@@ -28,6 +28,10 @@ USERS = {
         load_run("recipes/tiny_llama.yaml", ["train.kernels=triton", "train.cuda_graphs=on", "layout.tp=2"]), 2,
     ),
     "llama3_8b, cp8 on 32": (replace(llama3_8b.run(), layout=replace(llama3_8b.run().layout, cp=8)), 32),
+    "llama3_70b, heads exchanged in pairs, a ring of 4": (
+        replace(llama3_70b.run(), layout=replace(llama3_70b.run().layout, tp=4, pp=2, cp=8, cp_ulysses=2)), 128,
+    ),
+    "gpt3_175b, cp3, tp2, parts of whole multiples": (replace(gpt3_175b.run(), layout=LayoutConfig(tp=2, cp=3)), 6),
     "mixtral_8x7b on 64, ep across dp": (mixtral_8x7b.run(), 64),
     "tiny mixtral, ep4 across tp2 x dp2, load of the step before, capacity": (
         load_run("recipes/tiny_mixtral.yaml", ["layout.tp=2", "layout.ep=4", "model.router_aux_loss_scope=global_batch",
@@ -85,6 +89,7 @@ def test_shrinking_keeps_the_structure():
     odd = replace(run, model=replace(run.model, vocab_size=128257, tie_word_embeddings=True))
     assert shrink(odd, world).run.model.vocab_size % 2 == 1 and shrink(odd, world).run.model.tie_word_embeddings
     assert fewer_ranks([4, 8, 4]) == [2, 2, 2] and fewer_ranks([1, 64, 1]) == [1, 8, 1] and fewer_ranks([3, 3, 1]) == [2, 3, 1]
+    assert fewer_ranks([4, 8, 2, 8]) == [2, 1, 2, 2]
 
 
 def test_shrinking_keeps_how_experts_are_spread():

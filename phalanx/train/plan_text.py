@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from phalanx.base.devices import DEVICES, Device
+from phalanx.base.part import Part
 from phalanx.layout.grid import Grid
 from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import Trace
@@ -48,6 +49,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         "parameters": f"{num_parameters(plan):,}",
         "ranks": f"{grid.world:,} = {grid.text}, sharding level {sharding_text(run)}{expert_view(run, grid)}",
+        **({"context": context_text(plan)} if grid.cp > 1 else {}),
         "precision": f"{train.precision}{low_text(run)}, recompute {recompute_text(run)}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
@@ -68,6 +70,17 @@ def sharding_text(run: Run) -> str:
     layout = run.layout
     groups = "" if layout.shard_group is None else f" in groups of {layout.shard_group}"
     return f"{layout.sharding}{groups}{', optimizer over all' if layout.shard_across == 'optimizer' else ''}"
+
+
+def context_text(plan: Plan) -> str:
+    """How many tokens of a sequence a rank has, and how it reads the others."""
+    grid, length = plan.grid, plan.run.train.seq_length
+    sizes = {part.size(length) for part in Part(0, grid.cp).all}
+    tokens = f"{max(sizes):,}" if len(sizes) == 1 else f"{min(sizes):,} to {max(sizes):,}"
+    parts = grid.cp // grid.ulysses
+    how = [f"heads exchanged among {grid.ulysses}"] if grid.ulysses > 1 else []
+    how += [f"keys by {plan.cp_attention} over {parts} parts"] if parts > 1 else []
+    return f"{tokens} tokens of each sequence on a rank, {', '.join(how)}"
 
 
 def expert_view(run: Run, grid: Grid) -> str:

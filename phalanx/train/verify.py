@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.base.batch import IGNORE, Batch
 from phalanx.base.errors import PhalanxError
+from phalanx.base.part import Part
 from phalanx.base.placement import Placement
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.axis import Axis
@@ -82,11 +83,12 @@ def shrink(run: Run, world: int) -> Small:
     run, grid = without_budget(run, world), grid_of(run, world)
     pp, dp, cp, tp = fewer_ranks([grid.pp, grid.dp, grid.cp, grid.tp])
     layout = small_layout(run, world, pp, cp, tp)
-    model = small_model(run, tp, small_layers(run.model, layout))
+    micro_batch = min(run.train.micro_batch, 2)
+    seq_length = small_length(micro_batch, cp, tp)
+    model = small_model(run, layout, small_layers(run.model, layout), seq_length)
     if isinstance(model, ExpertsConfig) and run.model.routed_experts:
         layout = small_expert_view(run, world, layout, dp * cp * tp)
         model = small_experts(run, model, layout)
-    micro_batch, seq_length = min(run.train.micro_batch, 2), 16
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
     train = replace(
         run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None,
@@ -107,12 +109,22 @@ def without_budget(run: Run, world: int) -> Run:
 
 
 def fewer_ranks(sizes: list[int]) -> list[int]:
-    """Halve the largest axis until there are at most MAX_RANKS ranks; an axis that was there stays."""
+    """Halve the largest axis until there are at most MAX_RANKS ranks; an axis that was there stays, but for dp (the second) beside three
+    others: what is summed over it is summed over cp too."""
     sizes = list(sizes)
     while prod(sizes) > MAX_RANKS:
         largest = sizes.index(max(sizes))
-        sizes[largest] = max(2, sizes[largest] // 2)
+        if sizes[largest] > 2:
+            sizes[largest] = max(2, sizes[largest] // 2)
+        else:
+            sizes[1] = 1
     return sizes
+
+
+def small_length(micro_batch: int, cp: int, tp: int) -> int:
+    """16 tokens, or the next number of which each rank has a multiple of tp."""
+    unit = cp * tp
+    return 16 if all(micro_batch * part.size(16) % tp == 0 for part in Part(0, cp).all) else -(-16 // unit) * unit
 
 
 def small_layout(run: Run, world: int, pp: int, cp: int, tp: int) -> LayoutConfig:
@@ -122,7 +134,15 @@ def small_layout(run: Run, world: int, pp: int, cp: int, tp: int) -> LayoutConfi
     if stages and sum(stages) < 3:
         stages = (*stages[:-1], 3 - sum(stages[:-1]))
     many = max(make_plan(run, world).runs_per_stage) > 1
-    return replace(given, pp=pp, cp=cp, tp=tp, stages=stages, bucket_mb=0 if many else given.bucket_mb)
+    ulysses = small_ulysses(given, cp)
+    return replace(given, pp=pp, cp=cp, cp_ulysses=ulysses, tp=tp, stages=stages, bucket_mb=0 if many else given.bucket_mb)
+
+
+def small_ulysses(given: LayoutConfig, cp: int) -> int:
+    """All of cp if it was; else as many neighbours as there are, with other parts beside them."""
+    if given.cp_ulysses == given.cp:
+        return cp
+    return max(u for u in range(1, max(cp, 2)) if cp % u == 0 and u <= given.cp_ulysses)
 
 
 def small_layers(model: LlamaConfig | GPT2Config, layout: LayoutConfig) -> int:
@@ -133,10 +153,11 @@ def small_layers(model: LlamaConfig | GPT2Config, layout: LayoutConfig) -> int:
     return min(model.num_hidden_layers, max(2, with_experts[0] + 1, layout.pp * layout.virtual_stages + 1))
 
 
-def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:
+def small_model(run: Run, layout: LayoutConfig, layers: int, seq_length: int) -> LlamaConfig | GPT2Config:
     model = run.model
     vocab = min(model.vocab_size, 128 if model.vocab_size % (64 * run.layout.tp) == 0 else 131)
-    kv_heads, heads = small_heads(model, run.layout.tp, tp)
+    tp = layout.tp
+    kv_heads, heads = small_heads(model, run.layout, layout)
     head_dim = 4
     width = heads * head_dim
     given = model.intermediate_size or 4 * model.hidden_size
@@ -144,7 +165,7 @@ def small_model(run: Run, tp: int, layers: int) -> LlamaConfig | GPT2Config:
     if isinstance(model, GPT2Config):
         inner_or_default = inner if model.intermediate_size else None
         return replace(model, vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-                       intermediate_size=inner_or_default, max_position_embeddings=16)  # fmt: skip
+                       intermediate_size=inner_or_default, max_position_embeddings=seq_length)  # fmt: skip
     if isinstance(model, DeepseekV3Config):
         return small_latent(replace(model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_attention_heads=heads), layers)
     own_dim = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
@@ -231,14 +252,16 @@ def small_window(model: LlamaConfig, seq_length: int, layers: int) -> dict[str, 
     return {"sliding_window": window, "max_window_layers": without}
 
 
-def small_heads(model: LlamaConfig | GPT2Config, old_tp: int, tp: int) -> tuple[int, int]:
-    """(kv heads, query heads): as many or fewer kv heads than ranks, as before; grouped if they were."""
+def small_heads(model: LlamaConfig | GPT2Config, old: LayoutConfig, layout: LayoutConfig) -> tuple[int, int]:
+    """(kv heads, query heads): as many or fewer kv heads than ranks, as before; grouped if they were; some for each that exchanges them."""
+    old_tp, tp = old.tp, layout.tp
     heads = model.num_attention_heads
     kv_heads = heads if isinstance(model, GPT2Config) else model.num_key_value_heads or heads
     if kv_heads < old_tp:
         few = max(1, tp * kv_heads // old_tp)
         return few, 2 * tp
-    several = tp * min(2, kv_heads // old_tp)
+    each = kv_heads // old_tp // old.cp_ulysses
+    several = tp * layout.cp_ulysses * max(1, min(2, each))
     return several, several * min(2, heads // kv_heads)
 
 
