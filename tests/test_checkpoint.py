@@ -72,6 +72,9 @@ LAYOUTS = {
     "dp3": (3, dict(sharding=1)),
     "cp2 dp2": (4, dict(cp=2, sharding=1)),
     "cp3 in uneven parts": (3, dict(cp=3, sharding=1)),
+    "dp4 level 2": (4, dict(sharding=2)),
+    "dp2 pp2 level 3": (4, dict(pp=2, sharding=3)),
+    "dp4 level 3 in pairs, optimizer over both": (4, dict(sharding=3, shard_group=2, shard_across="optimizer")),
 }
 
 
@@ -91,6 +94,7 @@ LAYOUTS_OF_EXPERTS = {
     "pp2 ep2": (4, dict(pp=2, ep=2, sharding=1)),
     "edp2 ep2": (4, dict(ep=2, sharding=1)),
     "cp4 ep2": (4, dict(cp=4, ep=2, sharding=1)),
+    "edp2 ep2 level 3": (4, dict(ep=2, sharding=3)),
 }
 
 
@@ -98,6 +102,7 @@ LAYOUTS_OF_EXPERTS = {
     ("mixtral-full", "bf16", "edp2 ep2", "ep4"), ("mixtral-full", "bf16", "ep4", "pp2 ep2"), ("qwen3_moe", "fp32", "1", "ep2 etp2"),
     ("qwen3_moe", "bf16", "pp2 ep2", "1"), ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
     ("gpt_oss", "bf16", "cp4 ep2", "pp2 ep2"), ("gpt_oss", "bf16", "ep2 etp2", "cp4 ep2"), ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
+    ("mixtral-full", "bf16", "edp2 ep2 level 3", "ep4"), ("gpt_oss", "bf16", "1", "edp2 ep2 level 3"),
 ])  # fmt: skip
 def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS_OF_EXPERTS[saved]

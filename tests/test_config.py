@@ -160,6 +160,16 @@ RULES = [
     ("layout.pp=2 layout.stages=[2,2,2]", 2, "layout.stages", (2, 2, 2), "pp * virtual_stages numbers", {"numbers", "pp * virtual_stages"}, ((3, 3),)),
     ("layout.pp=2 layout.stages=[3,2]", 2, "layout.stages", (3, 2), "must sum to the number of blocks", {"sum", "blocks (layers + 2)"}, ((3, 3),)),
     ("layout.pp=2 layout.stages=[6,0]", 2, "layout.stages", (6, 0), "at least 1 block", set(), ((3, 3),)),
+    ("layout.sharding=2 layout.prefetch=-1", 1, "layout.prefetch", -1, ">= 0", set(), (0, 1)),
+    ("layout.prefetch=2", 2, "layout.prefetch", 2, "has no effect without sharding >= 2", {"layout.sharding"}, (1,)),
+    ("layout.sharding=2 layout.reshard_after_forward=false", 2, "layout.reshard_after_forward", False, "has no effect without sharding=3", {"layout.sharding"}, (True,)),
+    ("layout.sharding=0 layout.shard_group=2", 4, "layout.shard_group", 2, "has no effect without sharding >= 1", {"layout.sharding"}, (None,)),
+    ("layout.sharding=3 layout.shard_across=optimizer", 4, "layout.shard_across", "optimizer", "has no effect without shard_group", {"layout.shard_group"}, ("nothing",)),
+    ("layout.sharding=3 layout.shard_group=1", 4, "layout.shard_group", 1, ">= 2", set(), (2, None)),
+    ("layout.sharding=3 layout.shard_group=3", 8, "layout.shard_group", 3, "must divide the number of data-parallel ranks", {"data-parallel ranks"}, (2, 4)),
+    ("layout.sharding=3 layout.shard_group=8 layout.tp=2", 8, "layout.shard_group", 8, "must divide the number of data-parallel ranks", {"data-parallel ranks"}, (4,)),
+    (f"{MIXTRAL} layout.sharding=3 layout.shard_group=3 layout.ep=2 train.global_batch=12", 12, "layout.shard_group", 3, "one divides the other", {"shard_group * tp", "ep * etp"}, (2, 4)),
+    ("layout.sharding=2 train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "weights and gradients that stay where they are", {"layout.sharding"}, ("auto", "off")),
     ("layout.bucket_mb=0", 1, "layout.bucket_mb", 0, ">= 1", set(), (1, 2)),
     # low precision
     (f"{FP8}=tensorwise train.fp8.history=8", 1, "train.fp8.history", 8, "has no effect without recipe=delayed", {"train.fp8.recipe"}, (1024,)),
@@ -291,6 +301,9 @@ ACCEPTED = [
     (BASE, "model.num_hidden_layers=8 layout.pp=2 layout.virtual_stages=3", 2),  # row 12
     (BASE, "layout.pp=4 train.global_batch=4", 4),  # row 15: fewer micro-batches than stages
     (BASE, "layout.pp=4 layout.stages=[1,3,1,1]", 4),
+    (BASE, "layout.pp=2 layout.sharding=2 layout.prefetch=0", 4),  # levels 2 and 3 with pipelines
+    (BASE, "layout.sharding=3 layout.reshard_after_forward=false layout.shard_group=4", 4),
+    (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.sharding=3 layout.shard_group=2 layout.shard_across=optimizer", 8),
     (BASE, "model.num_key_value_heads=2 layout.tp=4", 4),  # kv heads shared by ranks
     (BASE, "model.intermediate_size=97 layout.tp=4 model.vocab_size=257", 4),
     (BASE, "model.hidden_size=100 model.num_attention_heads=12 model.head_dim=8", 1),
@@ -454,8 +467,8 @@ FORM = [
     ("train.steps=1e6", "train.steps", "must be int, got float", (1000000,)),
     ("optim.lr=fast", "optim.lr", "must be float, got string", (3e-4,)),
     ("data.mock=no", "data.mock", "must be bool, got string", (False,)),
-    ("layout.sharding=true", "layout.sharding", "must be one of 0, 1", (0, 1)),
-    ("layout.sharding=3", "layout.sharding", "must be one of 0, 1", (0, 1)),
+    ("layout.sharding=true", "layout.sharding", "must be one of 0, 1, 2, 3", (0, 1)),
+    ("layout.sharding=4", "layout.sharding", "must be one of 0, 1, 2, 3", (0, 1)),
     ("train.precision=bf61", "train.precision", 'must be one of "fp32", "bf16"', ("bf16", "fp64")),
     ("train.precision=no", "train.precision", "must be one of", ("fp32", "bf16", "fp16", "fp64")),
     ("optim.name=adamm", "optim.name", 'must be one of "adamw"', ("adamw",)),

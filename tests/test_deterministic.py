@@ -117,7 +117,7 @@ def parts_of(state, what: str) -> list:
         shard = shards[flat.bucket.id]
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
         if what == "weight":
-            whole[:] = flat.weight.double()
+            whole[flat.weight_at : flat.weight_at + len(flat.weight_kept)] = flat.weight_kept.double()
         else:
             whole[shard.lo : shard.hi] = getattr(shard, what).double()
         for slot in flat.bucket.slots:
@@ -153,6 +153,8 @@ LAYOUTS = {
     "pp2": (2, dict(pp=2)), "pp2 gpipe": (2, dict(pp=2, schedule="gpipe")), "gpipe": (1, dict(schedule="gpipe")),
     "pp2 x 2, dp2": (4, dict(pp=2, virtual_stages=2)), "pp4": (4, dict(pp=4)),
     "pp2 dp2, level 0, gpipe": (4, dict(pp=2, sharding=0, schedule="gpipe")),
+    "dp4, level 2": (4, dict(sharding=2, bucket_mb=0)), "pp2 dp2, level 3": (4, dict(pp=2, sharding=3)),
+    "dp4 in pairs, level 3, optimizer over both": (4, dict(sharding=3, shard_group=2, shard_across="optimizer")),
     "pp3 x 2": (3, dict(pp=3, virtual_stages=2, stages=(1, 1, 1, 1, 1, 1), bucket_mb=0)), "dp8, small buckets": (8, dict(bucket_mb=0)),
 }  # fmt: skip
 
@@ -212,6 +214,7 @@ def test_without_it_bits_differ(ranks):
 @pytest.mark.parametrize("model, world, layout, rule", [
     ("llama", 3, {}, "needs a power of two of data-parallel ranks"), ("mixtral", 2, {}, "needs a model without experts"),
     ("deepseek_v3-mtp", 1, {}, "needs a model that predicts one token"), ("llama-tied", 2, dict(pp=2), "needs pp=1 or embeddings that are not tied"),
+    ("llama", 4, dict(cp=2, sharding=2, shard_group=2), "needs cp=1 or shard_group unset"),
 ])  # fmt: skip
 def test_rules(model, world, layout, rule):
     run = run_of(model, "fp32", batch=12, **layout)

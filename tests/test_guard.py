@@ -205,7 +205,7 @@ def flipped(rank: int, world: int, run, bad: int, what: str) -> str:
     set_state(state)
     check_replicas(state)
     if rank == bad:
-        tensor = state.buffers.flat[0].weight if what == "weight" else getattr(state.optimizer.shards[0], what)
+        tensor = state.buffers.flat[0].weight_kept if what == "weight" else getattr(state.optimizer.shards[0], what)
         tensor.view(torch.uint8)[5] ^= 1
     try:
         check_replicas(state)
@@ -217,7 +217,11 @@ def flipped(rank: int, world: int, run, bad: int, what: str) -> str:
 @pytest.mark.parametrize("world, layout, bad, what, named", [
     (3, dict(sharding=1), 1, "weight", "rank 1 does not hold"), (4, dict(tp=2, sharding=0), 2, "m", "ranks 0, 2 do not hold"),
     (3, dict(sharding=0), 0, "v", "rank 0 does not hold"), (4, dict(pp=2, sharding=1), 3, "weight", "ranks 2, 3 do not hold"),
-    (3, dict(sharding=1), 2, "m", "no error"),
+    (3, dict(sharding=1), 2, "m", "no error"), (3, dict(sharding=2), 1, "weight", "rank 1 does not hold"),
+    (3, dict(sharding=3), 2, "weight", "no error"), (6, dict(sharding=3, shard_group=2), 3, "weight", "rank 3 does not hold"),
+    (4, dict(sharding=2, shard_group=2), 2, "v", "ranks 0, 2 do not hold"),
+    (4, dict(sharding=3, shard_group=2, shard_across="optimizer"), 1, "weight", "ranks 1, 3 do not hold"),
+    (4, dict(sharding=2, shard_group=2, shard_across="optimizer"), 1, "m", "no error"),
 ])  # fmt: skip
 def test_a_flipped_bit_names_the_rank(ranks, world, layout, bad, what, named):
     """Of three replicas the one that differs, of two both. What one rank holds alone has no replica."""

@@ -35,6 +35,13 @@ LAYOUTS = {
     "gpt_oss cp4, heads in pairs, all-gather": case("gpt_oss", 4, cp=4, cp_ulysses=2, cp_attention="allgather", global_batch=2),
     "gpt2 cp2, dropout": case("gpt2", 2, cp=2, global_batch=2),
     "mixtral cp2, ep2, capacity": case("mixtral-full", 2, cp=2, ep=2, global_batch=2),
+    "gpt2 tied pp2 dp2, level 2": case("gpt2", 4, pp=2, sharding=2, global_batch=4),
+    "llama dp4 in pairs, level 3, optimizer over both": case("llama", 4, sharding=3, shard_group=2, shard_across="optimizer", global_batch=8),
+    "llama dp4 in pairs, level 1": case("llama", 4, sharding=1, shard_group=2, global_batch=8),
+    "mixtral ep2 of dp8 in fours, level 3": case("mixtral", 8, ep=2, sharding=3, shard_group=4, global_batch=8),
+    "mixtral ep2 of dp8 in fours, level 2, optimizer over both": case(
+        "mixtral", 8, ep=2, sharding=2, shard_group=4, shard_across="optimizer", global_batch=8
+    ),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
 }
 
@@ -74,6 +81,7 @@ def test_each_site_matters(ranks):
         for site in layout(ranks, name).sites:
             homes.setdefault(site, []).append(name)
     axes = {"tp", "tp part", "cp", "cp heads", "cp keys", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
+    axes |= {f"{axis} {part}" for axis in ("dp", "edp") for part in ("group", "groups", "gather")}
     assert {*axes, *(f"edge {a}->{b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1)))} == {site.axis for site in homes}
     survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(names)).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"

@@ -43,7 +43,7 @@ def make_shards(bucket: Bucket, count: int, values: torch.Tensor) -> list[Shard]
     made = []
     for i in range(count):
         lo, hi = bucket.shard(i, count)
-        made.append(Shard(bucket, lo, hi, values[lo:hi].clone(), *(torch.zeros(hi - lo, dtype=values.dtype) for _ in range(3))))
+        made.append(Shard(bucket, lo, hi, (lo, hi), values[lo:hi].clone(), *(torch.zeros(hi - lo, dtype=values.dtype) for _ in range(3))))
     return made
 
 

@@ -121,6 +121,40 @@ NAMED = {
     "dp8 level 1": case("gpt2", 8),
     "dp2 tp4 gpt2": case("gpt2", 8, tp=4, micro_batch=2),
     "one rank, level 1, accumulation": case("llama", 1),
+    "level 2, dp4, accumulation": case("llama", 4, sharding=2, global_batch=16),
+    "level 2, dp4, one micro-batch, prefetch 0, documents": case("gpt2", 4, sharding=2, prefetch=0, global_batch=4, documents=True),
+    "level 2, tp2 pp2 dp2, tied across stages, full recompute": case("llama-tied", 8, tp=2, pp=2, sharding=2, recompute="full"),
+    "level 2, pp2 x 2 virtual stages, dp2, tied": case("gpt2", 4, pp=2, virtual_stages=2, sharding=2, prefetch=2),
+    "level 2, dp2 tp4 with 2 kv heads, overlapped": case("llama", 8, tp=4, sharding=2, tp_overlap="on"),
+    "level 2, mixtral edp2 x ep2, tp2": case("mixtral", 4, tp=2, ep=2, sharding=2),
+    "level 2, deepseek_v3 with two further tokens, tied, pp2 dp2": case("deepseek_v3-mtp-tied", 4, pp=2, sharding=2),
+    "level 2 in pairs of dp4": case("llama", 4, sharding=2, shard_group=2),
+    "level 1 in pairs of dp4, optimizer over both, tied": case("llama-tied", 4, sharding=1, shard_group=2, shard_across="optimizer"),
+    "level 1 in pairs of dp4, experts": case("qwen3_moe", 4, sharding=1, shard_group=2, ep=2),
+    "level 3, dp4, accumulation": case("llama", 4, sharding=3, global_batch=16),
+    "level 3, dp2, tied, kept until the step's end, pointwise recompute": case(
+        "llama-tied", 2, sharding=3, reshard_after_forward=False, recompute="pointwise"
+    ),
+    "level 3, dp4, gpt2 with dropout, prefetch 0, full recompute": case("gpt2", 4, sharding=3, prefetch=0, recompute="full"),
+    "level 3, tp2 pp2 dp2, tied across stages, documents": case("llama-tied", 8, tp=2, pp=2, sharding=3, documents=True),
+    "level 3, pp2 x 2 virtual stages, dp2, tied, prefetch 3, selective recompute": case(
+        "gpt2", 4, pp=2, virtual_stages=2, sharding=3, prefetch=3, recompute="selective"
+    ),
+    "level 3, pp2 gpipe, dp2, kept until the step's end": case("mistral", 4, pp=2, schedule="gpipe", sharding=3, reshard_after_forward=False),
+    "level 3, dp2 tp4 with 2 kv heads, overlapped, pointwise recompute": case(
+        "qwen3", 8, tp=4, sharding=3, tp_overlap="on", recompute="pointwise"
+    ),
+    "level 3, mixtral edp2 x ep2 x etp2, tp2": case("mixtral", 8, tp=2, ep=2, etp=2, sharding=3),
+    "level 3, deepseek_v3, ep4 of dp4: experts whole, the rest cut": case("deepseek_v3", 4, ep=4, sharding=3, recompute="full"),
+    "level 3, deepseek_v3 with two further tokens, pp2 dp2": case("deepseek_v3-mtp", 4, pp=2, sharding=3, recompute="full"),
+    "level 3, gpt_oss dp2 ep2 tp2, all-gather": case("gpt_oss", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", sharding=3),
+    "level 3, cp2 dp2 tp2, tied": case("llama-tied", 8, cp=2, tp=2, sharding=3, global_batch=4),
+    "level 3, mixtral cp2 dp2, ep2, in pairs, optimizer over both": case(
+        "mixtral", 4, cp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer", global_batch=4
+    ),
+    "level 3 in pairs of dp4, optimizer over both": case("llama", 4, sharding=3, shard_group=2, shard_across="optimizer"),
+    "level 3 in pairs of dp4, tp2, tied": case("llama-tied", 8, tp=2, sharding=3, shard_group=2),
+    "level 3 in pairs of dp4, pp2, qwen3_moe ep2": case("qwen3_moe", 8, pp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer"),
 }
 
 
@@ -132,6 +166,20 @@ def build_run(c: dict):
     return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
 
 
+def sharding(pick: random.Random, dp: int, tp: int = 1, experts: int = 1) -> dict:
+    """A level of sharding with its options; groups where there are ranks for them."""
+    level = pick.choice([0, 1, 2, 2, 3, 3])
+    options: dict = {"sharding": level}
+    if level >= 2:
+        options["prefetch"] = pick.choice([0, 1, 1, 2])
+    if level == 3:
+        options["reshard_after_forward"] = pick.choice([True, True, False])
+    groups = [g for g in (2, 4) if dp % g == 0 and (g * tp % experts == 0 or experts % (g * tp) == 0)]
+    if level and groups and pick.random() < 0.4:
+        options |= {"shard_group": pick.choice(groups), "shard_across": pick.choice(["nothing", "optimizer"])}
+    return options
+
+
 def generated() -> dict[str, dict]:
     """Factorisations of up to 8 ranks over pp, dp, tp; schedules; sharding levels; recompute; bucket sizes."""
     cases = {}
@@ -141,7 +189,7 @@ def generated() -> dict[str, dict]:
             continue
         for number in range(3):
             pick = random.Random(f"{model} {pp} {dp} {tp} {number}")
-            layout: dict = {"pp": pp, "tp": tp, "sharding": pick.choice([0, 1])}
+            layout: dict = {"pp": pp, "tp": tp, **sharding(pick, dp)}
             if pp > 1:
                 layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model in ("llama-tied", "gpt2") else [1])
                 layout["schedule"] = pick.choice(["auto", "gpipe"])
@@ -165,7 +213,7 @@ def generated_experts() -> dict[str, dict]:
             if stage % (ep * etp):
                 continue
             pick = random.Random(f"{model} {pp} {dp} {tp} {ep} {etp}")
-            layout: dict = {"pp": pp, "tp": tp, "ep": ep, "etp": etp, "sharding": pick.choice([0, 1, 1])}
+            layout: dict = {"pp": pp, "tp": tp, "ep": ep, "etp": etp, **sharding(pick, dp, tp, ep * etp)}
             layout["dispatch"] = pick.choice(["allgather", "alltoall", "push"])
             if layout["dispatch"] != "alltoall":
                 layout["expert_room"] = pick.choice([1.0, 2.0])

@@ -30,7 +30,7 @@ def precision_run(model: str, precision: str, global_batch: int = 4, train: dict
 def snapshot(state: State) -> list[torch.Tensor]:
     """Everything that a skipped step must leave as it is."""
     state.buffers.ready()
-    kept = [t for s in state.optimizer.shards for t in (s.master, s.m, s.v)] + [f.weight for f in state.buffers.flat]
+    kept = [t for s in state.optimizer.shards for t in (s.master, s.m, s.v)] + [f.weight_kept for f in state.buffers.flat]
     return [t.clone() for t in [*kept, state.optimizer.step]]
 
 
@@ -39,11 +39,12 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
 
 
 def check_weights(state: State) -> None:
-    """Weights are the cast of the masters, on the elements whose masters are here, and whole on every rank after the gather."""
+    """Weights are the cast of the masters, on the elements whose masters are here, and whole on every rank after the gather (level 3: gone)."""
     state.buffers.ready()
     for f in state.buffers.flat:
-        assert torch.equal(f.weight[f.lo : f.hi], f.master.to(f.weight.dtype))
-        assert f.level == 0 or torch.equal(f.weight, f.mesh.dp.all_gather(f.master.to(f.weight.dtype)).wait())
+        assert torch.equal(f.weight_kept[f.lo - f.weight_at : f.hi - f.weight_at], f.master.to(f.weight.dtype))
+        assert f.level not in (1, 2) or torch.equal(f.weight, f.groups.inner.all_gather(f.master.to(f.weight.dtype)).wait())
+        assert (f.weight.untyped_storage().nbytes() == 0) == (f.level == 3) and (f.grad.untyped_storage().nbytes() == 0) == (f.level >= 2)
 
 
 def train(rank: int, world: int, run: Run, steps: int, poison: dict[int, str] | None = None) -> dict:
@@ -58,7 +59,7 @@ def train(rank: int, world: int, run: Run, steps: int, poison: dict[int, str] | 
         before, where = snapshot(state), (poison or {}).get(step)
         if where and rank == world - 1:
             target = state.buffers.flat[-1]
-            spoilt = target.weight if where == "weight" else target.grad
+            spoilt = target.weight_kept if where == "weight" else target.grad_kept
             spoilt[: target.bucket.slots[0].numel] = math.nan if where == "weight" else math.inf
         ids = range(dp * each, (dp + 1) * each)
         result = train_step(state, [sample_batch([i], documents=False) for i in ids], LR)
@@ -81,7 +82,10 @@ def everywhere(ranks, run: Run, world: int, steps: int = STEPS, poison: dict[int
     return results[0]
 
 
-LAYOUTS = {"one rank": (1, {}), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "dp2": (2, {}), "dp2, level 0": (2, dict(sharding=0))}
+LAYOUTS = {
+    "one rank": (1, {}), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "dp2": (2, {}), "dp2, level 0": (2, dict(sharding=0)),
+    "dp2, level 2": (2, dict(sharding=2)), "dp2, level 3": (2, dict(sharding=3)),
+}  # fmt: skip
 BOUND = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of the fp32 loss: one rounding of the format, over 20 steps that halve the loss
 
 
@@ -137,7 +141,7 @@ def test_scale_never_goes_below_its_minimum(ranks):
 POISONS = product([("bf16", "weight"), ("bf16", "gradient"), ("fp16", "gradient"), ("fp32", "gradient")], LAYOUTS)
 
 
-@pytest.mark.parametrize("poison, layout", some(POISONS, lambda poison, layout: poison[1] == "weight" or layout == "dp2"))
+@pytest.mark.parametrize("poison, layout", some(POISONS, lambda poison, layout: poison[1] == "weight" or layout in ("dp2", "dp2, level 2")))
 def test_one_bad_value_skips_the_step_on_all_ranks(ranks, poison, layout):
     """NaN or inf on one rank: all skip, no master, moment or count changes, and the steps after are those of a run that never saw it."""
     (precision, where), (world, options) = poison, LAYOUTS[layout]
@@ -175,6 +179,26 @@ def test_pipelines_recompute_and_buckets_change_no_bit(ranks, precision):
     for name, (world, layout) in PIPELINES.items():
         assert losses(world, **layout) == truth, name
     assert losses(2, sharding=1) == losses(2, sharding=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+def test_sharding_levels_change_no_bit(ranks, model, precision):
+    """With one micro-batch per rank all levels make the same sums; with more, those that reduce after each are alike among themselves.
+
+    Truth: level 0, and level 2. Without clipping, whose norm is summed in another order.
+    """
+
+    def losses(global_batch: int, **layout) -> list[float]:
+        run = precision_run(model, precision, global_batch, train=SCALE, **layout)
+        return everywhere(ranks, replace(run, optim=replace(run.optim, clip_grad=0.0)), 2, 4)["losses"]
+
+    truth = losses(2, sharding=0)
+    for layout in (dict(sharding=1), dict(sharding=2), dict(sharding=2, prefetch=0), dict(sharding=3), dict(sharding=3, prefetch=3)):
+        assert losses(2, **layout) == truth, layout
+    truth = losses(6, sharding=2)
+    for layout in (dict(sharding=3), dict(sharding=3, reshard_after_forward=False), dict(sharding=3, prefetch=2)):
+        assert losses(6, **layout) == truth, layout
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

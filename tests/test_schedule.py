@@ -12,8 +12,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.schedule.actions import Action, B, Backward, F, Forward, Gather, Program, Recv, Reduce, Schedule, ScheduleError, Send, Wait
+from phalanx.schedule.actions import (
+    Action,
+    B,
+    Backward,
+    Close,
+    F,
+    Flow,
+    Forward,
+    Free,
+    Gather,
+    Open,
+    Program,
+    Ready,
+    Recv,
+    Reduce,
+    Schedule,
+    ScheduleError,
+    Send,
+    Wait,
+)
 from phalanx.schedule.draw import draw
+from phalanx.schedule.flows import fullest
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, simulate
@@ -35,13 +55,19 @@ def random_buckets(rng: random.Random, schedule: Schedule, runs: list[int]) -> l
     return buckets_of_rank
 
 
+FLOWS = (Flow(), Flow(closes=True), Flow(opens=True, closes=True), Flow(gathers=True, opens=True, closes=True))  # sharding levels 0 to 3
+
+
 def random_program(rng: random.Random, max_pp: int = 8, max_m: int = 33) -> Program:
     name = rng.choice(("gpipe", "1f1b", "interleaved", "interleaved", "forward", "auto"))
     pp, m = rng.randint(1, max_pp), rng.choice((rng.randint(1, max_pp), rng.randint(1, max_m)))
     v = 1 if name == "1f1b" else rng.randint(1, 4)
     schedule = generate(name, pp, v, m)
     runs = [rng.randint(1, 3) for _ in range(pp * v)]
-    return lower(schedule, runs, random_buckets(rng, schedule, runs), prefetch=rng.choice((0, 1, 1, 2, 5)))
+    buckets = random_buckets(rng, schedule, runs)
+    flows = [{bucket: rng.choice(FLOWS) for bucket in of_rank} for of_rank in buckets]
+    early = {(stage, run) for stage in range(pp * v) for run in range(runs[stage]) if rng.random() < 0.2}
+    return lower(schedule, runs, buckets, rng.choice((0, 1, 1, 2, 5)), flows, early, rng.choice((0, 1, 1, 2, 5)), rng.random() < 0.2)
 
 
 def random_costs(rng: random.Random, num_stages: int) -> Costs:
@@ -82,7 +108,8 @@ def test_the_step_does_not_depend_on_runs_and_buckets() -> None:
         costs = random_costs(rng, program.schedule.num_stages)
         plain = simulate(lower(program.schedule), costs)
         if all(run == 1 for run in program.runs_per_stage):
-            assert simulate(lower(program.schedule, buckets_of_rank=program.buckets_of_rank), costs).makespan == plain.makespan
+            flows = program.flows_of_rank
+            assert simulate(lower(program.schedule, buckets_of_rank=program.buckets_of_rank, flows_of_rank=flows), costs).makespan == plain.makespan
         cut = simulate(lower(program.schedule, program.runs_per_stage, program.buckets_of_rank), costs)
         assert cut.makespan == pytest.approx(plain.makespan)
         assert cut.peak_live == plain.peak_live
@@ -277,13 +304,13 @@ def test_a_lowered_list() -> None:
     buckets = [{0: {(0, 0)}, 1: {(0, 1)}}, {0: {(1, 0)}, 1: {(1, 1)}}]
     program = lower(generate("1f1b", 2, 1, 2), [2, 2], buckets)
     assert program.lists[0] == (
-        Gather(0), Forward(0, 0, 0), Gather(1), Forward(0, 1, 0), Send("act", 0, 0, 1),
+        Ready(0), Forward(0, 0, 0), Ready(1), Forward(0, 1, 0), Send("act", 0, 0, 1),
         Recv("grad", 0, 0, 1), Forward(0, 0, 1), Forward(0, 1, 1), Send("act", 0, 1, 1),
         Recv("grad", 0, 1, 1), Wait("grad", 0, 0), Backward(0, 1, 0), Backward(0, 0, 0),
         Wait("grad", 0, 1), Backward(0, 1, 1), Reduce(1), Backward(0, 0, 1), Reduce(0),
     )  # fmt: skip
     assert program.lists[1] == (
-        Recv("act", 1, 0, 0), Wait("act", 1, 0), Gather(0), Forward(1, 0, 0), Gather(1), Forward(1, 1, 0),
+        Recv("act", 1, 0, 0), Wait("act", 1, 0), Ready(0), Forward(1, 0, 0), Ready(1), Forward(1, 1, 0),
         Recv("act", 1, 1, 0), Backward(1, 1, 0), Backward(1, 0, 0), Send("grad", 1, 0, 0),
         Wait("act", 1, 1), Forward(1, 0, 1), Forward(1, 1, 1),
         Backward(1, 1, 1), Reduce(1), Backward(1, 0, 1), Send("grad", 1, 1, 0), Reduce(0),
@@ -295,10 +322,67 @@ def test_tied_weights_are_reduced_after_their_last_use() -> None:
     """One rank, two stages; bucket 7 holds the embedding (first run) which the head (last run) uses too."""
     program = lower(generate("auto", 1, 2, 2), [2, 1], [{7: {(0, 0), (1, 0)}, 8: {(0, 1)}}])
     (order,) = program.lists
-    assert order[:2] == (Gather(7), Forward(0, 0, 0))
+    assert order[:2] == (Ready(7), Forward(0, 0, 0))
     assert order[-4:] == (Backward(0, 1, 1), Reduce(8), Backward(0, 0, 1), Reduce(7))
     assert not any(isinstance(i, Send | Recv | Wait) for i in order)
     simulate(program)
+
+
+SHARDED = Flow(gathers=True, opens=True, closes=True)
+
+
+def test_a_lowered_list_of_sharded_weights() -> None:
+    """Three runs on one rank: weights come one run ahead and go after each use, gradients are open for one backward and close one later.
+
+    The last run's weights serve its backward too, which comes next; so do the first run's the next micro-batch.
+    """
+    (order,) = lower(generate("1f1b", 1, 1, 2), [3], [{b: {(0, b)} for b in range(3)}], flows_of_rank=[dict.fromkeys(range(3), SHARDED)]).lists
+    assert order == (
+        Gather(0), Gather(1),
+        Ready(0), Forward(0, 0, 0), Free(0), Gather(2), Ready(1), Forward(0, 1, 0), Free(1), Ready(2), Forward(0, 2, 0), Gather(1),
+        Open(2), Backward(0, 2, 0), Free(2), Reduce(2), Gather(0),
+        Ready(1), Open(1), Backward(0, 1, 0), Free(1), Reduce(1), Close(2, False),
+        Ready(0), Open(0), Backward(0, 0, 0), Reduce(0), Close(1, False), Gather(1),
+        Forward(0, 0, 1), Free(0), Close(0, False), Gather(2), Ready(1), Forward(0, 1, 1), Free(1), Ready(2), Forward(0, 2, 1), Gather(1),
+        Open(2), Backward(0, 2, 1), Free(2), Reduce(2), Gather(0),
+        Ready(1), Open(1), Backward(0, 1, 1), Free(1), Reduce(1), Close(2, True),
+        Ready(0), Open(0), Backward(0, 0, 1), Free(0), Reduce(0), Close(1, True), Close(0, True),
+    )  # fmt: skip
+
+
+def test_a_head_that_makes_gradients_in_forward_has_them_open_there() -> None:
+    """Bucket 0 is tied: open from the head's forward to the embedding's backward."""
+    program = lower(generate("1f1b", 1, 1, 1), [2], [{0: {(0, 0), (0, 1)}}], flows_of_rank=[{0: Flow(opens=True, closes=True)}], early={(0, 1)})
+    assert program.lists[0] == (
+        Ready(0), Forward(0, 0, 0), Open(0), Forward(0, 1, 0), Backward(0, 1, 0), Backward(0, 0, 0), Reduce(0), Close(0, True),
+    )  # fmt: skip
+    simulate(program)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+@pytest.mark.parametrize("runs", [3, 4, 9])
+def test_calls_of_sharded_buckets(m: int, runs: int) -> None:
+    """One stage, a bucket per run: 2 gathers per micro-batch, but 1 of the last run's and of the first's, which is gathered once more; kept: 1.
+
+    Memory: with nothing ahead one bucket of weights and one of gradients, else as many more as are ahead.
+    """
+    buckets, flows, sizes = [{b: {(0, b)} for b in range(runs)}], [dict.fromkeys(range(runs), SHARDED)], dict.fromkeys(range(runs), 100)
+
+    def of(ahead: int, keep: bool = False) -> Program:
+        program = lower(generate("1f1b", 1, 1, m), [runs], buckets, flows_of_rank=flows, ahead=ahead, keep=keep)
+        simulate(program)
+        return program
+
+    for ahead in (0, 1):
+        (order,) = of(ahead).lists
+        gathers = [sum(i == Gather(b) for i in order) for b in range(runs)]
+        assert gathers == [m + 1, *[2 * m] * (runs - 2), m]
+        assert [sum(i == Reduce(b) for i in order) for b in range(runs)] == [m] * runs
+        weights, gradients = fullest(order, sizes, sizes)
+        assert (weights, gradients) == (100 * (1 + ahead), 100 * (1 + ahead))
+    (order,) = of(1, keep=True).lists
+    assert [sum(i == Gather(b) for i in order) for b in range(runs)] == [1] * runs
+    assert fullest(order, sizes, dict.fromkeys(range(runs), 0)) == (100 * runs, 0)
 
 
 def test_neighbouring_stages_on_one_rank_exchange_nothing() -> None:
@@ -314,7 +398,7 @@ def test_forward_only_has_no_gradients() -> None:
     program = lower(generate("forward", 2, 2, 3), None, [{0: {(0, 0), (2, 0)}}, {0: {(1, 0)}, 1: {(3, 0)}}])
     instructions = [i for instructions in program.lists for i in instructions]
     assert not any(isinstance(i, Backward | Reduce) or (isinstance(i, Send) and i.kind == "grad") for i in instructions)
-    assert sum(isinstance(i, Gather) for i in instructions) == 3
+    assert sum(isinstance(i, Ready) for i in instructions) == 3
     simulate(program)
 
 
@@ -341,6 +425,7 @@ def test_lowering_refuses_what_does_not_fit() -> None:
         lambda: lower(schedule, None, [{0: {(1, 0)}}, {}]),
         lambda: lower(schedule, None, [{0: set()}, {}]),
         lambda: lower(schedule, prefetch=-1),
+        lambda: lower(schedule, ahead=-1),
         lambda: lower(replace(schedule, orders=(schedule.orders[0], ()))),
         lambda: lower(replace(schedule, orders=((Action("W", 0, 0),), ()))),
         lambda: simulate(lower(schedule), Costs.uniform(3)),
@@ -372,6 +457,9 @@ def mutants(rng: random.Random, program: Program):
         yield f"swap {instructions[i]} and {instructions[j]} of rank {rank}", put(changed)
 
 
+ORDERED = {(Gather, Ready), (Ready, Free), (Open, Reduce), (Reduce, Close)}
+
+
 def conflict(a, b) -> bool:
     """Two instructions of one rank whose order is no matter of taste."""
     if isinstance(a, Recv) and isinstance(b, Recv):
@@ -380,6 +468,8 @@ def conflict(a, b) -> bool:
         return a.peer == b.peer
     if isinstance(a, Forward) and isinstance(b, Backward):
         return (a.stage, a.mb) == (b.stage, b.mb)
+    if isinstance(a, Gather | Ready | Open | Reduce) and isinstance(b, Ready | Free | Reduce | Close):
+        return a.bucket == b.bucket and (type(a), type(b)) in ORDERED
     if isinstance(a, Recv) and isinstance(b, Wait):
         return a.value == b.value
     if isinstance(a, Wait):

@@ -131,12 +131,12 @@ def test_verify_has_the_small_run_started():
 def test_dropping_the_sum_of_norm_gradients_names_a_norm(ranks):
     small = shrink(replace(load_run("recipes/tiny_llama.yaml"), layout=LayoutConfig(tp=2)), 2)
     sites = ranks.run("tests.test_verify:rank_sites", 2, small.run)[0]
-    (site,) = [s for s in sites if s.function == "_start_reduce" and s.axis == "tp"]
+    (site,) = [s for s in sites if s.function == "sum_together" and s.axis == "tp"]
     verdict = ranks.run("tests.test_verify:rank_compare", 2, small.run, 1, site)[0]
     assert not verdict.ok
     lines = verdict.text.splitlines()
     assert lines[0].startswith("DIFFERS from one process: step 1, gradient of model.layers.0.input_layernorm.weight is off by")
-    assert "on ranks 0, 1" in lines[0] and "rank 1 (pp 0, dp 0, tp 1) holds [0:" in verdict.text
+    assert "on ranks 0, 1" in lines[0] and "rank 1 (pp 0, dp 0, cp 0, tp 1) holds [0:" in verdict.text
     assert "The last in model order: step 1, gradient of model.norm.weight" in verdict.text
 
 

@@ -87,7 +87,7 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     """This rank's share of the compute-dtype weights: its data-parallel part of each bucket, without copies that others write."""
     found = []
     for f in buffers.flat:
-        found += [i for i in items_in(f.bucket, f.weight, 0, *f.own, exported=True) if i.piece.is_writer(mesh.at)]
+        found += [i for i in items_in(f.bucket, f.weight_kept, f.weight_at, *f.own, exported=True) if i.piece.is_writer(mesh.at)]
     return found
 
 
@@ -95,10 +95,8 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> dict[str, list[Item]]:
     """This rank's share of each kind of state. Where the state is whole on every data-parallel rank, each writes its part."""
     found: dict[str, list[Item]] = {kind: [] for kind in KINDS}
     for s in shards:
-        axis = mesh.along(s.bucket.axis)
-        lo, hi = s.bucket.shard(axis.index, axis.size)
         for kind in KINDS:
-            found[kind] += [i for i in items_in(s.bucket, getattr(s, kind), s.lo, lo, hi) if i.piece.is_writer(mesh.at)]
+            found[kind] += [i for i in items_in(s.bucket, getattr(s, kind), s.lo, *s.own) if i.piece.is_writer(mesh.at)]
     return found
 
 

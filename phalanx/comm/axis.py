@@ -200,6 +200,13 @@ class Axis:
             own = own.clone()
         return Work(out, self._run(lambda: _all_gather(out, own, self.group, async_op)))
 
+    def all_gather_to(self, out: Tensor, own: Tensor, async_op: bool = False) -> Work:
+        """Fill `out` (size * n,) from each rank's `own` (n,), which lies elsewhere."""
+        if self._local("all_gather", own):
+            out.view(self.size, -1).copy_(own)
+            return Work(out)
+        return Work(out, self._run(lambda: _all_gather(out, own, self.group, async_op)))
+
     def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
         """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum."""
         n = x.shape[0] // self.size

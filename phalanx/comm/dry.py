@@ -45,6 +45,10 @@ class DryAxis(Axis):
         self._count("all_gather", out)
         return Work(out)
 
+    def all_gather_to(self, out: Tensor, own: Tensor, async_op: bool = False) -> Work:
+        self._count("all_gather", out)
+        return Work(out)
+
     def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
         if self.size == 1:
             return Work(x)

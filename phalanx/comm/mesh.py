@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from phalanx.comm.debug import Watch
 from phalanx.comm.symmetric import Symmetric
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
+from phalanx.layout.shards import Sharding
 
 MEETING = "meet://"  # scheme of init_method: a store that waits at host:port, and a name under which to use it
 
@@ -61,6 +62,18 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Groups:
+    """How the ranks of an axis share buckets (layout.shards): `inner` neighbours hold the parts of one, `outer` ranks the same part.
+
+    gather   the ranks of inner with a communicator of their own: weights do not queue behind gradients
+    """
+
+    inner: Axis
+    outer: Axis
+    gather: Axis
+
+
 class Mesh:
     """The axes of one rank.
 
@@ -92,6 +105,8 @@ class Mesh:
         keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
         self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing)
         self._edp: Axis | None = None
+        self._groups: dict[SumAxis, Groups] = {}
+        self.alone = Axis("alone", (rank,))
 
     @property
     def part(self) -> Part:
@@ -120,6 +135,24 @@ class Mesh:
     def _whole(self, name: str, ranks: tuple[int, ...]) -> Axis:
         """An axis of as many ranks wherever a rank stands. Of one rank it needs no group."""
         return self._phase(name, ranks) if len(ranks) > 1 else Axis(name, ranks, watch=self.watch)
+
+    def prepare_sharding(self, sharding: Sharding) -> None:
+        """Make the groups that buckets are cut over, after the axes of experts (if any); on all ranks alike."""
+        axes: tuple[SumAxis, ...] = ("dp",) if self._edp is None else ("dp", "edp")
+        for name in axes:
+            whole = self.along(name)
+            size = sharding.group_size(name, self.grid)
+            inner, outer = (whole, self.alone) if size == whole.size else (self.alone, whole)
+            if 1 < size < whole.size:
+                first, mine = whole.index // size * size, whole.index % size
+                inner = self._phase(f"{name} group", whole.ranks[first : first + size])
+                outer = self._phase(f"{name} groups", whole.ranks[mine::size])
+            gather = self._phase(f"{name} gather", inner.ranks) if sharding.level == 3 and size > 1 else inner
+            self._groups[name] = Groups(inner, outer, gather)
+
+    def groups(self, axis: SumAxis) -> Groups:
+        """Those that share buckets whose gradients are summed over `axis`."""
+        return self._groups[axis]
 
     def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
         group = None

@@ -1,66 +1,108 @@
 """Flat buffers of weights and gradients, and the one state machine that reduces, shards and gathers them.
 
-Level 0: gradients are summed over dp (those of experts over edp), each rank updates everything. Level 1: each rank gets the sum
-of its shard, updates it and all ranks gather the weights again, asynchronously, bucket by bucket, until the next forward needs
-them (Rajbhandari et al., "ZeRO", 2020). A bucket goes through: accumulating -> reducing -> reduced -> (update) -> gathering -> ready.
+The ranks that sum a bucket's gradients are cut into groups (layout.shards); over a group the bucket is cut by level (Rajbhandari et
+al., "ZeRO", 2020), between groups everything is alike:
+
+level   optimizer state   gradients                           weights
+0       whole             whole, all-reduced                  whole
+1       this rank's part  whole, reduce-scattered             whole, gathered after the update
+2       this rank's part  its part; whole from open to close  as 1
+3       this rank's part  as 2                                its part; whole from fetch to free
+
+A bucket goes through: (open ->) accumulating -> reducing -> closed, in levels 2 and 3 once per micro-batch and in others once per
+step; then -> summed over groups and over stages -> (update) -> gathering -> ready. Nothing here waits for the device: `wait` of
+a collective makes the current stream wait, and memory is let go only after that, in the order of this stream.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
-from phalanx.comm.mesh import Mesh
+from phalanx.comm.mesh import Groups, Mesh
 from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares, sum_over, sum_replicas
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
+from phalanx.layout.shards import Sharding
 from phalanx.ops.shard import Shard
+from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
+
+
+def allocate(x: Tensor) -> None:
+    """Give x and all views of its storage memory again; what is in it is undefined."""
+    x.untyped_storage().resize_(x.numel() * x.element_size())
+
+
+def let_go(x: Tensor) -> None:
+    """Give the memory of x and of all views of its storage back; they keep their shapes."""
+    x.untyped_storage().resize_(0)
 
 
 class FlatBucket:
-    """One bucket on one rank: `weight` (numel,) in the compute dtype, `grad` (numel,) in the master dtype.
+    """One bucket on one rank.
+
+    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are views: without
+                   memory while the bucket is not gathered (level 3) or not open (levels 2 and 3)
+    weight_kept    the weights that are always here, from element number `weight_at` on; below level 3 all of `weight`
+    grad_kept      the same of gradients, from `grad_at`; below level 2 all of `grad`
+    part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it alone counts
+    master         (hi - lo,) in the master dtype
+    tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and stay whole at every level;
+                   0: in whatever order is fastest
 
     Without training there are no gradients, and the weights are their own masters. So it is with parameters that are not trained:
-    they are whole on every rank, in the master dtype. `leaves`: most micro-batches of a step, whose gradients are then added up in
-    a fixed order; 0: in whatever order is fastest.
+    they are whole on every rank, in the master dtype.
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, level: int, training: bool = True, leaves: int = 0):
+    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0):
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
         elif not training:
             precision = Precision(precision.compute, precision.compute)
-        training = training and bucket.trained
-        self.bucket, self.mesh, self.level, self.training = bucket, mesh, level if training else 0, training
-        device, level = mesh.device, self.level
+        self.bucket, self.mesh, self.training, device = bucket, mesh, training and bucket.trained, mesh.device
+        self.axis, self.cut = mesh.along(bucket.axis), sharding.cut(bucket, mesh.grid, training)
+        self.groups = mesh.groups(bucket.axis) if self.cut.inner > 1 else Groups(mesh.alone, self.axis, mesh.alone)
+        at = self.groups.inner.index, self.groups.outer.index
+        self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
+        self.lo, self.hi = self.cut.updated(*at)
         self.weight = torch.zeros(bucket.numel, dtype=precision.compute, device=device)
-        self.grad = torch.zeros(bucket.numel if training else 0, dtype=precision.master, device=device)
-        self.axis = mesh.along(bucket.axis)
-        self.own = bucket.shard(self.axis.index, self.axis.size)
-        self.lo, self.hi = self.own if level >= 1 else (0, bucket.numel)
-        own = self.weight[self.lo : self.hi]
+        self.grad = torch.zeros(bucket.numel if self.training else 0, dtype=precision.master, device=device)
+        self.weight_at, self.weight_kept = self._kept(self.weight, self.cut.cuts_weights)
+        self.grad_at, self.grad_kept = self._kept(self.grad, self.cut.cuts_gradients)
+        own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
-        self.sums = self._sums() if training else []
-        self.tree = GradientTree(self.grad, leaves) if training and leaves else None
-        self.deferred = any(r.axis == "pp" for r in self._replicas())
+        self.sums = self._sums() if self.training else []
+        self.tree = GradientTree(self.grad, leaves) if self.training and leaves else None
         self._reducing: Work | None = None
+        self._sharing: Work | None = None
         self._gathering: Work | None = None
 
-    def _replicas(self) -> list[Replica]:
-        return [r for slot in self.bucket.slots for p in slot.spec.pieces for r in p.replicas]
+    def _kept(self, whole: Tensor, cut: bool) -> tuple[int, Tensor]:
+        return (self.part[0], torch.zeros_like(whole[slice(*self.part)])) if cut else (0, whole)
 
     def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
-        """Gradient ranges to be summed over a replica's ranks, per sub-axis, beside the sum over dp."""
-        parts: dict[Replica, list[Tensor]] = {}
+        """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum over dp."""
+        return [(self.mesh.sub(r), [self.grad[a:b] for a, b in ranges]) for r, ranges in self._replicas() if r.axis != "pp"]
+
+    def _replicas(self) -> list[tuple[Replica, list[tuple[int, int]]]]:
+        """Ranges of the bucket per replica axis."""
+        found: dict[Replica, list[tuple[int, int]]] = {}
         for slot in self.bucket.slots:
             if any(p.replicas for p in slot.spec.pieces):
-                for piece, (a, b) in zip(slot.spec.pieces, piece_ranges(slot)):
+                for piece, elements in zip(slot.spec.pieces, piece_ranges(slot)):
                     for replica in piece.replicas:
-                        parts.setdefault(replica, []).append(self.grad[a:b])
-        order = sorted(parts, key=lambda r: (r.axis, r.members))
-        return [(self.mesh.sub(r), parts[r]) for r in order]
+                        found.setdefault(replica, []).append(elements)
+        return sorted(found.items(), key=lambda item: (item[0].axis, item[0].members))
+
+    @property
+    def between_stages(self) -> bool:
+        """Whether other stages hold some of these parameters too."""
+        return any(r.axis == "pp" for r, _ in self._replicas())
 
     def attach(self, params: list[nn.Parameter]) -> None:
         """Make the parameters of this bucket views of the flat weights, their `.grad` views of the flat gradients."""
@@ -71,46 +113,93 @@ class FlatBucket:
             if self.training:
                 p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
                 p.grad = self.grad[view].view(slot.spec.shape)
+        if self.cut.cuts_gradients:
+            let_go(self.grad)
+        if self.cut.cuts_weights:
+            let_go(self.weight)
+
+    # ---- gradients
+
+    def open(self) -> None:
+        """Give the gradients memory, zero."""
+        allocate(self.grad)
+        self.grad.zero_()
 
     def reduce(self) -> None:
-        """Start summing the gradients. Sums between stages wait for `finish`: their ranks get here at different times."""
-        if self.training and not self.deferred:
-            self._start_reduce()
-
-    def _start_reduce(self) -> None:
+        """Start summing the gradients over the group."""
+        if not self.training:
+            return
         if self.tree is not None:
-            self._reducing = self._sum_in_order()
+            self._sum_in_order()
             return
         for axis, views in self.sums:
-            packed = views[0] if len(views) == 1 else torch.cat(views)
-            axis.all_reduce(packed).wait()
-            if len(views) > 1:
-                for view, part in zip(views, packed.split([len(v) for v in views])):
-                    view.copy_(part)
-        reduce = self.axis.reduce_scatter_within if self.level >= 1 else self.axis.all_reduce
-        self._reducing = reduce(self.grad, async_op=True)
+            sum_together(axis, views)
+        if self.level == 0:
+            self._share()
+        else:
+            self._reducing = self.groups.inner.reduce_scatter_within(self.grad, async_op=True)
 
-    def _sum_in_order(self) -> Work:
+    def _sum_in_order(self) -> None:
         """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
-        sum_over(self.axis, self.grad, whole=self.level == 0, inner=self.mesh.grid.cp)
+        part = self.grad[slice(*self.part)]
+        for axis, grad, whole in ((self.groups.inner, self.grad, False), (self.groups.outer, part, not self.cut.outside)):
+            sum_over(axis, grad, whole, inner=self.mesh.grid.cp if axis is self.axis else 1)
         for axis, views in self.sums:
             for view in (own for v in views if len(own := self._within(v))):
                 view.copy_(sum_replicas(axis, view))
-        return Work(self.grad[self.lo : self.hi])
 
     def _within(self, view: Tensor) -> Tensor:
         """The elements of a view of `grad` that this rank updates."""
         at = view.storage_offset()
         return view[max(0, self.lo - at) : max(0, self.hi - at)]
 
-    def finish(self) -> None:
-        """Wait until the sum over the bucket's axis is there (in `grad[lo:hi]`)."""
-        if not self.training:
-            return
-        if self._reducing is None:
-            self._start_reduce()
+    def close(self, last: bool) -> None:
+        """Wait for the group's sum and keep this rank's part; after the `last` of the step start the sum over groups."""
         self._reducing.wait()  # type: ignore[union-attr]
         self._reducing = None
+        if self.cut.cuts_gradients:
+            self.grad_kept.add_(self.grad[slice(*self.part)])
+            let_go(self.grad)
+        if last:
+            self._share()
+
+    def _share(self) -> None:
+        part = self.grad_kept[self.part[0] - self.grad_at : self.part[1] - self.grad_at]
+        share = self.groups.outer.reduce_scatter_within if self.cut.outside else self.groups.outer.all_reduce
+        self._sharing = share(part, async_op=True)
+
+    def finish(self) -> None:
+        """Wait until the sum over the bucket's axis is there (in `own_grad`)."""
+        if self._reducing is not None:
+            self.close(last=True)
+        if self._sharing is not None:
+            self._sharing.wait()
+            self._sharing = None
+
+    def sum_stages(self) -> None:
+        """Add up what stages hold of the same parameters. Their buckets of these are alike, and so are the parts of their ranks."""
+        for replica, ranges in self._replicas() if self.training else ():
+            views = [self._grads(max(a, self.lo), min(b, self.hi)) for a, b in ranges]
+            if replica.axis == "pp" and self.tree is None:
+                sum_together(self.mesh.sub(replica), views)
+            elif replica.axis == "pp":
+                for view in (v for v in views if len(v)):
+                    view.copy_(sum_replicas(self.mesh.sub(replica), view))
+
+    def _grads(self, a: int, b: int) -> Tensor:
+        """Elements a..b of the kept gradients; none if b <= a."""
+        return self.grad_kept[a - self.grad_at : max(a, b) - self.grad_at]
+
+    @property
+    def own_grad(self) -> Tensor:
+        """(hi - lo,) what the optimizer reads."""
+        return self._grads(self.lo, self.hi)
+
+    def zero_rest(self) -> None:
+        """Zero the gradients that are not this rank's to update (the optimizer leaves its own at zero)."""
+        if self.training:
+            self.grad_kept[: self.lo - self.grad_at].zero_()
+            self.grad_kept[self.hi - self.grad_at :].zero_()
 
     def counted(self) -> list[Tensor]:
         """The gradient elements that this rank counts in the norm: its part, without replicas that another rank counts."""
@@ -122,14 +211,16 @@ class FlatBucket:
                          for p, r in zip(slot.spec.pieces, piece_ranges(slot)) if not p.is_writer(self.mesh.at))  # fmt: skip
         for a, b in [*skipped, (hi, hi)]:
             if min(a, hi) > at:
-                views.append(self.grad[at : min(a, hi)])
+                views.append(self._grads(at, min(a, hi)))
             at = max(at, b)
         return views
+
+    # ---- weights
 
     @property
     def out(self) -> Tensor | None:
         """The weights of this rank's masters, where they are not the masters themselves."""
-        own = self.weight[self.lo : self.hi]
+        own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
         return None if own.data_ptr() == self.master.data_ptr() else own
 
     def write_back(self) -> None:
@@ -137,10 +228,23 @@ class FlatBucket:
         if self.out is not None:
             self.out.copy_(self.master)
 
-    def gather(self) -> None:
-        """Start gathering the weights of all parts."""
-        if self.level >= 1:
-            self._gathering = self.axis.all_gather_into(self.weight, async_op=True)
+    def gather_groups(self) -> None:
+        """Start gathering what each group has updated of this rank's part."""
+        if self.cut.outside:
+            part = self.weight_kept[self.part[0] - self.weight_at : self.part[1] - self.weight_at]
+            self._gathering = self.groups.outer.all_gather_into(part, async_op=True)
+
+    def gather_parts(self) -> None:
+        """Start gathering the weights of all parts, where they are kept whole."""
+        if self.level > 0 and not self.cut.cuts_weights:
+            self.ready()
+            self._gathering = self.groups.inner.all_gather_into(self.weight, async_op=True)
+
+    def fetch(self) -> None:
+        """Give the weights memory and start gathering all parts into it."""
+        self.ready()
+        allocate(self.weight)
+        self._gathering = self.groups.gather.all_gather_to(self.weight, self.weight_kept, async_op=True)
 
     def ready(self) -> None:
         """Wait until the weights have arrived."""
@@ -148,31 +252,54 @@ class FlatBucket:
             self._gathering.wait()
             self._gathering = None
 
+    def free(self) -> None:
+        let_go(self.weight)
+
+
+def sum_together(axis: Axis, views: list[Tensor]) -> None:
+    """Sum contiguous tensors over an axis, in one call."""
+    views = [v for v in views if len(v)]
+    if not views:
+        return
+    packed = views[0] if len(views) == 1 else torch.cat(views)
+    axis.all_reduce(packed).wait()
+    if len(views) > 1:
+        for view, part in zip(views, packed.split([len(v) for v in views])):
+            view.copy_(part)
+
 
 class Buffers:
     """All buckets of one rank."""
 
-    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, level: int, training: bool = True,
-                 leaves: int = 0):  # fmt: skip
+    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
+                 training: bool = True, leaves: int = 0):  # fmt: skip
         self.mesh, self.in_order = mesh, leaves > 0
-        self.flat = [FlatBucket(b, mesh, precision, level, training, leaves) for b in buckets]
-        for f in self.flat:
-            f.attach(params)
+        self.flat: list[FlatBucket] = []
+        for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
+            flat = FlatBucket(bucket, mesh, precision, sharding, training, leaves)
+            flat.attach(params)
+            self.flat.append(flat)
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """What the executor does for instructions about buckets."""
+        flat = self.flat
+        return {
+            Gather: lambda i: flat[i.bucket].fetch(), Ready: lambda i: flat[i.bucket].ready(), Free: lambda i: flat[i.bucket].free(),
+            Open: lambda i: flat[i.bucket].open(), Reduce: lambda i: flat[i.bucket].reduce(), Close: lambda i: flat[i.bucket].close(i.last),
+        }  # fmt: skip
 
     def shards(self) -> list[Shard]:
         """What the optimizer updates; moments start at zero."""
-        made = []
-        for f in self.flat:
-            if not f.bucket.trained:
-                continue
-            grad = f.grad[f.lo : f.hi]
-            made.append(Shard(f.bucket, f.lo, f.hi, f.master, grad, torch.zeros_like(f.master), torch.zeros_like(f.master), f.out))
-        return made
+        return [
+            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, torch.zeros_like(f.master), torch.zeros_like(f.master), f.out)
+            for f in self.flat
+            if f.bucket.trained
+        ]
 
     def masters_from_weights(self) -> None:
         """Start (or load weights): the masters take the weights' values."""
         for f in self.flat:
-            f.master.copy_(f.weight[f.lo : f.hi])
+            f.master.copy_(f.weight_kept[f.lo - f.weight_at : f.hi - f.weight_at])
 
     def begin(self, micro_batches: int) -> None:
         """A step of so many micro-batches on this rank begins."""
@@ -188,18 +315,18 @@ class Buffers:
 
     def zero_grads(self) -> None:
         for f in self.flat:
-            f.grad.zero_()
+            f.grad_kept.zero_()
 
     def zero_rest(self) -> None:
-        """Zero the gradients that are not this rank's to update (the optimizer leaves its own at zero)."""
         for f in self.flat:
-            f.grad[: f.lo].zero_()
-            f.grad[f.hi :].zero_()
+            f.zero_rest()
 
     def finish(self) -> None:
         """Complete all reductions; those shared between stages last, by name: in the same order on each of their ranks."""
-        for f in sorted(self.flat, key=lambda f: (f.deferred, f.bucket.slots[0].spec.name if f.deferred else "")):
+        for f in self.flat:
             f.finish()
+        for f in sorted((f for f in self.flat if f.between_stages), key=lambda f: f.bucket.slots[0].spec.name):
+            f.sum_stages()
 
     def grad_norm(self) -> Tensor:
         """() float64: the norm of the whole model's gradient, each global element counted once, the same on all ranks.
@@ -215,8 +342,11 @@ class Buffers:
         return self.mesh.world.all_reduce(total).wait().sqrt()
 
     def gather(self) -> None:
+        """Start bringing what ranks have updated to all that keep it."""
         for f in self.flat:
-            f.gather()
+            f.gather_groups()
+        for f in self.flat:
+            f.gather_parts()
 
     def publish(self) -> None:
         """Write the masters back to the weights and start gathering them; the optimizer's update has done the first already."""

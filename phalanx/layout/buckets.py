@@ -27,7 +27,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run) pairs."""
+    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run) pairs.
+
+    How it is cut into them is in `layout.shards`.
+    """
 
     id: int
     slots: tuple[Slot, ...]

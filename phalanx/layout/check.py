@@ -14,10 +14,41 @@ def check(config: LayoutConfig, *, world_size: int, blocks: int, beside_layers: 
     experts: per layer, 0 for a dense model; expert_size: their width. kv_heads: per layer; attention_dropout: of its probabilities.
     """
     found = at_least("layout", config, 1, "tp", "cp", "cp_ulysses", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
+    found += at_least("layout", config, 0, "prefetch")
     if not found:
         found += check_world(config, world_size) + check_schedule(config) + check_stages(config, blocks, f"blocks (layers + {beside_layers})")
         found += check_experts(config, world_size, experts, expert_size) + check_context(config, kv_heads, attention_dropout)
+        found += check_sharding(config, world_size, experts)
     return found
+
+
+def check_sharding(config: LayoutConfig, world_size: int, experts: int) -> list[Problem]:
+    """Groups of ranks that shard cut the data-parallel ranks evenly, and those of experts too; nothing is set that no level reads."""
+    level = {"layout.sharding": config.sharding}
+    found = no_effect("layout", config, ("prefetch",), "sharding >= 2", level) if config.sharding < 2 else []
+    found += no_effect("layout", config, ("reshard_after_forward",), "sharding=3", level) if config.sharding < 3 else []
+    if config.sharding == 0:
+        return found + no_effect("layout", config, ("shard_group", "shard_across"), "sharding >= 1", level)
+    if config.shard_group is None:
+        return found + no_effect("layout", config, ("shard_across",), "shard_group", {"layout.shard_group": None})
+    return found + check_group(config, world_size // (config.pp * config.tp), experts)
+
+
+def check_group(config: LayoutConfig, ranks: int, experts: int) -> list[Problem]:
+    group = config.shard_group or 0
+    if group < 2:
+        return [problem("layout", config, "shard_group", "must be an integer >= 2 (1 would be layout.sharding=0)", {}, (2, None))]
+    if ranks % group:
+        valid = tuple(d for d in divisors(group, ranks) if d > 1)
+        return [problem("layout", config, "shard_group", "must divide the number of data-parallel ranks", {"data-parallel ranks": ranks}, valid)]
+    if not experts:
+        return []
+    dense, each = group * config.tp, config.ep * config.etp
+    if dense % each == 0 or each % dense == 0:
+        return []
+    valid = tuple(d for d in divisors(group, ranks) if d > 1 and (d * config.tp % each == 0 or each % (d * config.tp) == 0))
+    because = {"shard_group * tp": dense, "ep * etp": each}
+    return [problem("layout", config, "shard_group", "shard_group * tp and ep * etp must be such that one divides the other", because, valid)]
 
 
 def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_size: int) -> list[Problem]:

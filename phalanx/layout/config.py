@@ -42,7 +42,16 @@ class LayoutConfig:
     """Pipeline schedule. auto: 1f1b, or interleaved when virtual_stages > 1."""
     stages: tuple[int, ...] | None = None
     """Blocks per stage (embedding and head are blocks too), pp * virtual_stages numbers; unset: cut by cost."""
-    sharding: Literal[0, 1] = 1
-    """Sharding level of data parallelism. 0: all-reduced gradients; 1: optimizer state cut over the data-parallel ranks."""
+    sharding: Literal[0, 1, 2, 3] = 1
+    """What data-parallel ranks cut among them. 0: nothing; 1: optimizer state; 2: gradients too, reduced after each micro-batch; 3: weights
+    too, gathered for each run of blocks and let go after it."""
+    shard_group: int | None = None
+    """Cut over this many neighbouring data-parallel ranks (such as those of a node) and keep copies on the others; unset: over all of them."""
+    shard_across: Literal["nothing", "optimizer"] = "nothing"
+    """With shard_group: what is cut over the groups too, instead of being held by each. optimizer: its state."""
+    prefetch: int = 1
+    """Levels 2 and 3: how many runs of blocks before its use a weight is gathered, and how many after its backward a gradient may still travel."""
+    reshard_after_forward: bool = True
+    """Level 3: let gathered weights go after each forward and gather them again for the backward. false: keep them until the step's last use."""
     bucket_mb: int = 100
     """Gradients are reduced in buckets of about this many MiB, while backward still runs."""

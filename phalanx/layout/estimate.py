@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Grid
+from phalanx.layout.shards import Sharding
 
 
 class Allocations(TorchDispatchMode):
@@ -112,17 +113,19 @@ def measure(forward: Callable[[Tensor], Tensor], x: Callable[[], Tensor], params
     return Use(kept, max(0, seen.peak - kept), output)
 
 
-def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid) -> dict[str, int]:
-    """Bytes by kind of flat buckets whose optimizer state is cut over their axes of `grid`; `weight` and `master` are bytes per element.
+def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding) -> dict[str, int]:
+    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight` and `master` are bytes per element.
 
     Where weights have the master dtype they are their own masters, as what is not trained always is.
     """
     found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
     for b in buckets:
-        own = b.numel // grid.sum_size(b.axis)
-        found["weights"] += b.numel * (weight if b.trained else master)
+        cut = sharding.cut(b, grid)
+        part = b.numel // cut.inner
+        updated = part // cut.outer if cut.outside else part
+        found["weights"] += (part if cut.cuts_weights else b.numel) * (weight if b.trained else master)
         if b.trained:
-            found["gradients"] += b.numel * master
-            found["masters"] += 0 if weight == master else own * master
-            found["moments"] += 2 * own * master
+            found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
+            found["masters"] += 0 if weight == master else updated * master
+            found["moments"] += 2 * updated * master
     return found

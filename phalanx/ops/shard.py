@@ -11,11 +11,15 @@ from phalanx.layout.buckets import Bucket
 
 @dataclass
 class Shard:
-    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype; `out` their weights, where those are apart."""
+    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype; `out` their weights, where those are apart.
+
+    own   the elements that no other rank writes to a checkpoint
+    """
 
     bucket: Bucket
     lo: int
     hi: int
+    own: tuple[int, int]
     master: Tensor
     grad: Tensor
     m: Tensor

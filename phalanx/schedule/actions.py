@@ -155,28 +155,80 @@ class Send:
         return Value(self.kind, self.stage + 1 if self.kind == "act" else self.stage - 1, self.mb)
 
 
+@dataclass(frozen=True)
+class Flow:
+    """What a bucket asks for besides its reduction, by how it is sharded.
+
+    gathers   its weights have memory from Gather to Free only
+    opens     its gradients have memory from Open to Close only, and are reduced after each micro-batch
+    closes    something is to be done when a reduction is complete
+    """
+
+    gathers: bool = False
+    opens: bool = False
+    closes: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Make sure that the parameters of a bucket, gathered since the last optimizer update, have arrived."""
+    """Give a bucket's weights memory and start gathering them into it."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Make sure that a bucket's weights have arrived: of the last Gather, or since the last optimizer update."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Let go of a bucket's gathered weights."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Give a bucket's gradients memory, all zero."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start the gradient reduction of a bucket: nothing adds to its gradients any more in this step."""
+    """Start reducing what a bucket's gradients are so far: nothing adds to them before they are opened anew, or in this step."""
 
     bucket: int
 
 
-Instruction = Forward | Backward | Recv | Wait | Send | Gather | Reduce
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Wait for a bucket's reduction, keep this rank's part and let go of the rest. `last`: the bucket's last one of the step."""
+
+    bucket: int
+    last: bool = True
+
+
+Instruction = Forward | Backward | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions per rank, with the facts they were made from (so that the simulator can tell what is missing)."""
+    """Instructions per rank, with the facts they were made from (so that the simulator can tell what is missing).
+
+    flows_of_rank   of each rank's buckets; one that is not there asks for nothing
+    early           (stage, run) pairs whose forward adds to gradients: heads make theirs there
+    """
 
     schedule: Schedule
     runs_per_stage: tuple[int, ...]
     buckets_of_rank: tuple[Buckets, ...]
     lists: tuple[tuple[Instruction, ...], ...]
+    flows_of_rank: tuple[Mapping[int, Flow], ...] = ()
+    early: Set[tuple[int, int]] = frozenset()
+
+    def flow(self, rank: int, bucket: int) -> Flow:
+        return self.flows_of_rank[rank].get(bucket, Flow()) if self.flows_of_rank else Flow()

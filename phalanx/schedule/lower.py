@@ -1,29 +1,30 @@
-"""Turns the actions of stages into instructions: runs of blocks, messages posted in one order on both ends, gather and reduce of buckets.
+"""Turns the actions of stages into instructions: runs of blocks, and messages posted in one order on both ends.
 
-Knows which values cross ranks and who touches a bucket; leaves the order of compute to `generators` and the doing to the executor.
+Knows which values cross ranks; leaves the order of compute to `generators`, what is done with buckets in between to `flows`, and the
+doing to the executor.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from phalanx.schedule.actions import (
     Action,
     Backward,
     Buckets,
+    Flow,
     Forward,
-    Gather,
     Instruction,
     Program,
     Recv,
-    Reduce,
     Schedule,
     ScheduleError,
     Send,
     TransferKind,
     Wait,
 )
+from phalanx.schedule.flows import with_buckets
 
 
 def lower(
@@ -31,24 +32,32 @@ def lower(
     runs_per_stage: Sequence[int] | None = None,
     buckets_of_rank: Sequence[Buckets] | None = None,
     prefetch: int = 1,
+    flows_of_rank: Sequence[Mapping[int, Flow]] = (),
+    early: Set[tuple[int, int]] = frozenset(),
+    ahead: int = 1,
+    keep: bool = False,
 ) -> Program:
     """The instruction list of every rank.
 
     `runs_per_stage[s]` is the number of runs that stage s is cut into (default 1 each); `buckets_of_rank[r]` maps the buckets
     of rank r to the (stage, run) pairs that use them (default none). Receives are posted `prefetch` actions before they are used
     (or earlier, where the sender's order asks for it), so the message travels under compute and few buffers wait.
+    `flows_of_rank`, `early`: as of Program; `ahead` and `keep`: as of flows.with_buckets.
 
     Raises ScheduleError when the numbers do not fit the schedule or a value is sent to an action that does not exist.
     """
     runs = tuple(runs_per_stage) if runs_per_stage is not None else (1,) * schedule.num_stages
     buckets = tuple(buckets_of_rank) if buckets_of_rank is not None else ({},) * schedule.pp
     _check(schedule, runs, buckets, prefetch)
+    if ahead < 0:
+        raise ScheduleError(f"ahead={ahead} must not be negative")
     edges = _edges(schedule)
     lists = []
     for rank in range(schedule.pp):
         receives = _receives(schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch)
-        lists.append(_with_buckets(_compute_and_messages(schedule, rank, runs, receives), buckets[rank]))
-    return Program(schedule, runs, buckets, tuple(lists))
+        instructions, flows = _compute_and_messages(schedule, rank, runs, receives), flows_of_rank[rank] if flows_of_rank else {}
+        lists.append(with_buckets(instructions, buckets[rank], flows, early, ahead, keep))
+    return Program(schedule, runs, buckets, tuple(lists), tuple(flows_of_rank), early)
 
 
 def _check(schedule: Schedule, runs: tuple[int, ...], buckets: tuple[Buckets, ...], prefetch: int) -> None:
@@ -131,29 +140,3 @@ def _remote_reader(schedule: Schedule, action: Action) -> Action | None:
 
 def _kind(action: Action) -> TransferKind:
     return "act" if action.kind == "F" else "grad"
-
-
-def _with_buckets(program: list[Instruction], buckets: Buckets) -> tuple[Instruction, ...]:
-    """Gather before a bucket's first Forward, Reduce after its last Backward: found by use, so tied weights need no special rule."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    buckets_of = defaultdict(list)
-    for bucket, users in buckets.items():
-        for user in users:
-            buckets_of[user].append(bucket)
-    for i, instruction in enumerate(program):
-        if isinstance(instruction, Forward | Backward):
-            for bucket in buckets_of[instruction.stage, instruction.run]:
-                if isinstance(instruction, Forward):
-                    first.setdefault(bucket, i)
-                else:
-                    last[bucket] = i
-    before, after = defaultdict(list), defaultdict(list)
-    for bucket in buckets:  # the mapping's order, the same on every data-parallel peer
-        if bucket in first:
-            before[first[bucket]].append(Gather(bucket))
-        if bucket in last:
-            # A gradient that the previous stage waits for goes out before a reduction that nobody waits for yet.
-            i = last[bucket]
-            after[i + (i + 1 < len(program) and isinstance(program[i + 1], Send))].append(Reduce(bucket))
-    return tuple(x for i, instruction in enumerate(program) for x in (*before[i], instruction, *after[i]))

@@ -12,10 +12,15 @@ from typing import Literal, NoReturn
 
 from phalanx.schedule.actions import (
     Backward,
+    Close,
+    Flow,
     Forward,
+    Free,
     Gather,
     Instruction,
+    Open,
     Program,
+    Ready,
     Recv,
     Reduce,
     ScheduleError,
@@ -147,6 +152,62 @@ class _Edge:
 
 
 @dataclass
+class _Held:
+    """The buckets of one rank. What a step is told to do and must not is returned as the reason, else ""."""
+
+    gathered: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    opened: set[int] = field(default_factory=set)
+    added: set[int] = field(default_factory=set)
+    reducing: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
+    """For the last time in this step."""
+
+    def step(self, do: Gather | Ready | Free | Open | Reduce | Close, flow: Flow) -> str:
+        b = do.bucket
+        match do:
+            case Gather():
+                wrong = "" if flow.gathers and b not in self.gathered else "gathers a bucket that is not cut, or one that is here"
+                self.gathered.add(b)
+            case Ready():
+                wrong = "" if b not in self.ready and (b in self.gathered or not flow.gathers) else "waits for a bucket twice, or before its gather"
+                self.ready.add(b)
+            case Free():
+                wrong = "" if flow.gathers and b in self.ready else "frees a bucket that is not here"
+                self.ready.discard(b)
+                self.gathered.discard(b)
+            case Open():
+                wrong = "" if flow.opens and b not in self.opened | self.reduced else "opens a bucket that is open, or was reduced for the last time"
+                self.opened.add(b)
+            case Reduce():
+                wrong = "" if b in self.added and b not in self.reducing | self.reduced else "reduces a bucket without new gradients, or one twice"
+                self.added.discard(b)
+                (self.reducing if flow.opens or flow.closes else self.reduced).add(b)
+            case Close(last=last):
+                wrong = "" if b in self.reducing else "closes a bucket that is not being reduced"
+                self.reducing.discard(b)
+                self.opened.discard(b)
+                if last:
+                    self.reduced.add(b)
+        return wrong
+
+    def add(self, bucket: int, flow: Flow) -> str:
+        if bucket in self.reduced | self.reducing:
+            return f"adds gradients to bucket {bucket} after its reduction"
+        if flow.opens and bucket not in self.opened:
+            return f"adds gradients to bucket {bucket}, which is not open"
+        self.added.add(bucket)
+        return ""
+
+    def left(self, buckets: set[int], trained: bool) -> str:
+        """What is missing at the end."""
+        if trained and self.reduced != buckets:
+            return f"never reduces buckets {sorted(buckets - self.reduced)} for the last time"
+        left = self.gathered | self.opened | self.added
+        return f"leaves buckets {sorted(left)} gathered, open or not reduced" if left else ""
+
+
+@dataclass
 class _Rank:
     """One executor: a list, a place in it, a clock, and the values it holds."""
 
@@ -163,8 +224,7 @@ class _Rank:
     posted: dict[Value, int] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
     done: set[Forward | Backward] = field(default_factory=set)
-    gathered: set[int] = field(default_factory=set)
-    reduced: set[int] = field(default_factory=set)
+    held: _Held = field(default_factory=lambda: _Held())
     sent_at: list[tuple[int, int, float]] = field(default_factory=list)
     sending: bool = False
     spans: list[Span] = field(default_factory=list)
@@ -221,11 +281,10 @@ class _Rank:
                 return self.send(instruction)
             case Wait():
                 return self.wait(instruction)
-            case Gather(bucket):
-                self.require(bucket in self.buckets and bucket not in self.gathered, "gathers an unknown bucket, or one twice")
-                self.gathered.add(bucket)
-            case Reduce(bucket):
-                self.reduce(bucket)
+            case Gather() | Ready() | Free() | Open() | Reduce() | Close():
+                self.require(instruction.bucket in self.buckets, "is about an unknown bucket")
+                wrong = self.held.step(instruction, self.program.flow(self.rank, instruction.bucket))
+                self.require(not wrong, wrong)
         return True
 
     # ---- compute
@@ -237,8 +296,7 @@ class _Rank:
         else:
             self.take("act", do.stage, do.mb, exists=do.stage > 0)
             self.change_live(do.stage, +1)
-        missing = [bucket for bucket in self.buckets_of[do.stage, do.run] if bucket not in self.gathered]
-        self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
+        self.use_buckets(do, adds=self.schedule.has_backward and (do.stage, do.run) in self.program.early)
         self.work(do, self.costs.forward[do.stage])
         if do.run == self.program.runs_per_stage[do.stage] - 1:
             if do.stage < self.schedule.num_stages - 1:
@@ -254,8 +312,7 @@ class _Rank:
             self.require(Backward(do.stage, do.run + 1, do.mb) in self.done, "the run after it has not run backward")
         else:
             self.take("grad", do.stage, do.mb, exists=do.stage < self.schedule.num_stages - 1)
-        finished = [bucket for bucket in self.buckets_of[do.stage, do.run] if bucket in self.reduced]
-        self.require(not finished, f"adds gradients to buckets {finished} after their reduction")
+        self.use_buckets(do, adds=True)
         self.work(do, self.costs.backward[do.stage])
         if do.run == 0:
             self.change_live(do.stage, -1)
@@ -331,12 +388,13 @@ class _Rank:
 
     # ---- buckets and the end
 
-    def reduce(self, bucket: int) -> None:
-        self.require(bucket in self.buckets and bucket not in self.reduced, "reduces an unknown bucket, or one twice")
-        for stage, run in self.buckets[bucket]:
-            for mb in range(self.schedule.num_micro_batches):
-                self.require(Backward(stage, run, mb) in self.done, f"{Backward(stage, run, mb)} still adds gradients")
-        self.reduced.add(bucket)
+    def use_buckets(self, do: Forward | Backward, adds: bool) -> None:
+        mine = self.buckets_of[do.stage, do.run]
+        missing = [bucket for bucket in mine if bucket not in self.held.ready]
+        self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
+        for bucket in mine if adds else ():
+            wrong = self.held.add(bucket, self.program.flow(self.rank, bucket))
+            self.require(not wrong, wrong)
 
     def check_complete(self) -> None:
         kinds = (Forward, Backward) if self.schedule.has_backward else (Forward,)
@@ -350,8 +408,9 @@ class _Rank:
             raise ScheduleError(f"rank {self.rank} holds values that nobody reads: {', '.join(str(v) for v in sorted(self.values))}")
         if len(self.posted) > len(self.received):
             raise ScheduleError(f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}")
-        if self.schedule.has_backward and self.reduced != set(self.buckets):
-            raise ScheduleError(f"rank {self.rank} never reduces buckets {sorted(set(self.buckets) - self.reduced)}")
+        wrong = self.held.left(set(self.buckets), self.schedule.has_backward)
+        if wrong:
+            raise ScheduleError(f"rank {self.rank} {wrong}")
 
 
 def _deadlock(ranks: list[_Rank]) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers, FlatBucket
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
+from phalanx.layout.shards import Sharding
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
@@ -24,7 +26,7 @@ from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
-from phalanx.schedule.actions import Backward, Gather, Instruction, Reduce
+from phalanx.schedule.actions import Backward, Instruction, Ready
 from phalanx.train.checks import unfit_for_wheels
 from phalanx.train.deterministic import be_deterministic
 from phalanx.train.guard import Guard
@@ -32,6 +34,7 @@ from phalanx.train.low import LowState
 from phalanx.train.plan import Plan, low_names, low_precision
 
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
+NO_GRAPHS_SHARDS = "layout.sharding >= 2: weights or gradients have memory of their own each time"
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
 
 
@@ -98,12 +101,13 @@ def build(plan: Plan, mesh: Mesh) -> State:
     if plan.run.model.routed_experts:
         mesh.prepare_experts()
         plan = open_exchange(plan, mesh)
+    mesh.prepare_sharding(plan.sharding)
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
     mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
-    buffers = Buffers(buckets, params, mesh, kind, plan.run.layout.sharding, leaves=plan.leaves)
+    buffers = Buffers(buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves)
     optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
@@ -115,12 +119,12 @@ def build(plan: Plan, mesh: Mesh) -> State:
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
     low = low_state(plan, buckets, params, mesh.device)
 
-    def gathered(i: Gather) -> None:
+    def ready(i: Ready) -> None:
         buffers.flat[i.bucket].ready()
         if low is not None:
             low.refresh(i.bucket)
 
-    handlers = {**stages.handlers(), Reduce: lambda i: buffers.flat[i.bucket].reduce(), Gather: gathered}
+    handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
     if plan.leaves:
         handlers[Backward] = backward_in_order(stages, buffers)
     mesh.warm_up()
@@ -179,9 +183,9 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own.
-    Never where the host must see how many tokens go where."""
+    Never where the host must see how many tokens go where, nor where what graphs read does not stay where it is."""
     wanted = plan.run.train.cuda_graphs
-    if plan.waits_for_sizes:
+    if plan.waits_for_sizes or plan.buckets_come_and_go:
         return False
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
 
@@ -194,13 +198,21 @@ def choices(state: State) -> str:
     wheels = wheels_chosen(state.plan, mesh.device) if triton else ""
     graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
     if graphs == "off" and run.train.cuda_graphs == "auto":
-        graphs += " (not a GPU)" if mesh.device.type != "cuda" else f" ({NO_GRAPHS_SIZES if state.plan.waits_for_sizes else NO_GRAPHS_STAGES})"
+        graphs += f" ({why_no_graphs(state.plan, mesh.device)})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     beside = mesh.overlapping.get(mesh.model.experts.name)
     dispatch += f" through shared memory {beside}" if beside is not None and mesh.model.experts.size > 1 else ""
     order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
     return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}{order}"
+
+
+def why_no_graphs(plan: Plan, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "not a GPU"
+    if plan.waits_for_sizes:
+        return NO_GRAPHS_SIZES
+    return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_STAGES
 
 
 def wheels_chosen(plan: Plan, device: torch.device) -> str:
@@ -220,6 +232,7 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     """Weights and stages alone: no gradients, masters or moments."""
     if plan.run.model.routed_experts:
         mesh.prepare_experts()
+    mesh.prepare_sharding(Sharding())
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
@@ -230,7 +243,7 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     for run in blocks.values():
         for block in run:
             block.eval()
-    buffers = Buffers(buckets, params, mesh, kind, level=0, training=False)
+    buffers = Buffers(buckets, params, mesh, kind, Sharding(), training=False)
     return buffers, Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
 
 
@@ -261,8 +274,8 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
 
 
 def write_slot(flat: FlatBucket, slot: Slot, storage: Tensor) -> None:
-    """Set a parameter's weights, and its part of the masters, from its whole storage in the master dtype."""
-    flat.weight[slot.offset : slot.offset + slot.numel] = storage.flatten().to(flat.weight.dtype)
-    a, b = max(flat.lo, slot.offset), min(flat.hi, slot.offset + slot.numel)
-    if a < b:
-        flat.master[a - flat.lo : b - flat.lo] = storage.flatten()[a - slot.offset : b - slot.offset]
+    """Set what this rank keeps of a parameter's weights and masters from its whole storage in the master dtype."""
+    for kept, first in ((flat.weight_kept, flat.weight_at), (flat.master, flat.lo)):
+        a, b = max(first, slot.offset), min(first + len(kept), slot.offset + slot.numel)
+        if a < b:
+            kept[a - first : b - first] = storage.flatten()[a - slot.offset : b - slot.offset]

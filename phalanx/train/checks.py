@@ -236,6 +236,9 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
+    if c.cuda_graphs == "on" and run.layout.sharding >= 2:
+        rule, because = "needs weights and gradients that stay where they are (layout.sharding 0 or 1)", {"layout.sharding": run.layout.sharding}
+        found.append(problem("train", c, "cuda_graphs", rule, because, ("auto", "off")))
     if c.kernels == "wheels":
         found += check_wheels(run, facts, no_gpu)
     known = (*OPS, *WHEELS)

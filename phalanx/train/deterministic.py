@@ -25,6 +25,9 @@ def check_deterministic(run: Run, world: int) -> list[Problem]:
 
     if dp & (dp - 1):
         needs("needs a power of two of data-parallel ranks", {"dp": dp, "nearest": ", ".join(map(str, powers_of_two(dp)))})
+    if layout.cp > 1 and layout.shard_group is not None:
+        because = {"layout.cp": layout.cp, "layout.shard_group": layout.shard_group}
+        needs("needs cp=1 or shard_group unset: groups add up parts of a sequence before micro-batches of other ranks", because)
     if model.routed_experts:
         needs("needs a model without experts: their gradients add up tokens of several ranks", {"model.family": model.family})
     if model.predict_layers:

@@ -14,14 +14,14 @@ from phalanx.base.dtypes import precision
 from phalanx.base.pairwise import waiting
 from phalanx.base.part import Part
 from phalanx.comm.axis import ModelAxes
-from phalanx.comm.dry import DryAxis, ring_bytes
-from phalanx.layout.buckets import Bucket
+from phalanx.comm.dry import DryAxis
 from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure
-from phalanx.layout.grid import Coords, Grid
+from phalanx.layout.grid import Coords
 from phalanx.nn.recompute import run_block
 from phalanx.schedule.actions import Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
+from phalanx.train.bucket_traffic import bucket_sends, passing_bytes
 from phalanx.train.plan import BlockFacts, Plan, make_blocks
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
@@ -40,10 +40,12 @@ class BlockUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """Of one pipeline rank, tp rank 0. memory: bytes by kind. sent: bytes that it sends in a step, by axis. live: most
-    (stage, micro-batch) activations at once. numel: elements of its buckets, padding included."""
+    """Of one pipeline rank, tp rank 0. memory: bytes by kind, of weights and gradients when they are most. passing: those of them that are
+    there only while blocks at work need them (sharding levels 2 and 3). sent: bytes that it sends in a step, by axis. live: most (stage,
+    micro-batch) activations at once. numel: elements of its buckets, padding included."""
 
     memory: dict[str, int]
+    passing: dict[str, int]
     sent: dict[str, float]
     live: int
     numel: int
@@ -55,9 +57,9 @@ class RankUse:
 
 def rank_uses(plan: Plan, num_micro_batches: int) -> tuple[list[RankUse], Trace]:
     """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not change it)."""
-    blocks = block_uses(plan)
+    blocks, program = block_uses(plan), plan.lowered(num_micro_batches)
     trace = simulate(lower(plan.schedule(num_micro_batches)), step_costs(plan))
-    return [_rank_use(plan, pp, blocks, trace, num_micro_batches) for pp in range(plan.grid.pp)], trace
+    return [_rank_use(plan, pp, blocks, trace, program, num_micro_batches) for pp in range(plan.grid.pp)], trace
 
 
 def step_costs(plan: Plan) -> Costs:
@@ -124,10 +126,11 @@ def _batch(plan: Plan) -> Batch:
     return max(reversed(parts), key=lambda b: b.num_tokens)
 
 
-def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num_micro_batches: int) -> RankUse:
+def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, program: Program, num_micro_batches: int) -> RankUse:
     kind, grid = precision(plan.run.train.precision), plan.grid
     buckets, _ = plan.buckets_of(plan.blocks_of(Coords(pp=pp)))
-    sharded = plan.run.layout.sharding >= 1
+    passing = passing_bytes(plan, buckets, program.lists[pp], kind)
+    of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
     message = blocks[0].bytes.output
     batches = num_micro_batches * 8 * 4 * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
@@ -138,7 +141,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
         shared += 4 * plan.expert_exchange_bytes
     blocks_here = plan.blocks_of(Coords(pp=pp))
     codes = 2 * sum(p.numel() for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None)
-    held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid if sharded else Grid())
+    held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding)
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
         shared += 2 * max((b.numel for b in buckets if b.trained), default=0) * kind.master.itemsize
         held["gradients"] *= 1 + waiting(plan.leaves)
@@ -149,14 +152,16 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, num
         "working": max(blocks[b].bytes.working for b in mine),
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
     }
+    for name, nbytes in passing.items():
+        memory[name] += nbytes
     sent = {
         "ep": num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
         "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),
-        "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + _replica_bytes(plan, buckets, "tp", kind.master.itemsize),
-        "pp": sends * message + _replica_bytes(plan, buckets, "pp", kind.master.itemsize),
-        "dp": _dp_bytes(buckets, grid, sharded, kind.compute.itemsize, kind.master.itemsize),
+        "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + of_buckets["tp"],
+        "pp": sends * message + of_buckets["pp"],
+        "dp": of_buckets["dp"],
     }
-    return RankUse(memory, sent, trace.peak_live[pp], sum(b.numel for b in buckets))
+    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets))
 
 
 def whole_tokens(plan: Plan) -> int:
@@ -182,28 +187,3 @@ def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int
 
 def _num_sends(program: Program, pp: int) -> int:
     return sum(isinstance(i, Send) for i in program.lists[pp])
-
-
-def _replica_bytes(plan: Plan, buckets: Sequence[Bucket], axis: str, itemsize: int) -> float:
-    """Gradients that are summed between ranks which hold the same piece (norms over tp, tied embeddings over pp).
-
-    In a fixed order at most: with sharding each rank adds up only what it updates of them.
-    """
-    pieces = [p for b in buckets for slot in b.slots for p in slot.spec.pieces]
-
-    def sent(nbytes: int, ranks: int) -> float:
-        return ring_bytes("all_gather", nbytes * ranks, ranks) if plan.leaves else ring_bytes("all_reduce", nbytes, ranks)
-
-    return sum(sent(p.box.numel * itemsize, len(r.members)) for p in pieces for r in p.replicas if r.axis == axis)
-
-
-def _dp_bytes(buckets: Sequence[Bucket], grid: Grid, sharded: bool, weight: int, master: int) -> float:
-    """Over dp, of experts over edp. Level 0: all-reduce of gradients. Level 1: reduce-scatter of gradients, all-gather of weights."""
-    total = 0.0
-    for b in (b for b in buckets if b.trained):
-        size = grid.sum_size(b.axis)
-        if sharded:
-            total += ring_bytes("reduce_scatter", b.numel * master, size) + ring_bytes("all_gather", b.numel * weight, size)
-        else:
-            total += ring_bytes("all_reduce", b.numel * master, size)
-    return total

@@ -168,11 +168,10 @@ def _state_of(device: torch.device, total: int | None) -> str:
 def held(state: State) -> dict[str, int]:
     """Bytes of this rank's own tensors by kind: weights, gradients, masters, moments."""
     flat, shards = state.buffers.flat, state.optimizer.shards
-    masters = [f.master for f in flat if f.master.untyped_storage().data_ptr() != f.weight.untyped_storage().data_ptr()]
-    gradients = [f.grad for f in flat] + [f.tree.waiting for f in flat if f.tree is not None]
-    kinds = {"weights": [f.weight for f in flat], "gradients": gradients, "masters": masters,
-             "moments": [t for s in shards for t in (s.m, s.v)]}  # fmt: skip
-    return {name: sum(t.numel() * t.element_size() for t in tensors) for name, tensors in kinds.items()}
+    gradients = [t for f in flat for t in (f.grad, f.grad_kept)] + [f.tree.waiting for f in flat if f.tree is not None]
+    kinds = {"weights": [t for f in flat for t in (f.weight, f.weight_kept)], "gradients": gradients,
+             "masters": [f.master for f in flat if f.out is not None], "moments": [t for s in shards for t in (s.m, s.v)]}  # fmt: skip
+    return {name: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()) for name, tensors in kinds.items()}
 
 
 def _rows(forecast: dict[str, int], actual: dict[str, int], total: int | None) -> list[tuple[str, str, str]]:
@@ -199,6 +198,10 @@ def changes(run: Run, world: int) -> Iterator[tuple[dict[str, object], str]]:
     t, layout = run.train, run.layout
     if layout.sharding == 0:
         yield {"layout.sharding": 1}, "optimizer state cut over the data-parallel ranks; the same bytes sent"
+    if layout.sharding < 2:
+        yield {"layout.sharding": 2}, "gradients cut too; they are reduced after each micro-batch"
+    if layout.sharding < 3:
+        yield {"layout.sharding": 3}, "weights cut too; they are gathered for each forward and backward"
     if t.recompute == "none":
         yield {"train.recompute": "pointwise"}, "norms and MLP activations are computed again in backward"
     if t.recompute in ("none", "pointwise"):

@@ -15,8 +15,9 @@ from phalanx.base.rules import default_of
 from phalanx.comm.axis import ModelAxes
 from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
 from phalanx.layout.config import LayoutConfig
-from phalanx.layout.grid import Coords, Grid
+from phalanx.layout.grid import Coords, Grid, SumAxis
 from phalanx.layout.param import ParamSpec, Replica
+from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
@@ -25,7 +26,7 @@ from phalanx.nn.module import Block
 from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch, room_for
 from phalanx.ops.quant import RECIPES
-from phalanx.schedule.actions import Program, Schedule
+from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
@@ -133,6 +134,16 @@ class Plan:
         return ("interleaved" if self.run.layout.virtual_stages > 1 else "1f1b") if chosen == "auto" else chosen
 
     @property
+    def sharding(self) -> Sharding:
+        return Sharding.of(self.run.layout, self.run.train.deterministic)
+
+    def flow(self, bucket: Bucket) -> Flow:
+        """What the schedule must do with a bucket."""
+        cut = self.sharding.cut(bucket, self.grid)
+        chained = cut.level >= 1 and cut.outer > 1 and not cut.in_order  # a sum over the group that one over groups follows
+        return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or chained)
+
+    @property
     def runs_per_stage(self) -> tuple[int, ...]:
         return tuple(len(r) for r in self.runs)
 
@@ -220,6 +231,12 @@ class Plan:
         return self.run.model.routed_experts > 0 and self.dispatch == "alltoall"
 
     @property
+    def buckets_come_and_go(self) -> bool:
+        """Whether weights or gradients are whole only while they are needed."""
+        axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
+        return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
+
+    @property
     def expert_exchange_bytes(self) -> int:
         """Of a micro-batch's activations of one rank, gathered over ep and etp."""
         return self.exchange_bytes // self.grid.tp * self.grid.ep * self.grid.etp
@@ -262,10 +279,21 @@ class Plan:
 
     def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
         """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would hang)."""
-        users = [{b.id: b.users for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)]
-        program = lower(self.schedule(num_micro_batches, backward), self.runs_per_stage, users)
+        program = self.lowered(num_micro_batches, backward)
         simulate(program)
         return program
+
+    def lowered(self, num_micro_batches: int, backward: bool = True) -> Program:
+        """The instruction lists of all pipeline ranks."""
+        blocks = [self.blocks_of(Coords(pp=pp)) for pp in range(self.grid.pp)]
+        buckets = [self.buckets_of(of_rank)[0] for of_rank in blocks]
+        early = {where for of_rank in blocks for where, run in of_rank.items() if not all(block.recomputable for block in run)}
+        users, flows = [{b.id: b.users for b in of} for of in buckets], [{b.id: self.flow(b) for b in of} for of in buckets]
+        layout = self.run.layout
+        return lower(
+            self.schedule(num_micro_batches, backward), self.runs_per_stage, users, flows_of_rank=flows, early=early, ahead=layout.prefetch,
+            keep=not layout.reshard_after_forward,
+        )  # fmt: skip
 
 
 def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[nn.Parameter], list[frozenset[tuple[int, int]]]]:
@@ -304,7 +332,10 @@ def bucket_numel(run: Run) -> int:
 
 def without_layout(run: Run) -> Run:
     """The same run on one process: what every layout must agree with."""
-    layout = replace(run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None)
+    layout = replace(
+        run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None,
+        shard_group=None, shard_across="nothing",
+    )  # fmt: skip
     return replace(run, layout=layout)
 
 

@@ -44,7 +44,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
     rows = {
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         "parameters": f"{num_parameters(plan):,}",
-        "ranks": f"{grid.world:,} = {grid.text}, sharding level {run.layout.sharding}{expert_view(run, grid)}",
+        "ranks": f"{grid.world:,} = {grid.text}, sharding level {sharding_text(run)}{expert_view(run, grid)}",
         "precision": f"{train.precision}{low_text(run)}, recompute {train.recompute}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
@@ -59,6 +59,12 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
 def low_text(run: Run) -> str:
     fp8, count = run.train.fp8, len(low_names(run))
     return f", {count} linears in train.fp8.recipe={fp8.recipe}" if fp8 else ""
+
+
+def sharding_text(run: Run) -> str:
+    layout = run.layout
+    groups = "" if layout.shard_group is None else f" in groups of {layout.shard_group}"
+    return f"{layout.sharding}{groups}{', optimizer over all' if layout.shard_across == 'optimizer' else ''}"
 
 
 def expert_view(run: Run, grid: Grid) -> str:
@@ -94,7 +100,16 @@ def memory_table(plan: Plan, uses: Sequence[RankUse]) -> str:
     rows = [("pp rank", *uses[0].memory, "total", "in flight")]
     for pp, use in enumerate(uses):
         rows.append((str(pp), *(gib(b) for b in use.memory.values()), gib(use.total), str(use.live)))
-    return table(rows)
+    return "\n".join([table(rows), *passing_text(uses)])
+
+
+def passing_text(uses: Sequence[RankUse]) -> list[str]:
+    """What the table counts that is not there all the time."""
+    most = max(uses, key=lambda u: sum(u.passing.values()))
+    if not sum(most.passing.values()):
+        return []
+    what = " and ".join(f"{name} of {gib(n)}" for name, n in most.passing.items() if n)
+    return [f"At the fullest moment of a step; of that, blocks at work have {what} for themselves alone."]
 
 
 def fits(uses: Sequence[RankUse], device: Device | None) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.base.errors import NumericalStop
 from phalanx.checkpoint.agree import agree
+from phalanx.comm.axis import Axis
 from phalanx.data_parallel.buffers import FlatBucket
 from phalanx.train.build import State
 
@@ -26,15 +27,16 @@ def fold(x: Tensor) -> Tensor:
 
 
 def check_replicas(state: State) -> None:
-    """Compare what data-parallel ranks hold alike: weights, and at sharding level 0 masters and moments too.
+    """Compare what data-parallel ranks hold alike: weights, and at sharding level 0 masters and moments too; of groups that shard, parts.
 
     NumericalStop on all ranks names those that differ from most of their peers (of two, both) and the tensors that differ. With
     sharding each rank's part of the weights goes to all others after every update: a wrong bit in it then is everywhere, and one in
-    another's part is overwritten; of these only what happened since the update can be seen.
+    another's part is overwritten; of these only what happened since the update can be seen. At level 3 without groups no two ranks
+    hold the same.
     """
     state.buffers.ready()
     folds = {what: int(fold(x)) for what, x in _alike(state).items()}
-    odd = _odd(agree(state.mesh.world, lambda: [(state.buffers.flat[i].axis.ranks, f"{i} {what}", f) for (i, what), f in folds.items()]))
+    odd = _odd(agree(state.mesh.world, lambda: [(_peers(state, *key).ranks, " ".join(map(str, key)), f) for key, f in folds.items()]))
     if not odd:
         return
     named = sorted({name for rank in agree(state.mesh.world, lambda: _named(state, odd)) for name in rank})
@@ -47,12 +49,18 @@ def check_replicas(state: State) -> None:
 
 
 def _alike(state: State) -> dict[tuple[int, str], Tensor]:
-    """(bucket, what) -> what every rank of the bucket's axis must hold alike."""
-    found = {(i, "weight"): f.weight for i, f in enumerate(state.buffers.flat)}
+    """(bucket, what) -> what every rank of `_peers` must hold alike."""
+    found = {(i, "weight"): f.weight_kept for i, f in enumerate(state.buffers.flat)}
     numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
-    for shard in (s for s in state.optimizer.shards if s.hi - s.lo == s.bucket.numel):
+    for shard in (s for s in state.optimizer.shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
         found |= {(numbers[shard.bucket.id], what): getattr(shard, what) for what in ("master", "m", "v")}
     return found
+
+
+def _peers(state: State, bucket: int, what: str) -> Axis:
+    """Who holds the same of a bucket: of weights that are kept whole the whole axis, of parts other groups."""
+    flat = state.buffers.flat[bucket]
+    return flat.axis if what == "weight" and not flat.cut.cuts_weights else flat.groups.outer
 
 
 def _odd(told: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...], list[int]]:
@@ -74,14 +82,15 @@ def _named(state: State, odd: dict[tuple[int, ...], list[int]]) -> list[str]:
     """On a rank whose peers disagree: the tensors whose weights or state differ. Its peers ask each other slot by slot."""
     found = []
     for (i, what), x in _alike(state).items():
-        flat = state.buffers.flat[i]
-        if tuple(flat.axis.ranks) in odd:
-            found += [f"{what} of {slot_name}" for slot_name in _slots_that_differ(flat, x)]
+        flat, peers = state.buffers.flat[i], _peers(state, i, what)
+        if tuple(peers.ranks) in odd:
+            found += [f"{what} of {slot_name}" for slot_name in _slots_that_differ(flat, what, x, peers)]
     return found
 
 
-def _slots_that_differ(flat: FlatBucket, x: Tensor) -> list[str]:
-    own = torch.stack([fold(x[slot.offset : slot.offset + slot.numel]) for slot in flat.bucket.slots])
-    all_ = flat.axis.all_gather(own).wait().view(flat.axis.size, -1)
+def _slots_that_differ(flat: FlatBucket, what: str, x: Tensor, peers: Axis) -> list[str]:
+    first = flat.weight_at if what == "weight" else flat.lo
+    ends = [(max(slot.offset - first, 0), max(slot.offset + slot.numel - first, 0)) for slot in flat.bucket.slots]
+    all_ = peers.all_gather(torch.stack([fold(x[a:b]) for a, b in ends])).wait().view(peers.size, -1)
     differs = (all_ != all_[0]).any(0).tolist()
     return [slot.spec.name for slot, bad in zip(flat.bucket.slots, differs) if bad]

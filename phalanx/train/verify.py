@@ -319,7 +319,7 @@ def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
     found: Boxes = {}
     for flat in (f for f in state.buffers.flat if f.bucket.trained or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
-        whole[flat.lo : flat.hi] = flat.grad[flat.lo : flat.hi] if what == "grad" else flat.master
+        whole[flat.lo : flat.hi] = flat.own_grad if what == "grad" else flat.master
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:

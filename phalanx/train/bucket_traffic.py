@@ -1,0 +1,61 @@
+"""What a rank's buckets need of memory while they pass, and send in a step: closed formulas over the instructions of a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from phalanx.base.dtypes import Precision
+from phalanx.comm.dry import ring_bytes
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.shards import Cut
+from phalanx.schedule.actions import Gather, Instruction, Reduce
+from phalanx.schedule.flows import fullest
+from phalanx.train.plan import Plan
+
+
+def passing_bytes(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision) -> dict[str, int]:
+    """Weights gathered and gradients open at the moment when together they are most (sharding levels 2 and 3)."""
+    flows = {b.id: plan.flow(b) for b in buckets}
+    weights = {b.id: b.numel * kind.compute.itemsize for b in buckets if flows[b.id].gathers}
+    gradients = {b.id: b.numel * kind.master.itemsize for b in buckets if flows[b.id].opens}
+    gathered, opened = fullest(instructions, weights, gradients)
+    return {"weights": gathered, "gradients": opened}
+
+
+def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision) -> dict[str, float]:
+    """Bytes that a rank sends in a step for its trained buckets, by axis: over dp (of experts over edp), and where pieces are replicated.
+
+    Gradients are reduced as often as the program says, and weights gathered so often; what groups share goes once per step.
+    """
+    calls = Counter(i for i in instructions if isinstance(i, Gather | Reduce))
+    sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)
+    for b in (b for b in buckets if b.trained):
+        cut, reduces = plan.sharding.cut(b, plan.grid), calls[Reduce(b.id)]
+        sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], kind) + _between_groups(cut, kind)
+        parts = cut.inner * (cut.outer if cut.outside else 1)
+        for piece in (piece for slot in b.slots for piece in slot.spec.pieces):
+            for r in piece.replicas:
+                nbytes = _replica_bytes(piece.box.numel * kind.master.itemsize, len(r.members), plan.leaves > 0)
+                sent[r.axis] += nbytes / parts if r.axis == "pp" else nbytes * reduces
+    return sent
+
+
+def _replica_bytes(nbytes: int, ranks: int, in_order: bool) -> float:
+    """In a fixed order at most: with sharding each rank adds up only what it updates of them."""
+    return ring_bytes("all_gather", nbytes * ranks, ranks) if in_order else ring_bytes("all_reduce", nbytes, ranks)
+
+
+def _within_groups(cut: Cut, reduces: int, gathers: int, kind: Precision) -> float:
+    """Each reduction scatters the gradients; weights are gathered after the update, or at level 3 whenever blocks need them."""
+    if cut.level == 0:
+        return 0.0
+    weights = ring_bytes("all_gather", cut.numel * kind.compute.itemsize, cut.inner)
+    return reduces * ring_bytes("reduce_scatter", cut.numel * kind.master.itemsize, cut.inner) + (gathers if cut.cuts_weights else 1) * weights
+
+
+def _between_groups(cut: Cut, kind: Precision) -> float:
+    part, wide, narrow = cut.numel // cut.inner, kind.master.itemsize, kind.compute.itemsize
+    if cut.outside:
+        return ring_bytes("reduce_scatter", part * wide, cut.outer) + ring_bytes("all_gather", part * narrow, cut.outer)
+    return ring_bytes("all_reduce", part * wide, cut.outer)
