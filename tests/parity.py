@@ -193,8 +193,8 @@ def same_tensors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], wha
 
 def truth_of(ranks, run: Run, steps: int, documents: bool) -> dict:
     """The single-process run of the same config."""
-    from phalanx.train.plan import without_layout
+    from phalanx.train.plan import storing_all, without_layout
 
     alone = replace(without_layout(run), layout=replace(without_layout(run).layout, sharding=0))
-    (result,) = ranks.run("tests.parity:run_layout", 1, replace(alone, train=replace(alone.train, recompute="none")), steps, documents)
+    (result,) = ranks.run("tests.parity:run_layout", 1, storing_all(alone), steps, documents)
     return {**result, "grads": [assemble([g]) for g in result["grads"]], "weights": assemble([result["weights"]])}

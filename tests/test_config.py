@@ -108,6 +108,13 @@ RULES = [
     (f"{GROUPED} model.mtp_loss_weight=0.1", 1, "model.mtp_loss_weight", 0.1, "has no effect without", {"model.num_nextn_predict_layers"}, (0.3,)),
     (f"{GROUPED} model.num_nextn_predict_layers=1 layout.pp=8", 8, "layout.pp", 8, "stages without a block", {"layout.virtual_stages", "blocks (layers + 3)"}, (4,)),
     (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (2, 4)),
+    # what is made again in backward (71)
+    ("train.recompute_ops=[norm,nrom]", 1, "train.recompute_ops", ["norm", "nrom"], "must name ops of the model among norm, qkv, rope", {"model.family", "unknown"}, ([],)),
+    ("train.recompute_ops=[experts]", 1, "train.recompute_ops", ["experts"], "must name ops of the model", {"model.family", "unknown"}, ([],)),
+    ("train.recompute_ops=[norm] train.recompute=full", 1, "train.recompute_ops", ["norm"], "has no effect without recompute other than full", {"train.recompute"}, ([],)),
+    ("train.recompute_budget_gib=0", 1, "train.recompute_budget_gib", 0, "(0, inf)", set(), (None,)),
+    ("train.recompute_budget_gib=20 train.recompute=full", 1, "train.recompute", "full", "has no effect without recompute_budget_gib=null", {"train.recompute_budget_gib"}, ("none",)),
+    ("train.recompute_budget_gib=20 train.recompute_ops=[norm]", 1, "train.recompute_ops", ["norm"], "has no effect without recompute_budget_gib=null", {"train.recompute_budget_gib"}, ([],)),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),

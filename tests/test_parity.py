@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.layout.config import LayoutConfig
+from phalanx.nn.tape import PRESETS
 from tests.parity import base_run, compare, truth_of
 
 STEPS = 2
@@ -54,6 +55,9 @@ NAMED = {
     "deepseek_v3 tp2 dp2, ep4 by all-gather, overlapped, full recompute": case(
         "deepseek_v3", 4, tp=2, ep=4, dispatch="allgather", ep_overlap="on", tp_overlap="on", recompute="full"
     ),
+    "gpt2 tp2 pp2, everything but attention again": case("gpt2", 4, tp=2, pp=2, recompute="norm, qkv, up, activation, dropout"),
+    "deepseek_v3 tp2 ep2, everything again": case("deepseek_v3", 2, tp=2, ep=2, recompute="norm, qkv, rope, attention, experts, up, activation"),
+    "gpt_oss ep4 by all-gather, experts again": case("gpt_oss", 4, ep=4, dispatch="allgather", recompute="experts, norm"),
     "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
     "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
     "tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on"),
@@ -128,7 +132,8 @@ EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose l
 
 
 def build_run(c: dict):
-    run = base_run(c["model"], c["global_batch"], c["micro_batch"], recompute=c["recompute"])
+    again = dict(recompute=c["recompute"]) if c["recompute"] in PRESETS else dict(recompute_ops=c["recompute"].split(", "))
+    run = base_run(c["model"], c["global_batch"], c["micro_batch"], **again)
     return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
 
 
@@ -146,7 +151,7 @@ def generated() -> dict[str, dict]:
                 layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model in ("llama-tied", "gpt2") else [1])
                 layout["schedule"] = pick.choice(["auto", "gpipe"])
             options = dict(global_batch=dp * pick.choice([1, 2, 3, 4]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
-                           recompute=pick.choice(["none", "pointwise", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+                           recompute=pick.choice(["none", "norm, qkv, up", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
             name = f"{model} {layout} {options}"
@@ -174,7 +179,7 @@ def generated_experts() -> dict[str, dict]:
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
             options = dict(global_batch=dp * pick.choice([1, 2, 3]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
-                           recompute=pick.choice(["none", "none", "pointwise", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+                           recompute=pick.choice(["none", "norm, experts", "pointwise", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
             cases[f"{model} {layout} {options}"] = case(model, pp * stage, **options, **layout)
     return cases
 

@@ -17,7 +17,7 @@ from phalanx.nn.head import Head
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block
 from phalanx.nn.norm import LayerNorm
-from phalanx.ops.dropout import dropout
+from phalanx.ops.dropout import dropout_mask
 from phalanx.ops.embedding import learned_positions
 
 
@@ -28,8 +28,8 @@ class _Dropping(Block):
         if p == 0.0 or not self.training:
             return x
         a, b = self.env.cut(batch.num_tokens)
-        places = batch.places[a:b]
-        return dropout(x, p, self.env.seed, layer, site, (batch.samples[a:b], places))
+        rows = (batch.samples[a:b], batch.places[a:b])
+        return x * self.env.tape.op("dropout", lambda: dropout_mask(p, self.env.seed, layer, site, rows, x.shape[-1], x.dtype))
 
 
 class GPT2Embedding(_Dropping):
@@ -69,12 +69,9 @@ class GPT2Layer(_Dropping):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)
-        with self.norm1.remade(x, normed):
-            delta = self.attention(normed, batch)
+        delta = self.attention(normed, batch)
         x, normed = self.norm2.add(x, self.drop(delta, batch, self.p, self.layer, 2))
-        with self.norm2.remade(x, normed):
-            delta = self.mlp(normed)
-        return x + self.drop(delta, batch, self.p, self.layer, 3)
+        return x + self.drop(self.mlp(normed), batch, self.p, self.layer, 3)
 
 
 class GPT2Head(Block):

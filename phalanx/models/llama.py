@@ -60,11 +60,9 @@ class LlamaLayer(Block):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)
-        with self.norm1.remade(x, normed):
-            delta = self.attention(normed, batch)
+        delta = self.attention(normed, batch)
         x, normed = self.norm2.add(x, delta)
-        with self.norm2.remade(x, normed):
-            return x + self.mlp(normed, batch)
+        return x + self.mlp(normed, batch)
 
 
 class LlamaHead(Block):

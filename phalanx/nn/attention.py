@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from phalanx.base.batch import Batch
 from phalanx.layout.param import Init, Replica
@@ -84,23 +84,24 @@ class Attention(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
-        qkv = gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias)
-        qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.env.recompute == "selective" and self.training:
-            mixed = checkpoint(self.mix, qkv, batch, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = self.mix(qkv, batch)
+        tape = self.env.tape
+        qkv = tape.op("qkv", lambda x: gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias), x)
+        q, k, v = tape.op("rope", partial(self._turned, batch), qkv)
+        mixed = tape.op("attention", partial(self._attend, batch), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
 
-    def mix(self, qkv: Tensor, batch: Batch) -> Tensor:
-        """The part between the matmuls: qkv (T, heads, K) -> (T, own heads * K). This is what selective recompute repeats."""
+    def _turned(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+        """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normed and turned."""
+        qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         if self.q_norm is not None and self.k_norm is not None:
             twin = "plain" if self.env.twin("norm") == "plain" else self.env.twin("rope")
-            q, k, v = norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, twin)
-        else:
-            q, k, v = rope(qkv, *shape, table, self.env.twin("rope"))
+            return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, twin)
+        return rope(qkv, *shape, table, self.env.twin("rope"))
+
+    def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
             return context.attention_with_dropout(q, k, v, batch, self.env.axes, self.dropout, self.env.seed, self.layer, self.first_head)
         return context.attention(q, k, v, batch, self.env.axes, self.env.cp_attention, self.kind, self.sinks, self.env.twin("attention"))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 
@@ -14,6 +13,7 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Replica
+from phalanx.nn.tape import Tape
 from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch
 from phalanx.ops.kernels import Kernels
@@ -45,7 +45,6 @@ class Env:
     axes: ModelAxes = field(default_factory=ModelAxes)
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     tied_stages: tuple[int, int] = (0, 0)
     ahead_stage: int | None = None
     kernels: Kernels = "auto"
@@ -54,6 +53,7 @@ class Env:
     expert_room: float = math.inf
     low: LowPrecision | None = None
     cp_attention: Form = "ring"
+    tape: Tape = field(default_factory=Tape, compare=False, repr=False)
 
     @property
     def tp(self) -> Axis:

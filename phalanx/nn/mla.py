@@ -7,10 +7,10 @@ sums over tp, like those of norms. The latents, which are narrow, are what is ga
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
@@ -75,26 +75,31 @@ class LatentAttention(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
-        s, tp = self.sizes, self.env.tp
-        q_latent, kv_latent, k_rope = local_matmul(x, self.down).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
-        q_from = x if self.q_norm is None else self.q_norm(q_latent.contiguous())
-        q = gather_matmul(q_from, self.q_up, tp).unflatten(-1, (self.heads, s.query))
-        kv = gather_matmul(self.kv_norm(kv_latent.contiguous()), self.kv_up, tp).unflatten(-1, (self.heads, s.nope + s.value))
-        k_rope = gather(k_rope.contiguous(), tp).unsqueeze(1)
-        if self.env.recompute == "selective" and self.training:
-            mixed = checkpoint(self.mix, q, kv, k_rope, batch, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = self.mix(q, kv, k_rope, batch)
-        return matmul_scatter(mixed, self.out, tp)
+        tape = self.env.tape
+        q, k, v = tape.op("rope", partial(self._turned, batch), *tape.op("qkv", self._project, x))
+        mixed = tape.op("attention", partial(self._attend, batch), q, k, v)
+        return matmul_scatter(mixed, self.out, self.env.tp)
 
-    def mix(self, q: Tensor, kv: Tensor, k_rope: Tensor, batch: Batch) -> Tensor:
-        """q (T, heads, nope + rope), kv (T, heads, nope + value), k_rope (T, 1, rope) -> (T, heads * value)."""
+    def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context.attention(q, k, v, batch, self.env.axes, self.env.cp_attention, self.kind, kernels=self.env.twin("attention"))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1, rope)."""
+        s, tp, tape = self.sizes, self.env.tp, self.env.tape
+        q_latent, kv_latent, k_rope = local_matmul(x, self.down).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
+        q_from = x if self.q_norm is None else tape.op("norm", self.q_norm, q_latent.contiguous())
+        q = gather_matmul(q_from, self.q_up, tp).unflatten(-1, (self.heads, s.query))
+        kv_from = tape.op("norm", self.kv_norm, kv_latent.contiguous())
+        kv = gather_matmul(kv_from, self.kv_up, tp).unflatten(-1, (self.heads, s.nope + s.value))
+        return q, kv, gather(k_rope.contiguous(), tp).unsqueeze(1)
+
+    def _turned(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
+        """What `_project` makes -> q, k, v (sequences, heads, S, ...)."""
         s, table = self.sizes, self.rotary.table(batch, q.dtype)
         k, v = kv.split((s.nope, s.value), -1)
         q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)
         k = torch.cat((k, turn(k_rope, table, self.interleaved).expand(-1, self.heads, -1)), -1)
-        q, k, v = (t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
-        return context.attention(q, k, v, batch, self.env.axes, self.env.cp_attention, self.kind, kernels=self.env.twin("attention"))
+        return tuple(t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
 
     def flops(self, seq_length: int) -> float:
         per_key = 2.0 * self.all_heads * (self.sizes.query + self.sizes.value)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
-from phalanx.nn.recompute import remade
 from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.low_matmul import low_of
@@ -29,12 +26,12 @@ class SwiGLU(Module):
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """x (T / tp, D) -> (T / tp, D), whatever the batch."""
-        if low_of(self.gate_up) is None and low_of(self.down) is None and use_gated_mlp(self.env.twin("mlp"), x, self.down):
+        whole = low_of(self.gate_up) is None and low_of(self.down) is None and not self.env.tape.makes_again("up")  # of one op, no half can be
+        if whole and use_gated_mlp(self.env.twin("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
-        gate_up = gather_matmul(x, self.gate_up, self.env.tp)
-        hidden = swiglu(gate_up, self.env.twin("swiglu"))
-        with remade(self.env, hidden, partial(swiglu, gate_up.detach(), self.env.twin("swiglu"))):
-            return matmul_scatter(hidden, self.down, self.env.tp)
+        gate_up = self.env.tape.op("up", lambda x: gather_matmul(x, self.gate_up, self.env.tp), x)
+        hidden = self.env.tape.op("activation", lambda x: swiglu(x, self.env.twin("swiglu")), gate_up)
+        return matmul_scatter(hidden, self.down, self.env.tp)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
@@ -53,10 +50,9 @@ class GeluMLP(Module):
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
-        expanded = gather_matmul(x, self.expand, self.env.tp, self.expand_bias)
-        hidden = gelu(expanded)
-        with remade(self.env, hidden, partial(gelu, expanded.detach())):
-            return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
+        expanded = self.env.tape.op("up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x)
+        hidden = self.env.tape.op("activation", gelu, expanded)
+        return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

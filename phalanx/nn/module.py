@@ -52,6 +52,7 @@ class Block(Module):
     """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed loss."""
 
     recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
+    again: frozenset[str] = frozenset()  # names of nn.tape.OPS that are made again in backward; set by the plan
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         raise TypeError(f"{type(self).__name__} has no forward")

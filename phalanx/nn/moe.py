@@ -129,9 +129,13 @@ class Experts(Module):
 
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
-        gate_up = grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"), self.bias, later)
-        hidden = gated_rows(gate_up, ends, weights, self.activation, self.env.twin("swiglu"))
+        tape, inputs = self.env.tape, () if weights is None else (weights,)
+        gate_up = tape.op("up", lambda x: grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"), self.bias, later), x)
+        hidden = tape.op("activation", partial(self._activate, ends), gate_up, *inputs)
         return grouped_matmul(hidden, self.down, ends, self.env.twin("grouped"))
+
+    def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+        return gated_rows(gate_up, ends, weights, self.activation, self.env.twin("swiglu"))
 
 
 def _stack(experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float) -> ParamSpec:
@@ -176,14 +180,26 @@ class MoE(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
-        exchange = EXCHANGES[self.dispatch](self._filled(x, batch), self.env.axes, room)
+        tape, experts = self.env.tape, self.router.num_experts
+        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room)
+        early = None if tape.makes_again("experts") else begin(self._filled(x, batch))
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
-        exchange.send(self._filled(choice.experts_TK, batch, self.router.num_experts), self.router.num_experts, self.env.twin("permute"))
+        chosen = self._filled(choice.experts_TK, batch, experts)
+        if early is not None:
+            early.send(chosen, experts, self.env.twin("permute"))
         shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel
-        y, missing = exchange(self._filled(choice.weights_TK, batch), self.experts, self.env.twin("permute"))
-        y = y if len(y) == len(x) else y[: len(x)]
+
+        def routed(x: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+            exchange = early
+            if exchange is None:
+                exchange = begin(self._filled(x, batch))
+                exchange.send(chosen, experts, self.env.twin("permute"))
+            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.twin("permute"))
+            return y if len(y) == len(x) else y[: len(x)], missing
+
+        y, missing = tape.op("experts", routed, x, choice.weights_TK)
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
         if self.training:

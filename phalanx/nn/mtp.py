@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from phalanx.base.batch import IGNORE, Batch
 from phalanx.layout.param import Init
@@ -73,9 +72,7 @@ class MultiTokenPrediction(Block):
         return Attach.apply(h, loss, share, partial(self._count, loss.detach()))
 
     def _hidden(self, depth: nn.Module, h: Tensor, ahead: Tensor, batch: Batch) -> Tensor:
-        if self.env.recompute == "full":
-            return checkpoint(depth, h, ahead, batch, use_reentrant=False, preserve_rng_state=False)
-        return depth(h, ahead, batch)
+        return self.env.tape.whole(partial(depth, batch=batch), h, ahead)
 
     def _count(self, loss: Tensor) -> None:
         if self.tally is not None:

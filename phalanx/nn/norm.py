@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
-
 from torch import Tensor
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
-from phalanx.nn.recompute import remade
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
-class _Norm(Module):
-    def remade(self, x: Tensor, normed: Tensor) -> AbstractContextManager[Any]:
-        """`normed`, the norm of x, is made again for the backward of what runs inside, if so configured."""
-        return remade(self.env, normed, partial(self.forward, x.detach()))
-
-
-class RMSNorm(_Norm):
+class RMSNorm(Module):
     def __init__(self, env: Env, name: str, width: int, eps: float):
         super().__init__(env)
         self.eps = eps
@@ -31,10 +20,12 @@ class RMSNorm(_Norm):
 
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
-        return add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"))
+        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"))
+        self.env.tape.output("norm", normed, self.forward, x)
+        return x, normed
 
 
-class LayerNorm(_Norm):
+class LayerNorm(Module):
     def __init__(self, env: Env, name: str, width: int, eps: float):
         super().__init__(env)
         self.eps = eps
@@ -46,4 +37,6 @@ class LayerNorm(_Norm):
 
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
-        return add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.twin("norm"))
+        x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.twin("norm"))
+        self.env.tape.output("norm", normed, self.forward, x)
+        return x, normed

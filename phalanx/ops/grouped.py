@@ -29,6 +29,8 @@ def _segments(ends: Tensor) -> list[slice]:
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """The plain twin of kernels.grouped.grouped_product: rows (R, I) of expert e times weight[e] (I, O), plus bias[e]."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
+    if x.is_meta:
+        return torch.mm(x, weight[0], out=y)  # which rows are whose is not known; it is as much work
     for e, rows in enumerate(_segments(ends)):
         torch.mm(x[rows], weight[e], out=y[rows])
         if bias is not None:

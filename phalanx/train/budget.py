@@ -305,8 +305,8 @@ def _remedy(row: str, run: Run) -> str:
         return f"the device waits for Python: a larger train.micro_batch than {t.micro_batch}"
     if t.kernels == "plain":
         return "train.kernels=auto takes fused kernels where they run"
-    if t.recompute != "none":
-        return f"train.recompute=none instead of {t.recompute} if memory allows (`phalanx plan` says)"
+    if t.recompute != "none" or t.recompute_ops:
+        return f"train.recompute=none instead of {', '.join((t.recompute, *t.recompute_ops))} if memory allows (`phalanx plan` says)"
     if t.precision in ("fp32", "fp64"):
         return f"train.precision=bf16 instead of {t.precision} moves half the bytes"
     return "`phalanx doctor` says which fused kernels run here and which are missing"

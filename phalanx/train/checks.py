@@ -23,6 +23,7 @@ from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.nn.tape import OPS as RECOMPUTED
 from phalanx.ops.flash import flash_fits
 from phalanx.ops.gated_mlp import gated_mlp_fits
 from phalanx.ops.kernels import OPS
@@ -126,7 +127,25 @@ def check_train(run: Run) -> list[Problem]:
     found += check_profile(run)
     if c.eval_interval is None:
         found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
-    return found + check_loss_scale(run)
+    return found + check_loss_scale(run) + check_recompute(run)
+
+
+def check_recompute(run: Run) -> list[Problem]:
+    """Ops to make again exist in the model, and are named once; a budget names none."""
+    c, m = run.train, run.model
+    absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": m.family == "gpt2"}
+    known = tuple(name for name in RECOMPUTED if not absent.get(name))
+    found = within("train", c, "recompute_budget_gib", "(0, inf)", (None,))
+    unknown = [name for name in c.recompute_ops if name not in known]
+    if unknown:
+        because = {"model.family": m.family, "unknown": ", ".join(unknown)}
+        found.append(problem("train", c, "recompute_ops", f"must name ops of the model among {', '.join(known)}", because, ([],)))
+    if c.recompute_budget_gib is not None:
+        budget = {"train.recompute_budget_gib": c.recompute_budget_gib}
+        found += no_effect("train", c, ("recompute", "recompute_ops"), "recompute_budget_gib=null", budget)
+    elif c.recompute == "full":
+        found += no_effect("train", c, ("recompute_ops",), "recompute other than full", {"train.recompute": c.recompute})
+    return found
 
 
 def check_profile(run: Run) -> list[Problem]:

@@ -84,6 +84,10 @@ class TrainConfig:
     """Products of linears in 8 bits; unset: in train.precision."""
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     """Activations made again in backward: none, pointwise (norms and MLP activations: cheap), selective (inside attention), full (whole blocks)."""
+    recompute_ops: list[str] = field(default_factory=list)
+    """Further ops to make again, by name: norm, qkv, rope, attention, up, activation, dropout, experts, block."""
+    recompute_budget_gib: float | None = None
+    """GiB that a rank may use in all, as `phalanx plan` forecasts it: what is made again is then chosen block by block, at the least cost."""
     kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"
     """Twins of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, wheels (triton, attention and MLP from phalanx[wheels])."""
     plain_ops: list[str] = field(default_factory=list)

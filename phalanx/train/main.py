@@ -40,7 +40,7 @@ from phalanx.train.loop import Loop
 from phalanx.train.metrics import Counters, Reporter, Speed, Trackers
 from phalanx.train.oom import reported
 from phalanx.train.order import total_samples
-from phalanx.train.plan import make_plan
+from phalanx.train.plan import grid_of, make_plan
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, facts
@@ -108,7 +108,7 @@ def join(run: Run, placement: Placement) -> Mesh:
     """Meet the other ranks."""
     device = device_of(run, placement)
     init_world(placement.rank, placement.world_size, placement.init_method, device, run.train.timeout_s)
-    return Mesh(make_plan(run, placement.world_size).grid, placement.rank, device, run.train.timeout_s)
+    return Mesh(grid_of(run, placement.world_size), placement.rank, device, run.train.timeout_s)
 
 
 def device_of(run: Run, placement: Placement) -> torch.device:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,16 +12,18 @@ from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
 from phalanx.base.pairwise import waiting
 from phalanx.base.part import Part
-from phalanx.comm.axis import ModelAxes
+from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.dry import DryAxis, ring_bytes
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure
 from phalanx.layout.grid import Coords, Grid
+from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
+from phalanx.nn.tape import Tape
 from phalanx.schedule.actions import Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
-from phalanx.train.plan import BlockFacts, Plan, make_blocks
+from phalanx.train.plan import BlockFacts, Plan
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -31,11 +32,12 @@ OVERHEAD = 2 * 2**30
 @dataclass(frozen=True)
 class BlockUse:
     """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp (and tp x cp), over cp and to experts (ep) in
-    forward and backward, and bytes of what it derives from the batch and shares with its like."""
+    forward and backward, bytes of what it derives from the batch and shares with its like, and how often which ops ran again in backward."""
 
     bytes: Use
     sent: dict[str, float]
     derived: int
+    reran: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -65,49 +67,76 @@ def step_costs(plan: Plan) -> Costs:
 
     Heads make their gradients in forward, and are not made again with recompute.
     """
-    again = 3.0 if plan.run.train.recompute == "full" else 2.0
-    stages = [[plan.facts[b] for b in stage] for stage in plan.stages]
-    forward = [sum(f.flops + 2.0 * f.loss_flops for f in stage) for stage in stages]
-    backward = [sum((f.flops - f.loss_flops) * again for f in stage) for stage in stages]
+    again = [3.0 if "block" in names else 2.0 for names in plan.again]
+    forward = [sum(plan.facts[b].flops + 2.0 * plan.facts[b].loss_flops for b in stage) for stage in plan.stages]
+    backward = [sum((plan.facts[b].flops - plan.facts[b].loss_flops) * again[b] for b in stage) for stage in plan.stages]
     return Costs(tuple(forward), tuple(backward))
 
 
 def block_uses(plan: Plan) -> list[BlockUse]:
     """Of every block of the model; of blocks that are alike one is measured."""
-    found: dict[BlockFacts, BlockUse] = {}
-    for number, facts in enumerate(plan.facts):
-        if facts not in found:
-            found[facts] = _block_use(plan, number)
-    return [found[facts] for facts in plan.facts]
+    found: dict[tuple[BlockFacts, frozenset[str]], BlockUse] = {}
+    kinds = list(zip(plan.facts, plan.again))
+    for number, kind in enumerate(kinds):
+        if kind not in found:
+            found[kind] = block_use(plan, number)
+    return [found[kind] for kind in kinds]
 
 
-def _block_use(plan: Plan, number: int) -> BlockUse:
-    run, grid, batch = plan.run, plan.grid, _batch(plan)
-    keys, heads = divmod(batch.part.index, grid.ulysses)
-    axes = ModelAxes(
-        DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp),
-        DryAxis("cp", grid.cp, batch.part.index), DryAxis("cp heads", grid.ulysses, heads), DryAxis("cp keys", grid.cp // grid.ulysses, keys),
-        DryAxis("tp x cp", grid.tp * grid.cp),
-    )  # fmt: skip
-    dry: dict[str, tuple[Any, ...]] = {"tp": (axes.tp, axes.sharing), "cp": (axes.cp, axes.heads, axes.keys), "ep": (axes.ep, axes.etp, axes.experts)}
-    kind = precision(run.train.precision)
-    env = replace(plan.env(Coords(), axes), kernels="plain")  # kernels cannot run on the meta device; they need no more than their plain twins
-    (block,) = make_blocks(run.model, env, range(number, number + 1))
+@dataclass(frozen=True)
+class DryBlock:
+    """A block of tp rank 0 on the meta device with a micro-batch, over axes that only count what is sent."""
 
-    def new_input() -> torch.Tensor:
-        return torch.empty(batch.num_tokens // plan.grid.tp, run.model.hidden_size, dtype=kind.compute, device="meta")
+    block: Block
+    batch: Batch
+    axes: ModelAxes
+    new_input: Callable[[], torch.Tensor]
 
-    with torch.no_grad(), FusedAttention():
-        for p in block.parameters():
-            low = getattr(p, "low", None)
-            if low is not None:
-                low.refresh(p)  # counted with the weights
-        run_block(block, new_input(), batch)  # makes what all layers share of a batch, so that it does not count as this block's
-    for axis in (a for group in dry.values() for a in group):
-        axis.sent.clear()
-    use = measure(lambda x: run_block(block, x, batch), new_input, block.parameters(), kind.master)
-    sent = {name: float(sum(n for axis in group for n in axis.sent.values())) for name, group in dry.items()}
-    return BlockUse(use, sent, batch.derived_bytes)
+    @staticmethod
+    def of(plan: Plan, number: int, tape: Tape | None = None) -> DryBlock:
+        run, grid, batch = plan.run, plan.grid, _batch(plan)
+        keys, heads = divmod(batch.part.index, grid.ulysses)
+        axes = ModelAxes(
+            DryAxis("tp", grid.tp), DryAxis("ep", grid.ep), DryAxis("etp", grid.etp), DryAxis("ep x etp", grid.ep * grid.etp),
+            DryAxis("cp", grid.cp, batch.part.index), DryAxis("cp heads", grid.ulysses, heads), DryAxis("cp keys", grid.cp // grid.ulysses, keys),
+            DryAxis("tp x cp", grid.tp * grid.cp),
+        )  # fmt: skip
+        env = replace(plan.env(Coords(), axes), kernels="plain", tape=tape or Tape())  # kernels cannot run here; they need no more than their twins
+        (block,) = plan.make_blocks(env, range(number, number + 1))
+        dtype = precision(run.train.precision).compute
+        size = (batch.num_tokens // grid.tp, run.model.hidden_size)
+        dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
+        with torch.no_grad(), FusedAttention():
+            for p in block.parameters():
+                low = getattr(p, "low", None)
+                if low is not None:
+                    low.refresh(p)  # counted with the weights
+            run_block(block, dry.new_input(), batch)  # makes what all layers share of a batch, so that it does not count as this block's
+        return dry.forgetting()
+
+    def forgetting(self) -> DryBlock:
+        """With nothing sent or run again yet."""
+        for axis in (a for group in self._axes.values() for a in group):
+            axis.sent.clear()  # type: ignore[attr-defined]
+        self.block.env.tape.reran.clear()
+        return self
+
+    @property
+    def _axes(self) -> dict[str, tuple[Axis, ...]]:
+        axes = self.axes
+        return {"tp": (axes.tp, axes.sharing), "cp": (axes.cp, axes.heads, axes.keys), "ep": (axes.ep, axes.etp, axes.experts)}
+
+    @property
+    def sent(self) -> dict[str, float]:
+        return {name: float(sum(n for axis in group for n in axis.sent.values())) for name, group in self._axes.items()}  # type: ignore[attr-defined]
+
+    def use(self, grad_dtype: torch.dtype) -> BlockUse:
+        use = measure(lambda x: run_block(self.block, x, self.batch), self.new_input, self.block.parameters(), grad_dtype)
+        return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.tape.reran))
+
+
+def block_use(plan: Plan, number: int) -> BlockUse:
+    return DryBlock.of(plan, number).use(precision(plan.run.train.precision).master)
 
 
 def _batch(plan: Plan) -> Batch:
@@ -165,9 +194,14 @@ def whole_tokens(plan: Plan) -> int:
 
 
 def _kept(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
-    """Bytes that a stage keeps of one micro-batch: what its blocks keep, its output, and what its layers derive from the batch."""
+    """Bytes that a stage keeps of one micro-batch: what its blocks keep, and what is fixed."""
+    return sum(blocks[b].bytes.kept for b in plan.stages[stage]) + fixed_bytes(plan, stage, blocks)
+
+
+def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
+    """Bytes of one micro-batch that no choice changes: the stage's output, and what its layers derive from the batch."""
     mine = plan.stages[stage]
-    return sum(blocks[b].bytes.kept for b in mine) + blocks[mine[-1]].bytes.output + max(blocks[b].derived for b in mine)
+    return blocks[mine[-1]].bytes.output + max(blocks[b].derived for b in mine)
 
 
 def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int:

@@ -199,14 +199,16 @@ def changes(run: Run, world: int) -> Iterator[tuple[dict[str, object], str]]:
     t, layout = run.train, run.layout
     if layout.sharding == 0:
         yield {"layout.sharding": 1}, "optimizer state cut over the data-parallel ranks; the same bytes sent"
-    if t.recompute == "none":
+    if t.recompute_budget_gib is not None:
+        yield {"train.recompute_budget_gib": round(0.9 * t.recompute_budget_gib, 2)}, "more is computed again in backward"
+    elif t.recompute == "none":
         yield {"train.recompute": "pointwise"}, "norms and MLP activations are computed again in backward"
-    if t.recompute in ("none", "pointwise"):
+    if t.recompute in ("none", "pointwise") and t.recompute_budget_gib is None:
         yield {"train.recompute": "selective"}, "attention is computed again in backward"
     smaller = [m for m in range(t.micro_batch // 2, 0, -1) if t.micro_batch % m == 0]
     for m in smaller:
         yield {"train.micro_batch": m}, "smaller matmuls, more of them"
-    if t.recompute != "full":
+    if t.recompute != "full" and t.recompute_budget_gib is None:
         yield {"train.recompute": "full"}, "every block's forward is computed again"
         for m in smaller:
             yield {"train.recompute": "full", "train.micro_batch": m}, "forward is computed again, in smaller matmuls"

@@ -22,6 +22,7 @@ from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, 
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, LowPrecision
 from phalanx.nn.module import Block
+from phalanx.nn.tape import PRESETS
 from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch, room_for
 from phalanx.ops.quant import RECIPES
@@ -29,7 +30,7 @@ from phalanx.schedule.actions import Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
-from phalanx.train.config import Run
+from phalanx.train.config import Run, TrainConfig
 
 ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
 
@@ -119,13 +120,15 @@ def global_numel(spec: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of a run. `stages[s]` are block numbers, `runs[s]` groups of them that share a bucket."""
+    """The decisions of a run. `stages[s]` are block numbers, `runs[s]` groups of them that share a bucket. `again[b]` names the ops
+    (nn.tape.OPS) of block b that are made again in backward."""
 
     run: Run
     grid: Grid
     facts: tuple[BlockFacts, ...]
     stages: tuple[range, ...]
     runs: tuple[tuple[range, ...], ...]
+    again: tuple[frozenset[str], ...]
 
     @property
     def schedule_name(self) -> str:
@@ -235,16 +238,22 @@ class Plan:
         train = self.run.train
         return Env(
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
-            recompute=train.recompute, tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage,
-            low=low_precision(self.run),
+            tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage, low=low_precision(self.run),
             kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
             cp_attention=self.cp_attention,
         )  # fmt: skip
 
+    def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:
+        """Blocks with these numbers on the meta device, told what to make again in backward."""
+        blocks = make_blocks(self.run.model, env, numbers)
+        for block, number in zip(blocks, numbers):
+            block.again = self.again[number]
+        return blocks
+
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
         """The blocks of one rank on the meta device, by (stage, run). Made together, so that those which share a weight have it once."""
         numbers = [b for stage in self.stages_of(at.pp) for b in self.stages[stage]]
-        blocks = dict(zip(numbers, make_blocks(self.run.model, self.env(at, axes), numbers)))
+        blocks = dict(zip(numbers, self.make_blocks(self.env(at, axes), numbers)))
         return {
             (stage, number): [blocks[b] for b in run] for stage in self.stages_of(at.pp) for number, run in enumerate(self.runs[stage])
         }  # fmt: skip
@@ -293,13 +302,31 @@ def make_plan(run: Run, world: int) -> Plan:
     for stage in stages:
         cut = cut_runs([(facts[b].numel - facts[b].experts) // grid.tp + facts[b].experts // (grid.ep * grid.etp) for b in stage], limit)
         runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
-    return Plan(run, grid, facts, tuple(stages), tuple(runs))
+    plan = Plan(run, grid, facts, tuple(stages), tuple(runs), (ops_again(run.train),) * len(facts))
+    return plan if run.train.recompute_budget_gib is None else fitted(plan, run.train.recompute_budget_gib)
+
+
+def fitted(plan: Plan, budget_gib: float) -> Plan:
+    """The plan with what is made again chosen so that a rank uses no more than this."""
+    from phalanx.train.fit import within_budget  # measures blocks of a plan
+
+    return replace(plan, again=within_budget(plan, budget_gib * 2**30))
+
+
+def ops_again(train: TrainConfig) -> frozenset[str]:
+    """What is made again in backward, by name: a preset, and ops beside it."""
+    return frozenset((*PRESETS[train.recompute], *train.recompute_ops))
 
 
 def bucket_numel(run: Run) -> int:
     """Parameters per bucket: layout.bucket_mb MiB of gradients."""
     bytes_each = 8 if run.train.precision == "fp64" else 4
     return max(1, run.layout.bucket_mb * 2**20 // bytes_each)
+
+
+def storing_all(run: Run) -> Run:
+    """The same run with nothing made again in backward."""
+    return replace(run, train=replace(run.train, recompute="none", recompute_ops=[], recompute_budget_gib=None))
 
 
 def without_layout(run: Run) -> Run:

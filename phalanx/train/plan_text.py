@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from phalanx.base.devices import DEVICES, Device
 from phalanx.layout.grid import Grid
@@ -10,6 +11,7 @@ from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import Trace
 from phalanx.train.config import Run
 from phalanx.train.data_text import plan_data
+from phalanx.train.fit import savings_of
 from phalanx.train.flops import flops_of
 from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.train.order import total_samples
@@ -30,9 +32,10 @@ def plan_text(run: Run, world: int, device: Device | None = None) -> str:
         f"Schedule {plan.schedule_name} (lengths by FLOPs; simulated with unbuffered sends: no deadlock)": draw(trace, WIDTH),
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
         "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
+        "Made again in backward (of each stage's micro-batch and rank)": again_text(plan),
         "Sent by each rank per step (GiB)": sent_table(plan.grid, uses),
     }
-    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items())
+    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items() if text)
 
 
 def summary(plan: Plan, m: int, trace: Trace) -> str:
@@ -45,7 +48,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         "parameters": f"{num_parameters(plan):,}",
         "ranks": f"{grid.world:,} = {grid.text}, sharding level {run.layout.sharding}{expert_view(run, grid)}",
-        "precision": f"{train.precision}{low_text(run)}, recompute {train.recompute}",
+        "precision": f"{train.precision}{low_text(run)}, recompute {recompute_text(run)}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
         "run": f"{train.steps:,} steps, {samples:,} sequences, {count(samples * train.seq_length)} tokens",
@@ -95,6 +98,42 @@ def memory_table(plan: Plan, uses: Sequence[RankUse]) -> str:
     for pp, use in enumerate(uses):
         rows.append((str(pp), *(gib(b) for b in use.memory.values()), gib(use.total), str(use.live)))
     return table(rows)
+
+
+def recompute_text(run: Run) -> str:
+    train = run.train
+    if train.recompute_budget_gib is not None:
+        return f"within {train.recompute_budget_gib:g} GiB a rank"
+    names = [train.recompute, *train.recompute_ops]
+    return ", ".join(names[1:] if len(names) > 1 and train.recompute == "none" else names)
+
+
+def again_text(plan: Plan) -> str:
+    """What is made again where, what that saves and costs; nothing where all is stored."""
+    if not any(plan.again):
+        return ""
+    rows = [("pp rank", "stage", "what", "GiB less kept", "GFLOP more", "of forward + backward")]
+    savings = savings_of(plan)
+    for pp in range(plan.grid.pp):
+        for stage in plan.stages_of(pp):
+            mine = [savings[b] for b in plan.stages[stage]]
+            flops = 3 * sum(plan.facts[b].flops for b in plan.stages[stage]) * plan.run.train.micro_batch * plan.run.train.seq_length / plan.grid.tp
+            more = sum(s.price.flops for s in mine)
+            less = gib(sum(s.bytes for s in mine))
+            for n, what in enumerate(runs_alike(plan, stage)):
+                numbers = (less, f"{more / 1e9:.4g}", f"{100 * more / flops:.1f} %") if n == 0 else ("", "", "")
+                rows.append((str(pp), str(stage), what, *numbers) if n == 0 else ("", "", what, *numbers))
+    return table(rows, left=(2,))
+
+
+def runs_alike(plan: Plan, stage: int) -> list[str]:
+    """Such as "layers 0-5: activation, norm"."""
+    found, blocks = [], plan.stages[stage]
+    for names, run in groupby(blocks, key=lambda b: plan.again[b]):
+        numbers = list(run)
+        if names:
+            found.append(f"{contents(plan, range(numbers[0], numbers[-1] + 1))}: {', '.join(sorted(names))}")
+    return found or ["nothing"]
 
 
 def fits(uses: Sequence[RankUse], device: Device | None) -> str:

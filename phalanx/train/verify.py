@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -32,7 +33,7 @@ from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, Qwen3MoEConfig
 from phalanx.train.build import State, build, write_slot
 from phalanx.train.config import Run
-from phalanx.train.plan import grid_of, make_plan, num_blocks, without_layout
+from phalanx.train.plan import grid_of, make_plan, num_blocks, storing_all, without_layout
 from phalanx.train.step import accumulate, update
 
 MAX_RANKS = 8
@@ -78,7 +79,7 @@ def verify_rank(run: Run, placement: Placement, steps: int = 2) -> None:
 
 def shrink(run: Run, world: int) -> Small:
     """Fewer ranks, layers, features, tokens; the same kinds of everything: what is cut, shared, uneven or tied stays so."""
-    grid = grid_of(run, world)
+    run, grid = without_budget(run, world), grid_of(run, world)
     pp, dp, cp, tp = fewer_ranks([grid.pp, grid.dp, grid.cp, grid.tp])
     layout = small_layout(run, world, pp, cp, tp)
     model = small_model(run, tp, small_layers(run.model, layout))
@@ -94,6 +95,15 @@ def shrink(run: Run, world: int) -> Small:
     small = replace(run, model=model, layout=layout, train=train, data=DataConfig(mock=True, document_attention=run.data.document_attention))
     ranks = pp * dp * cp * tp
     return Small(small, ranks, describe(run, world, small, ranks))
+
+
+def without_budget(run: Run, world: int) -> Run:
+    """With the ops to make again named that train.recompute_budget_gib chose for most of the blocks that make any again."""
+    if run.train.recompute_budget_gib is None:
+        return run
+    chosen = Counter(tuple(sorted(names)) for names in make_plan(run, world).again if names)
+    most = max(chosen, key=lambda names: chosen[names], default=())
+    return replace(run, train=replace(run.train, recompute_budget_gib=None, recompute_ops=list(most)))
 
 
 def fewer_ranks(sizes: list[int]) -> list[int]:
@@ -366,7 +376,7 @@ class Verdict:
 
 def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None = None) -> Verdict:
     """Train on this layout, and alone on rank 0; every rank compares its own boxes with rank 0's tensors. The same on all ranks."""
-    alone = without_layout(replace(run, train=replace(run.train, recompute="none"), layout=replace(run.layout, sharding=0)))
+    alone = without_layout(replace(storing_all(run), layout=replace(run.layout, sharding=0)))
     truth = follow(alone, Mesh(make_plan(alone, 1).grid), steps) if rank == 0 else Record()
     mesh = Mesh(make_plan(run, world).grid, rank)
     mine = follow(run, mesh, steps, drop)

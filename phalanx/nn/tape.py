@@ -1,0 +1,230 @@
+"""Tape: which tensors of a block's forward are not stored for its backward, and how they come back; modules call their ops through it.
+
+A named op that is to be made again keeps its inputs alone: neither what it saves inside nor its outputs, whoever saves those. When backward
+first asks for any of them the op runs again, once, on inputs that may come back the same way. Chen et al., "Training deep nets with
+sublinear memory cost", 2016; Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022.
+
+Which ops are made again is told by whoever runs the block (nn.recompute). What is saved is seen by torch.autograd's hooks for saved
+tensors, so no op needs to know. Nothing here depends on random state: dropout is counter-based.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+OPS = {
+    "norm": "the outputs of norms",
+    "qkv": "the projections to queries, keys and values (of latent attention, down and up)",
+    "rope": "norms of heads and the rotation: queries and keys as attention reads them",
+    "attention": "the softmax over tokens and its output, all between the projections and the output projection",
+    "up": "the MLP's first matmul (gate and up; of experts too)",
+    "activation": "the MLP's activation (of experts too)",
+    "dropout": "masks of dropout outside attention",
+    "experts": "what experts get, compute and send back, its exchanges between ranks included",
+    "block": "whole layers; their inputs alone are kept",
+}
+"""Names of the ops that can be made again in backward, and what of them is then not kept."""
+PRESETS: dict[str, tuple[str, ...]] = {"none": (), "pointwise": ("norm", "activation"), "selective": ("rope", "attention"), "full": ("block",)}
+"""Sets of them that have a name."""
+
+
+class _Again:
+    """An op that runs again when backward first asks for what it made. It lives as long as any node of the graph may ask."""
+
+    def __init__(self, make: Callable[..., Any], inputs: tuple[Any, ...], wanted: tuple[bool, ...], ran: Callable[[], None]):
+        self.make, self.inputs, self.wanted, self.ran = make, inputs, wanted, ran
+        self._saved = 0
+        self._inside: list[Tensor] = []
+        self._outputs: list[Tensor] | None = None
+
+    def first(self, inputs: tuple[Tensor, ...]) -> Any:
+        """What the op makes the first time. In place of a tensor saved inside, its number is; an input is there anyway."""
+        here = list(inputs)
+
+        def pack(tensor: Tensor) -> int | _View:
+            found = _lies_in(tensor, here)
+            if found is not None:
+                return _View(partial(self._input, found[0]), *found[1])
+            self._saved += 1
+            return self._saved - 1
+
+        with saved_tensors_hooks(pack, self._unpack):
+            made = self.make(*inputs)
+        here.clear()  # the graph keeps `pack`, and must not keep the inputs with it
+        return made
+
+    def _unpack(self, kept: int | _View) -> Tensor:
+        if isinstance(kept, _View):
+            return kept.tensor()
+        self._run()
+        return self._inside[kept]
+
+    def _input(self, number: int) -> Tensor:
+        return stored(self.inputs[number])
+
+    def output(self, number: int) -> Tensor:
+        self._run()
+        return self._outputs[number]  # type: ignore[index]
+
+    def _run(self) -> None:
+        if self._outputs is not None:
+            return
+        inputs = [stored(t).detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)]
+
+        def pack(tensor: Tensor) -> None:
+            if _lies_in(tensor, inputs) is None:
+                self._inside.append(tensor.detach())
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, _unreadable):
+            made = self.make(*inputs)
+        if len(self._inside) != self._saved:
+            raise RuntimeError(f"an op that ran again saved {len(self._inside)} tensors, the first time {self._saved}")
+        self._outputs = [t.detach() for t in _tensors(made)]
+        self.ran()
+
+
+def _unreadable(_: Any) -> Tensor:
+    raise RuntimeError("backward through an op that only ran to make its tensors again")
+
+
+Place = tuple[torch.Size, tuple[int, ...], int]
+"""How a tensor lies in the memory of another: its size, its strides, and its start counted from the other's."""
+
+
+def _place(tensor: Tensor, start: int) -> Place:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
+
+
+def _lies_in(tensor: Tensor, others: Sequence[Tensor]) -> tuple[int, Place] | None:
+    """The number of the first of `others` in whose memory a tensor lies, and how."""
+    key = tensor.untyped_storage()._cdata
+    for number, other in enumerate(others):
+        if other.untyped_storage()._cdata == key and other.dtype == tensor.dtype:
+            return number, _place(tensor, int(other.storage_offset()))
+    return None
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor in the memory of one that is kept or made again when it is asked for."""
+
+    base: Callable[[], Tensor]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        base = self.base()
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+def stored(kept: Tensor | _View) -> Tensor:
+    """The tensor that was kept, or made again."""
+    return kept if isinstance(kept, Tensor) else kept.tensor()
+
+
+@dataclass(frozen=True)
+class _Output:
+    """An output that is not stored, known by its memory while that lives."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    again: _Again
+    number: int
+    offset: int
+    dtype: torch.dtype
+
+
+class Tape:
+    """What the forward of the block that runs now does not store. One for all blocks of a rank; between blocks it is empty.
+
+    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.reran: Counter[str] = Counter()
+        self._again: Set[str] = frozenset()
+        self._outputs: dict[int, _Output] = {}
+
+    @contextmanager
+    def block(self, again: Set[str]) -> Iterator[None]:
+        """Around the forward of a block: the ops named in `again` are made again in its backward."""
+        if not again or not torch.is_grad_enabled():
+            yield
+            return
+        self._again = again
+        try:
+            with saved_tensors_hooks(self._pack, stored):
+                yield
+        finally:
+            self._again = frozenset()
+            self._outputs.clear()
+
+    def op(self, name: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
+        """make(*inputs), a tensor or a tuple of them: neither its outputs nor what it saves are stored if `name` is to be made again.
+
+        All tensors with a gradient that `make` reads must be among the inputs (weights apart). It must give the same bits each time.
+        """
+        self.names.add(name)
+        if name not in self._again:
+            return make(*inputs)
+        again = self._run_later(name, make, inputs)
+        made = self._first(again, inputs)
+        self._know(again, made, inputs)
+        return made
+
+    def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:
+        """Where an op makes more than what is not to be stored: `made` alone is not, and make(*inputs) gives it again."""
+        self.names.add(name)
+        if name in self._again:
+            self._know(self._run_later(name, torch.no_grad()(make), inputs), made, inputs)
+
+    def whole(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """make(*inputs) of a whole layer, whose output is the next one's input and stays."""
+        self.names.add("block")
+        return self._first(self._run_later("block", make, inputs), inputs) if "block" in self._again else make(*inputs)
+
+    def makes_again(self, name: str) -> bool:
+        return name in self._again
+
+    def _first(self, again: _Again, inputs: tuple[Tensor, ...]) -> Any:
+        """Ops inside one that is made again come back with the whole."""
+        outer, self._again = self._again, frozenset()
+        try:
+            return again.first(inputs)
+        finally:
+            self._again = outer
+
+    def _run_later(self, name: str, make: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Again:
+        kept, wanted = tuple(self._pack(t.detach()) for t in inputs), tuple(t.requires_grad for t in inputs)
+        return _Again(make, kept, wanted, partial(self.reran.update, (name,)))
+
+    def _know(self, again: _Again, made: Any, inputs: tuple[Tensor, ...]) -> None:
+        """From now on `made` is not stored by who saves it. An output in the memory of an input is what the input is."""
+        known = {t.untyped_storage()._cdata for t in inputs}
+        for number, t in enumerate(_tensors(made)):
+            storage = t.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self._outputs[storage._cdata] = _Output(weakref.ref(storage), again, number, int(t.storage_offset()), t.dtype)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        storage = tensor.untyped_storage()
+        found = self._outputs.get(storage._cdata)
+        if found is None or found.storage() is not storage or found.dtype != tensor.dtype:  # memory is used anew once it is free
+            return tensor
+        return _View(partial(found.again.output, found.number), *_place(tensor, found.offset))
+
+
+def _tensors(made: Any) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else tuple(made)
