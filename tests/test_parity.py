@@ -57,6 +57,7 @@ NAMED = {
     ),
     "gpt2 tp2 pp2, everything but attention again": case("gpt2", 4, tp=2, pp=2, recompute="norm, qkv, up, activation, dropout"),
     "deepseek_v3 tp2 ep2, everything again": case("deepseek_v3", 2, tp=2, ep=2, recompute="norm, qkv, rope, attention, experts, up, activation"),
+    "qwen3 cp2 tp2, attention and its inputs again": case("qwen3", 4, cp=2, tp=2, documents=True, recompute="norm, qkv, rope, attention"),
     "gpt_oss ep4 by all-gather, experts again": case("gpt_oss", 4, ep=4, dispatch="allgather", recompute="experts, norm"),
     "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
     "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
