@@ -275,9 +275,9 @@ def test_statistics_are_in_the_metrics(tmp_path):
 
 def outlier_run(folder: Path, fp8: dict | None) -> Run:
     """One feature of the values of layer 0 is a million times too large, and what it is multiplied by zero: in bf16 it changes nothing, but
-    one scale per tensor leaves nothing of the other features. The rates are small: losses differ by what products lose, not by chance."""
+    one scale per tensor leaves nothing of the other features. The rate is zero: losses differ by what products lose alone."""
     run = run_of(folder, fp8, steps=8)
-    return replace(run, optim=OptimConfig(lr=1e-6), checkpoint=CheckpointConfig(), init_from=str(folder.parent / "outliers"))
+    return replace(run, optim=OptimConfig(lr=0.0), checkpoint=CheckpointConfig(), init_from=str(folder.parent / "outliers"))
 
 
 def make_outliers(folder: Path) -> None:
@@ -303,5 +303,5 @@ def test_a_layer_with_outliers_is_caught_and_cured(tmp_path):
     assert set(told) == {"model.layers.0.self_attn.q_proj+k_proj+v_proj", "model.layers.0.self_attn.o_proj"}
     assert "goes on in bf16: casts lost 9" in (tmp_path / "cured/log.txt").read_text()
     off = [np.abs(np.array(losses(rows)) - truth) for rows in (bad, cured)]
-    assert off[0].min() > 0.1 and off[1][:2].min() > 0.1 and off[1][5:].max() < 0.01, off
+    assert off[0].min() > 0.1 and off[1][:2].min() > 0.1 and off[1][5:].max() == 0, off
     assert np.abs(truth - plain).mean() < 0.5 * np.abs(np.array(losses(bad)) - plain).mean()
