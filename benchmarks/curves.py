@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,11 @@ def write_config(folder: Path, options: argparse.Namespace, gpu: bool) -> Path:
     return path
 
 
-def trained(config: Path, folder: Path, precision: str, limit_s: float) -> dict[str, Any]:
-    """Losses by step of one run, and what it took. What a killed run has written counts too."""
-    run = folder / precision
+def trained(config: Path, folder: Path, precision: str, limit_s: float, name: str = "", more: Sequence[str] = ()) -> dict[str, Any]:
+    """Losses by step of one run, and what it took. What a killed run has written counts too. name: of its folder; more: overrides."""
+    run = folder / (name or precision)
     shutil.rmtree(run, ignore_errors=True)
-    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", f"train.precision={precision}"]
+    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", f"train.precision={precision}", *more]
     began, code = time.perf_counter(), None
     try:
         code = subprocess.run(command, timeout=limit_s).returncode
@@ -74,7 +75,7 @@ def trained(config: Path, folder: Path, precision: str, limit_s: float) -> dict[
     rows = [r for r in rows if "loss" in r]
     middle = sorted(r["step_s"] for r in rows)[len(rows) // 2]
     return {
-        "precision": precision, "exit_code": code, "wall_s": time.perf_counter() - began, "step_ms": 1e3 * middle,
+        "name": name or precision, "precision": precision, "exit_code": code, "wall_s": time.perf_counter() - began, "step_ms": 1e3 * middle,
         "tflops": rows[-1]["tflops_per_gpu"], "losses": [r["loss"] for r in rows], "chosen": chosen(run),
     }  # fmt: skip
 

@@ -50,6 +50,9 @@ class Eager:
     def close(self) -> None:
         """Let go of what was captured. Communicators cannot be closed before the graphs that use them."""
 
+    def forget(self) -> None:
+        """What runs compute has changed: capture it anew, after another step without graphs."""
+
 
 @dataclass
 class _Captured:
@@ -104,6 +107,11 @@ class Graphs(Eager):
         for kept in (self._slots, self._free, self._taken):
             kept.clear()
         self.memories, self._warm = (), False
+
+    def forget(self) -> None:
+        memories = self.memories
+        self.close()
+        self.memories = memories
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm or batch.most_documents > usual_documents(batch.all_tokens):  # such a batch may come once: not worth a pool of memory

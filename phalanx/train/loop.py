@@ -14,6 +14,7 @@ from phalanx.optim.schedules import learning_rate
 from phalanx.train.build import State
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import NOT_FINITE, REASONS
+from phalanx.train.low import shadow_text, unsafe
 from phalanx.train.metrics import Counters, Pending, Reporter
 from phalanx.train.order import global_batch_at, micro_batches
 from phalanx.train.record import Recorder
@@ -92,7 +93,7 @@ class Loop:
                 micro = size // (run.train.micro_batch * mesh.dp.size)
                 lr = learning_rate(run.optim, step, run.train.steps)
                 with recorder.around(step, self.reporter.last_s):
-                    result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked())
+                    result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked(), self._shadow_due(step))
                 consumed += size
                 stop = self._finish(pending)
                 self.saves.check()
@@ -118,6 +119,7 @@ class Loop:
             return False
         stop = self.reporter.finished(*pending)
         self._judge(pending[0])
+        self._watch_low(pending[0])
         limit = self.state.plan.run.train.max_skipped
         if self.counters.skipped_in_a_row >= limit:
             what = f"{limit} steps in a row had a loss or a gradient norm that could not be applied (train.max_skipped={limit})"
@@ -137,6 +139,31 @@ class Loop:
             raise NumericalStop(f"{bad.text}; it was not applied (train.guard.policy=stop)")
         if self.reporter.log.rank == 0:
             self.reporter.log.warn(f"{bad.text}; it was skipped")
+
+    def _shadow_due(self, step: int) -> bool:
+        fp8, last = self.state.plan.run.train.fp8, self.state.plan.run.train.steps
+        return fp8 is not None and fp8.shadow_interval is not None and (step in (1, last) or step % fp8.shadow_interval == 0)
+
+    def _watch_low(self, pending: Pending) -> None:
+        """Tell how far the gradients are from those of a shadow step; linears that lost too much go on in train.precision. All ranks know
+        the same numbers, so they decide alike."""
+        low, tally, apart = self.state.low, pending.low(), pending.apart()
+        if low is None or low.config is None or tally is None:
+            return
+        log, precision = self.reporter.log, self.state.plan.run.train.precision
+        if apart is not None:
+            for line in shadow_text(low.names, apart):
+                log.info(f"step={pending.step} {line}")
+        bad = {name: why for name, why in unsafe(low.names, low.config, tally, apart).items() if low.is_on(name)}
+        if not bad:
+            return
+        low.fall_back(bad)
+        self.state.stages.runner.forget()
+        for name, why in bad.items():
+            if log.rank == 0:
+                log.warn(f"step {pending.step}: {name} goes on in {precision}: {why}")
+        if self.reporter.trackers is not None:
+            self.reporter.trackers.write({"step": pending.step, "fp8_fell_back": bad})
 
     def _replicas_due(self, step: int) -> bool:
         interval = self.state.plan.run.train.guard.replicas_interval

@@ -33,6 +33,7 @@ class LowState:
         self.history = torch.zeros(count if length else 0, 3, length, device=device)
         self.multiplier = torch.ones(count, 3, device=device)
         self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
+        self._gone: set[str] = set()
         self.lows: dict[int, list[tuple[LowWeight, nn.Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
         self._full = False  # whether the history has anything
@@ -133,20 +134,23 @@ class LowState:
         """The tensors of `state` have values of a checkpoint (zeros: it had none)."""
         self._full = bool(self.history.any())
         self.scale_by_history()
-        off = {name for name, value in zip(self.names, self.off.tolist()) if value}
+        self._gone = {name for name, value in zip(self.names, self.off.tolist()) if value}
         for low, _ in self.here:
-            low.on = low.name not in off
+            low.on = low.name not in self._gone
 
     # ---- falling back --------------------------------------------------------------------------------------------------------------
 
     def fall_back(self, names: Iterable[str]) -> None:
         """These linears stay in train.precision from now on."""
-        gone = set(names)
+        self._gone |= set(names)
         for i, name in enumerate(self.names):
-            if name in gone:
+            if name in self._gone:
                 self.off[i] = 1.0
         for low, _ in self.here:
-            low.on = low.on and low.name not in gone
+            low.on = low.name not in self._gone
+
+    def is_on(self, name: str) -> bool:
+        return name not in self._gone
 
 
 def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:
@@ -175,3 +179,23 @@ def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]])
             *([r[key] / r["values"] if r["values"] else 0.0 for r in rows] for key in ("zeros", "cut")),
         ]
     return found
+
+
+def unsafe(names: Sequence[str], config: Fp8Config, tally: Sequence[Sequence[Sequence[float]]],
+           apart: Sequence[Sequence[float]] | None) -> dict[str, str]:  # fmt: skip
+    """Linears that train.fp8's limits do not allow to go on in low precision, and why: of what a step told."""
+    found: dict[str, str] = {}
+    for name, tensors in zip(names, tally):
+        part, tensor = max((lost_part(values), tensor) for tensor, values in zip(TENSORS, tensors))
+        if config.max_lost is not None and part > config.max_lost:
+            found[name] = f"casts lost {100 * part:.1f} % of its {tensor} (train.fp8.max_lost={config.max_lost})"
+    for name, (cosine, _) in zip(names, apart or ()):
+        if config.min_cosine is not None and cosine < config.min_cosine:
+            found[name] = f"the cosine of its weight's gradient is {cosine:.4f} (train.fp8.min_cosine={config.min_cosine})"
+    return found
+
+
+def shadow_text(names: Sequence[str], apart: Sequence[Sequence[float]]) -> list[str]:
+    """Lines for the log: the worst first."""
+    rows = sorted(zip(names, apart), key=lambda row: row[1][0])
+    return [f"shadow {name}: cosine {cosine:.5f}, relative error {error:.4f}" for name, (cosine, error) in rows]

@@ -55,9 +55,9 @@ class Pending:
         if result.routing is not None:
             told = torch.cat((told, result.routing.flatten()))
         self._low = None if result.low is None else result.low.shape
-        self._low_at = len(told)
-        if result.low is not None:
-            told = torch.cat((told, result.low.flatten()))
+        self._apart = None if result.apart is None else result.apart.shape
+        self._low_at, self._apart_at = len(told), len(told) + (0 if result.low is None else result.low.numel())
+        told = torch.cat([told, *(t.flatten().double() for t in (result.low, result.apart) if t is not None)])
         self._host = told
         if told.is_cuda:
             self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
@@ -82,7 +82,11 @@ class Pending:
 
     def low(self) -> list[Any] | None:
         """What casts of low precision lost, as LowState.told, after `read`; None without train.fp8."""
-        return None if self._low is None else self._host[self._low_at :].view(self._low).tolist()
+        return None if self._low is None else self._host[self._low_at : self._apart_at].view(self._low).tolist()
+
+    def apart(self) -> list[list[float]] | None:
+        """(cosine, relative error) of each linear's gradient, after `read`; None of a step without a shadow."""
+        return None if self._apart is None else self._host[self._apart_at :].view(self._apart).tolist()
 
 
 @dataclass
@@ -248,4 +252,8 @@ class Reporter:
             return {}
         part, whose = worst(self.low_names, tally)
         every = pending.step == 1 or pending.step % LOW_EVERY == 0 or pending.step == self.total_steps
-        return {"fp8_lost": part, "fp8_worst": whose, **({"fp8": low_values(self.low_names, tally)} if every else {})}
+        values: dict[str, Any] = {"fp8_lost": part, "fp8_worst": whose, **({"fp8": low_values(self.low_names, tally)} if every else {})}
+        apart = pending.apart()
+        if apart is not None:
+            values["fp8_shadow"] = dict(zip(self.low_names, apart))
+        return values

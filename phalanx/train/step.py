@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
 from phalanx.train.build import State
 from phalanx.train.guard import NOT_FINITE
+from phalanx.train.shadow import apart, begin_history, reference
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepResult:
     stop       how many ranks were asked to stop
     ahead      mean loss per token of what predicts further tokens, if there is such a block
     low        (L, 3, 5) what casts of low precision lost, as LowState.told, of all ranks; None without train.fp8
+    apart      (L, 2) of steps with a shadow, as shadow.apart
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     """
 
@@ -38,36 +40,33 @@ class StepResult:
     routing: Tensor | None = None
     ahead: Tensor | None = None
     low: Tensor | None = None
+    apart: Tensor | None = None
 
 
-def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False) -> StepResult:
-    """`batches`: this rank's micro-batches, or its part of each, on the device. `stop`: this rank was asked to stop."""
+def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False, shadow: bool = False) -> StepResult:
+    """`batches`: this rank's micro-batches, or its part of each, on the device. `stop`: this rank was asked to stop. `shadow`: compare
+    the gradients with those in train.precision (train.fp8.shadow_interval)."""
+    kept = shadow_of(state, batches) if shadow else {}
     tokens = accumulate(state, batches)
-    return update(state, tokens, lr, stop)
+    distance = apart(state, kept)
+    return replace(update(state, tokens, lr, stop), apart=distance)
+
+
+def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
+    tokens = count_tokens(state, batches)
+    return reference(state, lambda: forward_backward(state, batches, tokens))
 
 
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
     tokens = count_tokens(state, batches)
     if state.low is not None and state.low.needs_history:
-        begin_history(state, batches, tokens)
+        begin_history(state, lambda: forward_backward(state, batches, tokens))
     forward_backward(state, batches, tokens)
     if state.plan.room_may_lack and lacked_room(state):
         with state.by_all_to_all():
             forward_backward(state, batches, tokens)
     return tokens
-
-
-def begin_history(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
-    """Before the first step of delayed scaling: the amaxes of its tensors, by doing it with scales of their own; its gradients go."""
-    low = state.low
-    if low is None:
-        return
-    with low.measuring(), state.by_all_to_all():
-        forward_backward(state, batches, tokens)
-    low.settle(state.mesh.world)
-    low.told()
-    state.buffers.zero_grads()
 
 
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:

@@ -1,0 +1,102 @@
+"""Does low precision hold the loss? One run in bf16 and one per recipe of train.fp8, same data, same seed; their gaps and shadow cosines.
+
+python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed ...] [--steps 500] [--limit SECONDS]
+
+The data and the model are those of benchmarks/curves.py (real text; on a GPU above 100M parameters and 64K tokens a batch). Every run with a
+recipe compares its gradients with those in bf16 at its first, middle and last step (train.fp8.shadow_interval). Writes FILE.json and
+FILE.svg, and rewrites both after each run, so that a session which ends early keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from curves import LAST, gaps, smoothed, trained, write_config  # type: ignore[import-not-found]
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
+
+
+def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float) -> dict[str, Any]:
+    """A run of one recipe; bf16 is the truth."""
+    more = [] if recipe == "bf16" else [f"train.fp8={{recipe: {recipe}, shadow_interval: {max(1, steps // 2)}}}"]
+    return trained(config, folder, "bf16", limit_s, name=recipe, more=more)
+
+
+def shadows(run: Path) -> dict[int, dict[str, float]]:
+    """By step, the least and the mean cosine over linears, and whose the least is."""
+    found = {}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "fp8_shadow" in row:
+            cosines = {name: cosine for name, (cosine, _) in row["fp8_shadow"].items()}
+            least = min(cosines, key=lambda name: cosines[name])
+            found[row["step"]] = {"least": cosines[least], "whose": least, "mean": sum(cosines.values()) / len(cosines)}
+    return found
+
+
+def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    truth = smoothed(runs[0]["losses"])
+    upper.plot(truth, label=f"bf16, mean of {LAST} steps", color="black", linewidth=1.2)
+    for r in runs[1:]:
+        curve = smoothed(r["losses"])
+        [line] = upper.plot(curve, label=f"{r['name']}, final gap {100 * r['gap']['final']:+.3f} %", linewidth=1)
+        lower.plot([100 * (a - b) / b for a, b in zip(curve, truth)], color=line.get_color(), linewidth=1)
+    upper.set_title(title, fontsize=9)
+    upper.set_ylabel("loss")
+    upper.legend(frameon=False)
+    lower.axhline(0, color="black", linewidth=0.5)
+    lower.set_ylabel("gap to bf16, %")
+    lower.set_ylim(-2, 2)
+    lower.set_xlabel("step")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/fp8-curves"))
+    parser.add_argument("--text", nargs="*", help="files or folders; default: the installed packages' sources")
+    parser.add_argument("--megabytes", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--commit", default="unknown")
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    options.work.mkdir(parents=True, exist_ok=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    config = write_config(options.work, options, gpu)
+    text = json.loads((options.work / "data" / "text.json").read_text(encoding="utf-8"))
+    device = torch.cuda.get_device_name(0) if gpu else "CPU"
+    facts = {
+        "date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__, "commit": options.commit,
+        "config": json.loads(config.read_text(encoding="utf-8")),
+        "text": {key: text[key] for key in ("files", "text_bytes", "documents", "tokens", "vocab_size", "inputs_hash")},
+    }  # fmt: skip
+    runs: list[dict[str, Any]] = []
+    for recipe in ("bf16", *options.recipes):
+        r = run_recipe(config, options.work, recipe, options.steps, options.limit)
+        if runs:
+            r |= {"gap": gaps(r["losses"], runs[0]["losses"]), "shadow": shadows(options.work / recipe)}
+        runs.append(r)
+        options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
+        draw(runs, f"recipes of train.fp8 against bf16, {device}", options.out.with_suffix(".svg"))
+        gap = r.get("gap")
+        said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {smoothed(r['losses'])[-1]:.4f}"
+        print(f"{recipe:11} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}", flush=True)
+        for step, s in r.get("shadow", {}).items():
+            print(f"{'':11} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
