@@ -16,6 +16,7 @@ from phalanx.base.rng import fill_normal_
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import Saved, Snapshot, save
 from phalanx.checkpoint.storage import Storage
+from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import FlatBucket
 from phalanx.layout.buckets import Bucket
@@ -103,6 +104,28 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
 def kept_of(flat: FlatBucket, whole: torch.Tensor) -> torch.Tensor:
     """The part of a whole bucket whose weights this rank keeps."""
     return whole[flat.weight_at : flat.weight_at + len(flat.weight_kept)]
+
+
+def load_and_count_on_rank(rank: int, world: int, run: Run, path: Path) -> tuple[list[str], int]:
+    """What load_on_rank finds, and how many bytes of state files (headers aside) were read more than once."""
+    read, original = list[tuple[str, int, int]](), CheckedFile._read_into
+
+    def counted(file: CheckedFile, data: memoryview, at: int) -> None:
+        if file.path.parent.name == "state" and at >= getattr(file, "_data", 1 << 62):
+            read.append((file.path.name, at, len(data)))
+        original(file, data, at)
+
+    CheckedFile._read_into = counted  # type: ignore[method-assign]
+    try:
+        wrong = load_on_rank(rank, world, run, path)
+    finally:
+        CheckedFile._read_into = original  # type: ignore[method-assign]
+    assert read, "it was not read through CheckedFile"
+    twice, end = 0, ("", 0)
+    for name, at, size in sorted(read):
+        twice += max(0, min(end[1], at + size) - at) if name == end[0] else 0
+        end = (name, max(end[1] if name == end[0] else 0, at + size))
+    return wrong, twice
 
 
 def load_weights_on_rank(rank: int, world: int, run: Run, folder: Path, truth: dict[str, np.ndarray]) -> list[str]:

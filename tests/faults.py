@@ -8,25 +8,30 @@ that nobody disturbed: every loss and gradient norm as hex, the place in the dat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from phalanx.base.batch import Batch
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest, list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest, verify
+from phalanx.data.loader import Prefetcher
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config
 from phalanx.train.config import Run
@@ -58,20 +63,32 @@ class Tally:
 # ---- runs of forked ranks ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(folder: Path, seed: int) -> tuple[Run, int]:
+LAYOUTS: list[tuple[int, dict]] = [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 0})]
+
+
+def config_of(folder: Path, seed: int, layouts: list[tuple[int, dict]] = LAYOUTS) -> tuple[Run, int]:
     """(run, ranks): layouts, precisions and ways to save in turn."""
     pick = random.Random(seed)
-    world, layout = pick.choice([(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 0})])
+    world, layout = pick.choice(layouts)
     precision = pick.choice(["fp32", "bf16"])
     run = make_run(folder, steps=10, precision=precision, timeout_s=10.0)
     run = replace(run, layout=LayoutConfig(**layout), model=pick.choice([run.model, DROPOUT]))
     return replace(run, checkpoint=CheckpointConfig(interval=pick.choice([1, 2, 3]), background=pick.random() < 0.7)), world
 
 
-def begin(run: Run, world: int, before: Callable[[], None] = lambda: None) -> list[int]:
-    """Process numbers of forked ranks that train; what they say goes to output-RANK.txt beside the run's folder."""
-    store = tempfile.mktemp(prefix="store-", dir=Path(run.dir).parent)
-    return [_fork(run, Placement(rank, rank, world, f"file://{store}"), before) for rank in range(world)]
+def begin(run: Run, world: int, before: Callable[[], None] = lambda: None, victim: int | None = None, tcp: bool = False) -> list[int]:
+    """Process numbers of forked ranks that train; what they say goes to output-RANK.txt beside the run's folder.
+
+    before: what each rank does first, or only rank `victim`. tcp: they meet at rank 0, as on several machines, rather than in a file
+    """
+    store = "file://" + tempfile.mktemp(prefix="store-", dir=Path(run.dir).parent)
+    if tcp:
+        with socket.create_server(("localhost", 0)) as free:
+            store = f"tcp://localhost:{free.getsockname()[1]}"
+    for said_before in Path(run.dir).parent.glob("output-*.txt"):
+        said_before.unlink()
+    first = [before if victim in (None, rank) else lambda: None for rank in range(world)]
+    return [_fork(run, Placement(rank, rank, world, store), first[rank]) for rank in range(world)]
 
 
 def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
@@ -147,9 +164,9 @@ def compare(run: Run, undisturbed: dict[str, object]) -> int:
     return len(differing)
 
 
-def disturbed(seed: int, folder: Path, fault: Callable[[Run, int, random.Random, float], int]) -> Tally:
+def disturbed(seed: int, folder: Path, fault: Callable[[Run, int, random.Random, float], int], layouts: list[tuple[int, dict]] = LAYOUTS) -> Tally:
     """A run that nobody disturbs, then one that `fault` disturbs (it returns how often), then the same command once more."""
-    whole, world = config_of(folder / "whole/run", seed)
+    whole, world = config_of(folder / "whole/run", seed, layouts)
     (folder / "whole").mkdir(parents=True)
     (folder / "other").mkdir()
     begun = time.monotonic()
@@ -201,6 +218,110 @@ def steps_of(run: Run) -> int:
     """Steps that a running run has written down."""
     path = Path(run.dir) / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
+
+
+HANG_S = 6.0  # train.timeout_s of ranks that hang
+SEVERAL: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"sharding": 0}), (4, {"tp": 2, "pp": 2})]
+
+
+def hangs(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    """One rank stops for good (SIGSTOP), stands still in Python, loses its connections or dies: the others end with 6 in time and name it."""
+    return hang(run, world, pick, pick.sample([stopped, stuck, cut_off, killed], 4))
+
+
+def two_hangs(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    return hang(run, world, pick, [stopped, stuck])
+
+
+def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, int, int, int], list[int]]]) -> int:
+    for how in hows:
+        victim, step = pick.randrange(world), pick.randrange(2)
+        codes = how(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, victim, step)
+        others = [code for rank, code in enumerate(codes) if rank != victim]
+        assert set(others) == {6}, f"{how.__name__} {victim}: {codes}\n{said(run)}"
+        names = [f"rank {victim} (host {socket.gethostname()}, process ", f"nothing was heard of ranks {victim} "]
+        names += ["rank 0, which keeps the ranks' store, does not answer"] if victim == 0 else []
+        assert how is cut_off or any(f"peer lost: {name}" in said(run) for name in names), f"{how.__name__} {victim}\n{said(run)}"
+        assert how is not stuck or "train/loop.py" in said(run), said(run)
+    return len(hows)
+
+
+def stopped(run: Run, world: int, victim: int, step: int) -> list[int]:
+    """Exit codes."""
+    pids = begin(run, world, tcp=True)
+    until_step(run, step)
+    os.kill(pids[victim], signal.SIGSTOP)
+    return outlived(pids, victim)
+
+
+def stuck(run: Run, world: int, victim: int, step: int) -> list[int]:
+    """Its main thread waits for nothing between two steps, while its others go on."""
+    mark = Path(run.dir).parent / "stuck"
+    mark.unlink(missing_ok=True)
+
+    def before() -> None:
+        go_on = Prefetcher.__next__
+
+        def block(batches: Prefetcher) -> Batch:
+            if steps_said(run) > step:
+                mark.touch()
+                threading.Event().wait()
+            return go_on(batches)
+
+        Prefetcher.__next__ = block  # type: ignore[method-assign]
+
+    pids = begin(run, world, before, victim, tcp=True)
+    wait_for(mark.exists)
+    return outlived(pids, victim)
+
+
+def cut_off(run: Run, world: int, victim: int, step: int) -> list[int]:
+    """Its connections are closed under it, as a failing network does."""
+    mark = Path(run.dir).parent / "cut"
+    mark.unlink(missing_ok=True)
+
+    def cut() -> None:
+        until_step(run, step)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as ours:
+                if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.getpeername():  # a listener has no peer
+                    ours.shutdown(socket.SHUT_RDWR)
+        mark.touch()
+
+    pids = begin(run, world, lambda: threading.Thread(target=cut, daemon=True).start(), victim, tcp=True)
+    wait_for(mark.exists)
+    return end(pids)
+
+
+def killed(run: Run, world: int, victim: int, step: int) -> list[int]:
+    pids = begin(run, world, tcp=True)
+    until_step(run, step)
+    os.kill(pids[victim], signal.SIGKILL)
+    return outlived(pids, victim)
+
+
+def outlived(pids: list[int], victim: int) -> list[int]:
+    """Wait for the others, then end the victim."""
+    others = end([pid for pid in pids if pid != pids[victim]])
+    os.kill(pids[victim], signal.SIGKILL)
+    return [*others[:victim], *end([pids[victim]]), *others[victim:]]
+
+
+def until_step(run: Run, step: int) -> None:
+    wait_for(lambda: steps_said(run) > step)
+
+
+def steps_said(run: Run) -> int:
+    """Steps that the ranks running now have done."""
+    path = Path(run.dir).parent / "output-0.txt"
+    return path.read_text(errors="replace").count("\nstep=") if path.exists() else 0
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.002)
 
 
 def full_disk(run: Run, world: int, pick: random.Random, seconds: float) -> int:
@@ -277,11 +398,11 @@ def sweep(folder: Path, how: str, every: int = 1) -> Tally:
     return tally
 
 
-def in_turn(fault: Callable[[Run, int, random.Random, float], int], seeds: range, folder: Path) -> Tally:
+def in_turn(fault: Callable[[Run, int, random.Random, float], int], seeds: range, folder: Path, layouts: list[tuple[int, dict]] = LAYOUTS) -> Tally:
     tally = Tally()
     for seed in seeds:
         with tempfile.TemporaryDirectory(dir=folder) as own:
-            tally.add(disturbed(seed, Path(own), fault))
+            tally.add(disturbed(seed, Path(own), fault, layouts))
             print(f"{fault.__name__} seed {seed}: {tally}", file=sys.stderr, flush=True)
     return tally
 
@@ -290,6 +411,10 @@ def in_turn(fault: Callable[[Run, int, random.Random, float], int], seeds: range
 CASES: dict[str, tuple[str, Callable[[Path], Tally], Callable[[Path], Tally]]] = {
     "SIGTERM or SIGUSR1 to one rank": (
         "all save the same step, no step is done twice", partial(in_turn, stops, range(1)), partial(in_turn, stops, range(20))
+    ),
+    "a rank stops (SIGSTOP), stands still, dies, or loses its connections": (
+        "the others end with 6 after `train.timeout_s`, or at once, and name it and where it stood",
+        partial(in_turn, two_hangs, range(1), layouts=SEVERAL), partial(in_turn, hangs, range(10), layouts=SEVERAL),
     ),
     "no room on the disk": (
         "exit 4, or trained on, as checkpoint.on_error says; then continued", partial(in_turn, full_disk, range(1)),

@@ -117,6 +117,15 @@ def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, 
     assert ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path) == [[]] * world
 
 
+def test_no_rank_reads_a_byte_twice(ranks, root):
+    """Shards that end in the middle of rows: two boxes of a tensor on one rank, read together."""
+    for saved, loaded in (((1, dict()), (4, dict(bucket_mb=100))), ((2, dict(tp=2)), (4, dict(bucket_mb=100)))):
+        folder = root / str(saved[0])
+        ranks.run("tests.checkpoints:save_on_rank", saved[0], make_run("llama", **saved[1]), folder, {})
+        found = ranks.run("tests.checkpoints:load_and_count_on_rank", loaded[0], make_run("llama", **loaded[1]), latest(folder))
+        assert found == [([], 0)] * loaded[0]
+
+
 @pytest.mark.parametrize("model, precision, saved, loaded", pairs())
 def test_any_layout_loads_what_any_other_saved(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS[saved]
@@ -126,6 +135,52 @@ def test_any_layout_loads_what_any_other_saved(ranks, root, model, precision, sa
     world, layout = LAYOUTS[loaded]
     wrong = ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path)
     assert wrong == [[]] * world
+
+
+TWELVE = {
+    "1": (1, dict()), "tp2": (2, dict(tp=2)), "tp4, small buckets": (4, dict(tp=4)), "pp2": (2, dict(pp=2)),
+    "pp2 x 2 virtual": (2, dict(pp=2, virtual_stages=2)), "dp4": (4, dict(bucket_mb=100)), "dp2 level 0": (2, dict(sharding=0)),
+    "ep4": (4, dict(ep=4)), "ep2 x etp2 of tp2": (4, dict(ep=2, etp=2, tp=2)), "pp2 ep2": (4, dict(pp=2, ep=2)), "cp2 tp2": (4, dict(cp=2, tp=2)),
+    "cp2 dp2 ep2": (4, dict(cp=2, ep=2, bucket_mb=100)),
+}  # fmt: skip
+EVERY_PAIR = [(a, b) for a in TWELVE for b in TWELVE]
+SAMPLED = random.Random(12).sample([pair for pair in EVERY_PAIR if pair[0] != pair[1]], 6)
+
+
+@pytest.fixture(scope="module")
+def saved_by_twelve(ranks, tmp_path_factory):
+    """The state of a model with experts and tied embeddings as each layout saved it, when it is first asked for."""
+    saved: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in saved:
+            folder, (world, layout) = tmp_path_factory.mktemp("saved"), TWELVE[name]
+            ranks.run("tests.checkpoints:save_on_rank", world, make_run("qwen3_moe", "bf16", **layout), folder, {})
+            saved[name] = latest(folder)
+            assert verify(saved[name]) == []
+        return saved[name]
+
+    return of
+
+
+@pytest.mark.parametrize("saved, loaded", [pytest.param(a, b, id=f"{a} -> {b}") for a, b in SAMPLED])
+def test_twelve_layouts_load_what_twelve_saved(ranks, saved_by_twelve, saved, loaded):
+    loads_exactly(ranks, saved_by_twelve(saved), loaded)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("saved", TWELVE)
+def test_all_twelve_load_what_each_of_twelve_saved(ranks, saved_by_twelve, saved):
+    for loaded in TWELVE:
+        loads_exactly(ranks, saved_by_twelve(saved), loaded)
+
+
+def loads_exactly(ranks, path: Path, name: str) -> None:
+    """Every element of masters, moments and weights is what was saved, and no rank reads a byte of the tensors twice."""
+    world, layout = TWELVE[name]
+    found = ranks.run("tests.checkpoints:load_and_count_on_rank", world, make_run("qwen3_moe", "bf16", **layout), path)
+    for rank, (wrong, twice) in enumerate(found):
+        assert wrong == [] and twice == 0, f"rank {rank} under {name}: {wrong[:3]}, {twice} bytes read twice"
 
 
 def test_every_layout_writes_the_same_weight_files(ranks, tmp_path):

@@ -375,6 +375,8 @@ def test_verdict_finds_the_rank_that_began():
     assert code_and_text([], {}) is None
     assert code_and_text([lost, data, late], {0: 6}) == (3, "rank 1 of 3: data error: x")
     assert code_and_text([lost], {0: 6, 1: -9}) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL")
+    seen = Outcome(0, 6, "peer lost: rank 1 (host a, process 7) is silent: stopped; last seen in step 3 at x.py:1 in f; a collective failed", 1.0)
+    assert code_and_text([seen], {0: 6, 1: -9}) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL, last seen in step 3 at x.py:1 in f")
     assert code_and_text([], {0: -15, 1: -9}) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL")  # the agent ended rank 0
     assert code_and_text([], {0: -15}) == (6, "peer lost: rank 0 of 3 was killed by SIGTERM")
     assert code_and_text([Outcome(1, 1, "KeyError: 3", 2.0)], {0: -15, 1: 1}) == (1, "rank 1 of 3: KeyError: 3")

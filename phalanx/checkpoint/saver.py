@@ -21,6 +21,7 @@ from phalanx.data_parallel.buffers import Buffers
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 
+LOOK_S = 0.2
 SPARE = 0.8  # of the memory that is free on a host, what copies may take
 
 
@@ -51,6 +52,7 @@ class Saver:
         self._host, self._device = HostCopies(mesh.device), mesh.device
         self._asked_for_room = False
         self._under_way: _Thread | None = None
+        self.look: Callable[[], None] = lambda: None  # asked now and then while a save is waited for; raises where that is of no use
 
     def start(self, snapshot: Snapshot) -> Outcome | None:
         """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under way is waited for first."""
@@ -82,7 +84,7 @@ class Saver:
     def wait(self) -> Outcome | None:
         """The outcome of the save in the background, once it is over; None if there is none."""
         thread, self._under_way = self._under_way, None
-        return thread.result() if thread is not None else None
+        return thread.result(self.look) if thread is not None else None
 
     def _ask_for_room(self, content: Content) -> None:
         """Whether every host has memory for what its ranks will copy. All ranks decide alike."""
@@ -117,8 +119,10 @@ class _Thread:
     def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self) -> Outcome:
-        self._thread.join()
+    def result(self, look: Callable[[], None]) -> Outcome:
+        while not self.over:
+            self._thread.join(LOOK_S)
+            look()
         if self._error is not None:
             raise self._error
         return self._outcome  # type: ignore[return-value]

@@ -118,7 +118,7 @@ def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, R
 
     receipts    by file name: what is read is compared with them. None: files of others, which have no checksums.
     """
-    jobs: dict[str, list[tuple[Part, tuple[slice, ...], Tensor]]] = {}
+    jobs: dict[str, list[Job]] = {}
     for item in items:
         found = 0
         for part in index[item.name].parts:
@@ -131,8 +131,33 @@ def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, R
     for file in sorted(jobs):
         with ExitStack() as opened:
             files = cache(lambda name, opened=opened: opened.enter_context(open_tensors(folder / name, receipt_of(receipts, folder, name))))
-            for part, where, target in jobs[file]:
-                target.copy_(part.read(files, where))
+            for group in _runs(jobs[file]):
+                _read_once(group, files)
+
+
+Job = tuple[Part, tuple[slice, ...], Tensor]  # a stored box, the box of it that is wanted, and where it goes
+
+
+def _runs(jobs: list[Job]) -> list[list[Job]]:
+    """Boxes of the same stored tensor whose rows touch or overlap, in order: parts of a flat range that ends in the middle of rows."""
+    found: list[list[Job]] = []
+    for job in sorted(jobs, key=lambda j: (j[0].key, j[1][0].start if j[1] else 0)):
+        last = found[-1][-1] if found else None
+        together = last is not None and last[0].key == job[0].key and bool(job[1]) and job[1][0].start <= max(j[1][0].stop for j in found[-1])
+        found[-1].append(job) if together else found.append([job])
+    return found
+
+
+def _read_once(jobs: list[Job], files: Open) -> None:
+    """Read the rows that hold all of these boxes, then hand each its part."""
+    part, where, target = jobs[0]
+    if len(jobs) == 1:
+        target.copy_(part.read(files, where))
+        return
+    first, stop = where[0].start, max(w[0].stop for _, w, _ in jobs)
+    whole = part.read(files, (slice(first, stop), *(slice(0, n) for n in part.box.shape[1:])))
+    for _, where, target in jobs:
+        target.copy_(whole[(slice(where[0].start - first, where[0].stop - first), *where[1:])])
 
 
 def receipt_of(receipts: Mapping[str, Receipt] | None, folder: Path, file: str) -> Receipt | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,14 +59,15 @@ def verdict(world_size: int, outcomes: list[Outcome], exits: Mapping[int, int]) 
     silent = [rank for rank in silent if exits[rank] > 0]
     if causes:
         return _from(world_size, outcomes, min(causes, key=lambda o: o.time))
+    lost = [o for o in outcomes if o.code == PeerLost.exit_code]
     if killed:
-        return _killed(world_size, killed[0], -exits[killed[0]])
+        return _killed(world_size, killed[0], -exits[killed[0]], lost)
     if crashed:
         return _from(world_size, outcomes, min(crashed, key=lambda o: o.time))
     if silent:
         rank = silent[0]
         return RankFailed(f"rank {rank} of {world_size} ended with status {exits[rank]} and said nothing", exits[rank])
-    if lost := [o for o in outcomes if o.code == PeerLost.exit_code]:
+    if lost:
         return _from(world_size, outcomes, lost[0])
     if ended:
         return _killed(world_size, ended[0], signal.SIGTERM)
@@ -74,8 +76,11 @@ def verdict(world_size: int, outcomes: list[Outcome], exits: Mapping[int, int]) 
     return None
 
 
-def _killed(world_size: int, rank: int, number: int) -> RankFailed:
-    return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(number)}", PeerLost.exit_code)
+def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = ()) -> RankFailed:
+    """With the place where others last saw it: a rank that was stopped is killed by the launcher in the end."""
+    texts = (o.text.replace("; last seen", ", last seen") for o in lost if f"rank {rank} " in o.text)
+    seen = next((found[0] for text in texts if (found := re.search(r", last seen in [^;]*", text))), "")
+    return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(number)}{seen}", PeerLost.exit_code)
 
 
 def _from(world_size: int, outcomes: list[Outcome], chosen: Outcome) -> RankFailed:

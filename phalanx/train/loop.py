@@ -38,6 +38,7 @@ class Loop:
     saves   saves checkpoints of finished steps
     asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
     go_back loads the checkpoint before a step (the how-manieth newest) and returns its counters
+    began   is told the number of each step that begins
     """
 
     state: State
@@ -48,6 +49,7 @@ class Loop:
     saves: Saves
     asked: Callable[[], bool]
     go_back: Callable[[int, int], dict[str, Any]]
+    began: Callable[[int], None] = lambda step: None
 
     def run(self) -> None:
         """Raises NumericalStop, Preempted or CheckpointError; a save that is under way then is good, and waited for."""
@@ -89,6 +91,7 @@ class Loop:
         recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
         with recorder, Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda", part=mesh.part) as batches:
             for step in range(self.counters.step + 1, run.train.steps + 1):
+                self.began(step)
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)
                 lr = learning_rate(run.optim, step, run.train.steps)

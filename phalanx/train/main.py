@@ -26,6 +26,7 @@ from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
+from phalanx.comm.heartbeat import Heartbeat
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import check_tokenizers
@@ -93,12 +94,15 @@ def train(run: Run, placement: Placement) -> None:
         mesh = join(run, placement)
         after.callback(leave_world)
         after.callback(mesh.close)
+        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         counters, start = start_state(state, now, log)
-        loop_of(state, loaders, counters, start, now, log, stop, after).run()
+        loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        loop.began, loop.saves.saver.look = heartbeat.at_step, heartbeat.look
+        loop.run()
         log.info(f"done step={counters.step} folder={folder}")
     if placement.rank == 0 and run.log.report:
         print(f"report {write_report(folder)}", flush=True)

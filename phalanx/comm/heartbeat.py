@@ -1,0 +1,195 @@
+"""Heartbeat: each rank tells the others now and then where it stands, so that those who lose a peer can say who it was and where it stood.
+
+A thread of each rank writes a line of JSON to the store that the ranks met at; it is read only when a collective has failed. Knows the
+stack of the main thread, and of training no more than the step that it is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from phalanx.base.errors import PeerLost
+
+T = TypeVar("T")
+SHOWN = 8  # ranks in one message
+NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
+PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself. number: of beats so far. place: of its main thread in the library. waits: for others, in a collective.
+    failed: it has lost a peer itself."""
+
+    rank: int
+    host: str
+    pid: int
+    number: int = 0
+    step: int = 0
+    place: str = ""
+    waits: bool = False
+    failed: bool = False
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+    @property
+    def where(self) -> str:
+        return f"step {self.step} at {self.place or 'no place in phalanx'}"
+
+
+class Heartbeat:
+    """Inside the context the rank beats; a PeerLost that leaves it has become one that names who is to blame.
+
+    rank, world   this rank and how many there are; of one rank nobody is lost
+    timeout_s     of collectives: beats are a twentieth of it apart, at most a second
+    """
+
+    def __init__(self, rank: int, world: int, timeout_s: float):
+        self.world, self.step, self.interval = world, 0, min(1.0, max(0.25, timeout_s / 20))
+        self._me = Beat(rank, socket.gethostname(), os.getpid())
+        self.timeout_s, self._looked = timeout_s, 0.0
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last beat, and when it was first seen
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+        self._main = threading.main_thread().ident
+
+    def __enter__(self) -> Heartbeat:
+        if self.world > 1:
+            try:
+                self._store = _get_default_store().clone()  # type: ignore[attr-defined]
+            except (RuntimeError, dist.DistError) as error:
+                raise PeerLost(f"{NO_STORE}; {error}") from error
+            self._store.set_timeout(timedelta(seconds=PATIENCE_S))
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        if self.world == 1:
+            return
+        self._thread.join(PATIENCE_S)
+        if isinstance(error, PeerLost):
+            mine = place_of(frames_of(trace))
+            blame = self._in_time(lambda: self._blame(mine), 2.5 * self.interval + PATIENCE_S) or NO_STORE
+            if self._me.rank == 0:
+                time.sleep(2 * self.interval)  # the store may be this rank's: the others look into it too
+            raise PeerLost(f"{blame}; {error}") from error
+
+    def at_step(self, step: int) -> None:
+        self.step = step
+
+    def _run(self) -> None:
+        number = 0
+        while True:
+            number += 1
+            stack = frames_in(sys._current_frames().get(self._main or 0))
+            try:
+                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, *place_of(stack)))
+            except (RuntimeError, dist.DistError):
+                pass  # the store may be gone with its rank; what matters is said by those who lose a collective
+            if self._over.wait(self.interval):
+                return
+
+    def _say(self, beat: Beat) -> None:
+        self._store.set(f"heartbeat/{beat.rank}", json.dumps(asdict(beat)))
+
+    def look(self) -> None:
+        """While this rank waits for something that may take long, such as others' writing: PeerLost if one has been silent for timeout_s."""
+        if self.world == 1 or time.monotonic() < self._looked + self.interval:
+            return
+        now = self._looked = time.monotonic()
+        self._heard.setdefault(0, (-1, now))  # its store may be what is silent
+        for beat in self._in_time(self._all) or []:
+            if self._heard.get(beat.rank, (-1, 0.0))[0] != beat.number:
+                self._heard[beat.rank] = (beat.number, now)
+        silent = [rank for rank, (_, last) in self._heard.items() if now - last > self.timeout_s and rank != self._me.rank]
+        if silent:
+            raise PeerLost(f"nothing was heard of ranks {', '.join(map(str, silent[:SHOWN]))} for {self.timeout_s:g} s")
+
+    def _in_time(self, work: Callable[[], T], limit_s: float = PATIENCE_S) -> T | None:
+        """What a look into the store gives; None: a store whose rank is stopped does not answer at all, whatever its timeout is."""
+        found: list[T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError, dist.DistError):
+                found.append(work())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        return found[0] if found else None
+
+    def _blame(self, mine: tuple[str, bool]) -> str:
+        """In words, who is to blame. Ranks that do the same at the same time do not blame each other: each says first that it has failed."""
+        self._say(Beat(self._me.rank, self._me.host, self._me.pid, 0, self.step, *mine, failed=True))
+        before = self._all()
+        time.sleep(2.5 * self.interval)
+        return verdict(before, self._all())
+
+    def _all(self) -> list[Beat]:
+        keys = [f"heartbeat/{rank}" for rank in range(self.world)]
+        return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+
+
+def verdict(before: list[Beat], after: list[Beat]) -> str:
+    """From two looks at all ranks' beats: who is silent, else who did not move and waits for nobody, else where all of them wait."""
+    earlier = {beat.rank: beat for beat in before}
+    alive = [b for b in after if not b.failed]
+    silent = [b for b in alive if b.rank in earlier and b.number == earlier[b.rank].number]
+    if silent:
+        return f"{listed(silent)} {'is' if len(silent) == 1 else 'are'} silent: stopped, dead or cut off; last seen in {stood(silent)}"
+    busy = [b for b in alive if not b.waits and b.rank in earlier and (b.step, b.place) == (earlier[b.rank].step, earlier[b.rank].place)]
+    if busy:
+        return f"{listed(busy)} did not come to where the others wait: {'it is' if len(busy) == 1 else 'they are'} in {stood(busy)}"
+    return f"every rank answers, so a connection between them failed, or they wait for different things: {listed(after)} in {stood(after)}"
+
+
+def listed(beats: list[Beat]) -> str:
+    more = f" and {len(beats) - SHOWN} more" if len(beats) > SHOWN else ""
+    return ", ".join(b.who for b in beats[:SHOWN]) + more
+
+
+def stood(beats: list[Beat]) -> str:
+    """Where they stood, once if all stood there."""
+    return "; ".join(dict.fromkeys(b.where for b in beats[:SHOWN]))
+
+
+def frames_in(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """(file, line, function) of a stack, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def frames_of(trace: TracebackType | None) -> list[tuple[str, int, str]]:
+    found = []
+    while trace is not None:
+        found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
+        trace = trace.tb_next
+    return found[::-1]
+
+
+def place_of(stack: list[tuple[str, int, str]]) -> tuple[str, bool]:
+    """The innermost place in the library that is no communication, and whether it communicates there."""
+    ours = [(file.replace("\\", "/").rsplit("phalanx/", 1)[1], line, name) for file, line, name in stack if "phalanx/" in file.replace("\\", "/")]
+    outside = [at for at in ours if not at[0].startswith("comm/")]
+    waits = bool(ours) and ours[0][0].startswith("comm/") and not ours[0][0].startswith("comm/heartbeat")
+    return (f"{outside[0][0]}:{outside[0][1]} in {outside[0][2]}" if outside else "", waits)
