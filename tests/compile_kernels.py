@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.kernels import adamw, gated, grouped, head_norm, loss, norm, permute, push, quant, rope, route, scaled_mm
+from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, norm, permute, push, quant, rope, route, scaled_mm
 
 BF = "*bf16"
 
@@ -49,6 +49,8 @@ def kernels() -> list[tuple]:
     found.append((loss._stats, dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((loss._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
+    places = dict.fromkeys(("heads", "length", "first", "count", *(f"{x}_{d}" for x in ("out", "more") for d in ("seq", "head", "tok"))), "i32")
+    found.append((join._join, dict(out="*fp32", lse="*fp32", more=BF, more_lse="*fp32", **places), dict(V=128, V_BLOCK=128, ROWS=16, **wide)))
     found += experts(wide) + low_precision()
     flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
     found.append((adamw._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))

@@ -20,6 +20,7 @@ from phalanx.layout.grid import Grid
 from phalanx.ops import attention as whole
 from phalanx.ops import backends, context
 from phalanx.ops.attention import Kind
+from phalanx.ops.kernels import join
 from phalanx.train.build import build
 from phalanx.train.config import Run
 from phalanx.train.evaluate import evaluate
@@ -212,6 +213,21 @@ def test_backends(name, causal, masked):
         other = backend.backward(dout, q, more_k, more_v, joint, every.logsumexp(-1), None, False, 0.4, *kept)[0]
     for found, expected in zip((dq + other, *rest), truth):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("more_dtype, wide", [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
+def test_joined_by_the_kernel(more_dtype, wide):
+    """Truth: the plain twin. Heads lie anywhere, widths and numbers of tokens are odd, some tokens have nothing to take in."""
+    make = torch.Generator().manual_seed(2)
+    out, lse = torch.randn(2, 21, 3, 10, generator=make, dtype=wide).transpose(1, 2), torch.randn(2, 3, 21, generator=make, dtype=wide) * 4
+    more = torch.randn(2, 17, 3, 12, generator=make).to(more_dtype).transpose(1, 2)[..., :10]
+    more_lse = torch.randn(2, 3, 17, generator=make, dtype=wide).masked_fill_(torch.arange(17) % 5 == 0, -torch.inf)
+    found, truth = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    join.join_(*found, more, more_lse, 4)
+    context.join_(*truth, more, more_lse, 4)
+    bound = 1e-14 if wide == torch.float64 else 1e-6
+    torch.testing.assert_close(found, truth, rtol=bound, atol=bound)
+    assert torch.equal(found[0][:, :, :4], out[:, :, :4]) and not torch.equal(found[0][:, :, 5:], out[:, :, 5:])
 
 
 # ---- documents stay apart --------------------------------------------------------------------------------------------------------

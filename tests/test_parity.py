@@ -10,7 +10,8 @@ import pytest
 
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.tape import PRESETS
-from tests.parity import base_run, compare, truth_of
+from phalanx.train.checks import kv_heads
+from tests.parity import MODELS, base_run, compare, truth_of
 
 STEPS = 2
 
@@ -233,19 +234,18 @@ def generated_experts() -> dict[str, dict]:
     return cases
 
 
-KV_HEADS = {"llama": 2, "llama-tied": 4, "gpt2": 8, "mistral": 2, "qwen2": 4, "qwen3": 2, "deepseek_v3-dense": 4, "deepseek_v3-mtp": 4, "mixtral": 2,
-            "gpt_oss": 2}  # fmt: skip
+OF_CONTEXT = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "qwen3", "deepseek_v3-dense", "deepseek_v3-mtp", "mixtral", "gpt_oss")
 
 
 def generated_context() -> dict[str, dict]:
     """Factorisations of up to 8 ranks over pp, dp, cp, tp for all families; forms of exchange; ep over whatever is there; uneven parts."""
     cases = {}
-    for model, (pp, dp, cp, tp) in itertools.product(KV_HEADS, itertools.product((1, 2), (1, 2), (2, 3, 4, 8), (1, 2, 4))):
+    for model, (pp, dp, cp, tp) in itertools.product(OF_CONTEXT, itertools.product((1, 2), (1, 2), (2, 3, 4, 8), (1, 2, 4))):
         stage = dp * cp * tp
         if pp * stage > 8:
             continue
         pick = random.Random(f"{model} {pp} {dp} {cp} {tp}")
-        each = max(1, KV_HEADS[model] // tp)
+        each = max(1, kv_heads(MODELS[model]) // tp)
         layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1])}
         layout["cp_ulysses"] = pick.choice([u for u in range(1, cp + 1) if cp % u == 0 and each % u == 0])
         if layout["cp_ulysses"] < cp:

@@ -46,7 +46,8 @@ def choose_backend(q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels =
         return EFFICIENT
     if use_flash(kernels, q, v):
         return WHEEL
-    if kernels != "plain" and max(q.shape[-1], v.shape[-1]) <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0):
+    fixed = torch.are_deterministic_algorithms_enabled()  # cuDNN's backward has no fixed order
+    if kernels != "plain" and not fixed and max(q.shape[-1], v.shape[-1]) <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0):
         return CUDNN
     return FLASH if alike else EFFICIENT
 

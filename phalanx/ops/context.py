@@ -30,7 +30,7 @@ from phalanx.ops.attention import CAUSAL, Kind
 from phalanx.ops.backends import choose_backend
 from phalanx.ops.exchange import gather, swap
 from phalanx.ops.grads import add_grad
-from phalanx.ops.kernels import Kernels
+from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.sinks import join_sinks, sinks_grad
 
 Form = Literal["ring", "allgather"]
@@ -266,7 +266,7 @@ class _ReadParts(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:  # type: ignore[override]
-        kv, joint = packed(k, v), Joint()
+        kv, joint = packed(k, v), Joint(use_triton(reading.kernels, q))
         ctx.kept = {}
         for source, arrived in TRAVEL[reading.form](kv, reading).arrivals():
             block = reading.block(reading.axis.index, source)
@@ -329,8 +329,9 @@ def unpacked(kv: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 class Joint:
     """Outputs of attention to several sets of keys, joined: out (sequences, heads, L, V) and log-sum-exp in the dtype of the latter."""
 
-    def __init__(self) -> None:
+    def __init__(self, triton: bool = False) -> None:
         self.out = self.lse = torch.empty(0)
+        self.join_ = _twin(triton)
 
     def add(self, queries: slice, out: Tensor, lse: Tensor, blind: Tensor | None) -> None:
         """What `queries` read of more keys. The first must be all queries, and each must read something: itself. `blind`: who reads nothing."""
@@ -339,10 +340,24 @@ class Joint:
         if not self.out.numel():
             self.out, self.lse = out.to(lse.dtype), lse.contiguous()
             return
-        mine, before = self.out[:, :, queries], self.lse[:, :, queries]
-        joint = torch.logaddexp(before, lse)
-        mine.mul_((before - joint).exp().unsqueeze(-1)).add_(out * (lse - joint).exp().unsqueeze(-1))
-        before.copy_(joint)
+        self.join_(self.out, self.lse, out, lse, queries.start or 0)
+
+
+def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> None:
+    """The plain twin of kernels.join.join_."""
+    rows = slice(first, first + more.shape[2])
+    mine, before = out[:, :, rows], lse[:, :, rows]
+    joint = torch.logaddexp(before, more_lse)
+    mine.mul_((before - joint).exp().unsqueeze(-1)).add_(more * (more_lse - joint).exp().unsqueeze(-1))
+    before.copy_(joint)
+
+
+def _twin(triton: bool) -> Any:
+    if triton:
+        from phalanx.ops.kernels import join
+
+        return join.join_
+    return join_
 
 
 def gather_keys(k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,10 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "gpt2 pp2, graphs": ("gpt2", dict(pp=2), dict(cuda_graphs="on")),
         "tied llama pp2 x 2 virtual stages, graphs": ("llama-tied", dict(pp=2, virtual_stages=2), dict(cuda_graphs="on")),
         "llama tp2, no overlap, no graphs": ("llama", dict(tp=2, tp_overlap="off"), dict(cuda_graphs="off")),
+        "llama cp2, ring": ("llama", dict(cp=2), {}),
+        "llama cp2, all-gather, no graphs": ("llama", dict(cp=2, cp_attention="allgather"), dict(cuda_graphs="off")),
+        "llama cp2, heads": ("llama", dict(cp=2, cp_ulysses=2), {}),
+        "mistral cp2, ring, full recompute": ("mistral", dict(cp=2), dict(recompute="full")),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
         "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
@@ -54,6 +58,10 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "qwen3_moe ep4": ("qwen3_moe", dict(ep=4, dispatch="allgather"), {}),
             "mixtral ep4, push without being told": ("mixtral", dict(ep=4), {}),
             "gpt_oss tp2 pp2, ep2, push, graphs": ("gpt_oss", dict(tp=2, pp=2, ep=2, dispatch="push"), dict(cuda_graphs="on")),
+            "llama cp4, ring": ("llama", dict(cp=4), {}),
+            "tied llama cp4, heads in pairs, all-gather": ("llama-tied", dict(cp=4, cp_ulysses=2, cp_attention="allgather"), {}),
+            "gpt_oss cp2 tp2, ep4": ("gpt_oss", dict(cp=2, tp=2, ep=4), {}),
+            "deepseek_v3 cp2 pp2, graphs": ("deepseek_v3", dict(cp=2, pp=2), dict(cuda_graphs="on")),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
             "llama tp2 pp2 x 2 virtual stages": ("llama-tied", dict(tp=2, pp=2, virtual_stages=2), dict(micro_batch=2)),
         }
@@ -90,7 +98,8 @@ def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run
     device = local_device(kind, rank)
     numbered = sorted(enumerate(runs.items()), key=lambda item: repr(grid_of(item[1][1], world)))
     for grid, members in groupby(numbered, key=lambda item: grid_of(item[1][1], world)):
-        init_world(rank, world, f"file://{folder}/store-{grid.pp}-{grid.dp}-{grid.tp}-{grid.ep}-{grid.etp}", device, timeout_s=120.0)
+        sizes = (grid.pp, grid.dp, grid.cp, grid.tp, grid.ep, grid.etp, grid.ulysses)
+        init_world(rank, world, f"file://{folder}/store-{'-'.join(map(str, sizes))}", device, timeout_s=120.0)
         mesh = Mesh(grid, rank, device)
         for number, (name, run) in members:
             if rank == 0:

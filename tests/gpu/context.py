@@ -1,0 +1,56 @@
+"""Checks of kernels that attention over ranks is made of: a causal block and a whole one, joined, against float64 on the same device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from phalanx.ops import backends
+from phalanx.ops.context import Joint
+from phalanx.ops.wheels import unusable
+from tests.gpu.truth import ROUNDINGS, within
+from tests.test_ops import normal
+
+
+def joined(name: str, q: torch.Tensor, own: tuple, other: tuple, dout: torch.Tensor) -> list[torch.Tensor]:
+    """Output, dq, and dk and dv of own keys (as many as queries, causal) and of other ones (all read by the second half of the queries)."""
+    backend, scale, half = getattr(backends, name), 1 / math.sqrt(q.shape[-1]), slice(q.shape[2] // 2, None)
+    joint = Joint(triton=q.is_cuda and q.dtype != torch.float64)
+    out, lse, *kept = backend.forward(q, *own, None, True, scale)
+    joint.add(slice(None), out, lse, None)
+    out, lse, *kept_half = backend.forward(q[:, :, half], *other, None, False, scale)
+    joint.add(half, out, lse, None)
+    out = joint.out.to(q.dtype)
+    dq, *found = backend.backward(dout, q, *own, out, joint.lse, None, True, scale, *kept)
+    given = (dout[:, :, half], q[:, :, half], *other, out[:, :, half], joint.lse[:, :, half].contiguous())
+    more, *found_other = backend.backward(*given, None, False, scale, *kept_half)
+    dq = dq.to(joint.lse.dtype)
+    dq[:, :, half] += more
+    return [out, dq, *found, *found_other]
+
+
+def block_check(name: str, width: int, value: int, kv_heads: int, length: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
+    def check(device: torch.device) -> str:
+        if name == "WHEEL" and (why := "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)):
+            return f"not run: {why}"
+        shapes = ((8, length, width), *((kv_heads, n, w) for n in (length, length + 64) for w in (width, value)), (8, length, value))
+        q, k, v, k2, v2, dout = (normal(2, *shape, seed=i, dtype=dtype).to(device) for i, shape in enumerate(shapes))
+        found = joined(name, q, (k, v), (k2, v2), dout)
+        exact = [t.double() for t in (q, k, v, k2, v2, dout)]
+        truth = joined("PLAIN", exact[0], tuple(exact[1:3]), tuple(exact[3:5]), exact[5])
+        return f"{max(within(f'block {i}', a, b.cpu(), 4 * ROUNDINGS[dtype]) for i, (a, b) in enumerate(zip(found, truth))):.1e}"
+
+    return check
+
+
+def context_checks() -> dict[str, Callable[[torch.device], str]]:
+    found = {}
+    for name in ("FLASH", "CUDNN", "WHEEL", "EFFICIENT"):
+        for width, value, kv_heads in ((128, 128, 2), (64, 64, 8)):
+            found[f"block of attention {name}, {kv_heads} kv heads of {width}"] = block_check(name, width, value, kv_heads, 1024, torch.bfloat16)
+    found["block of attention EFFICIENT, fp32"] = block_check("EFFICIENT", 64, 64, 2, 1000, torch.float32)
+    found["block of attention EFFICIENT, 192 and 128"] = block_check("EFFICIENT", 192, 128, 8, 1024, torch.bfloat16)
+    found["block of attention WHEEL, 192 and 128"] = block_check("WHEEL", 192, 128, 8, 1024, torch.bfloat16)
+    return found
