@@ -246,7 +246,7 @@ def generated_context() -> dict[str, dict]:
             continue
         pick = random.Random(f"{model} {pp} {dp} {cp} {tp}")
         each = max(1, kv_heads(MODELS[model]) // tp)
-        layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1])}
+        layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1, 2, 3])}
         layout["cp_ulysses"] = pick.choice([u for u in range(1, cp + 1) if cp % u == 0 and each % u == 0])
         if layout["cp_ulysses"] < cp:
             layout["cp_attention"] = pick.choice(["allgather"] if model == "gpt2" else ["ring", "ring", "allgather"])
@@ -259,7 +259,7 @@ def generated_context() -> dict[str, dict]:
             layout["dispatch"] = pick.choice(["allgather", "alltoall"])
         options = dict(global_batch=dp * pick.choice([2, 4]) * (2 if tp == 4 and cp == 3 else 1), documents=pick.choice([False, True]),
                        micro_batch=2 if cp == 3 and tp > 1 else pick.choice([1, 2]), bucket_mb=pick.choice([0, 100]),
-                       recompute=pick.choice(["none", "none", "pointwise", "selective", "full"]))  # fmt: skip
+                       recompute=pick.choice(["none", "none", "pointwise", "selective", "attention, norm", "full"]))  # fmt: skip
         cases[f"{model} {layout} {options}"] = case(model, pp * stage, **options, **layout)
     return cases
 
