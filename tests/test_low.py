@@ -161,10 +161,10 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
     "rowwise, cp2 tp2": (4, low_run("rowwise", cp=2, tp=2)),
     "delayed, cp2": (2, low_run("delayed", cp=2)),
     "delayed, tp2 pp2": (4, low_run("delayed", fp8=dict(history=3), tp=2, pp=2)),
-    "delayed, dp2, of the last step, selective recompute": (2, low_run("delayed", train=dict(recompute="selective"), fp8=dict(amax="most_recent"))),
+    "delayed, dp2, of the last step, selective recompute": (2, low_run("delayed", train=dict(recompute="selective"), fp8=dict(history=1))),
     "rowwise, tp2 dp2": (4, low_run("rowwise", tp=2)),
     "rowwise, tp2, overlapped, a layer and names left out": (
-        2, low_run("rowwise", fp8=dict(first_layers=1, exclude=["*.o_proj.*"]), tp=2, tp_overlap="on", train=dict(recompute="pointwise"))),
+        2, low_run("rowwise", fp8=dict(exclude=["*.o_proj.*", "*.0.mlp.*"]), tp=2, tp_overlap="on", train=dict(recompute="pointwise"))),
     "mxfp8, tp2 dp2": (4, low_run("mxfp8", "low-wide", train=dict(micro_batch=4, global_batch=8), tp=2)),
     "nvfp4, tp2 pp2": (4, low_run("nvfp4", "low-wide", tp=2, pp=2)),
     "blockwise, dp2 pp2": (4, low_run("blockwise", "low-wide", pp=2)),
