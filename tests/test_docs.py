@@ -25,7 +25,7 @@ from phalanx.train.config import Run
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-MAX_OPTIONS = 100
+MAX_OPTIONS = 110
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,20 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.comm.axis import Work
 from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
 from phalanx.ops.quant import E2M1, E4M3, E5M2, RECIPES, Scaled, block_amax, cast, dequantize, multipliers, quantize, scaled_product
 from phalanx.optim.config import OptimConfig
+from phalanx.train.build import build
 from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.train.main import train
+from phalanx.train.plan import make_plan
+from phalanx.train.shadow import apart
+from phalanx.train.step import accumulate, shadow_of
 from tests import parity
 from tests.pool import RanksFailed
 
@@ -157,14 +163,16 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
     "tensorwise, tp2, overlapped": (2, low_run("tensorwise", tp=2, tp_overlap="on")),
     "tensorwise, dp2, level 0, full recompute": (2, low_run("tensorwise", train=dict(recompute="full"), sharding=0)),
     "tensorwise, tp2, MLA": (2, low_run("tensorwise", "low-latent", tp=2)),
+    "tensorwise, dp4, level 3": (4, low_run("tensorwise", train=dict(global_batch=8), sharding=3)),
+    "rowwise, dp2 tp2, level 2, MLP made again": (4, low_run("rowwise", train=dict(recompute_ops=["up", "activation"]), tp=2, sharding=2)),
     "tensorwise, cp2 tp2": (4, low_run("tensorwise", cp=2, tp=2)),
     "rowwise, cp2 tp2": (4, low_run("rowwise", cp=2, tp=2)),
     "delayed, cp2": (2, low_run("delayed", cp=2)),
     "delayed, tp2 pp2": (4, low_run("delayed", fp8=dict(history=3), tp=2, pp=2)),
-    "delayed, dp2, of the last step, selective recompute": (2, low_run("delayed", train=dict(recompute="selective"), fp8=dict(amax="most_recent"))),
+    "delayed, dp2, of the last step, selective recompute": (2, low_run("delayed", train=dict(recompute="selective"), fp8=dict(history=1))),
     "rowwise, tp2 dp2": (4, low_run("rowwise", tp=2)),
     "rowwise, tp2, overlapped, a layer and names left out": (
-        2, low_run("rowwise", fp8=dict(first_layers=1, exclude=["*.o_proj.*"]), tp=2, tp_overlap="on", train=dict(recompute="pointwise"))),
+        2, low_run("rowwise", fp8=dict(exclude=["*.o_proj.*", "*.0.mlp.*"]), tp=2, tp_overlap="on", train=dict(recompute="pointwise"))),
     "mxfp8, tp2 dp2": (4, low_run("mxfp8", "low-wide", train=dict(micro_batch=4, global_batch=8), tp=2)),
     "nvfp4, tp2 pp2": (4, low_run("nvfp4", "low-wide", tp=2, pp=2)),
     "blockwise, dp2 pp2": (4, low_run("blockwise", "low-wide", pp=2)),
@@ -226,6 +234,40 @@ def test_each_collective_matters(ranks):
         except (AssertionError, RanksFailed):
             pass
     assert not survivors
+
+
+def run_shadow(rank: int, world: int, run: Run, drop: bool = False) -> np.ndarray:
+    """What a shadow step tells, and that it leaves nothing behind: the step after it has the gradients of one without a shadow."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    parity.set_weights(state)
+    state.train()
+    batches = parity.step_batches(run, mesh, 0, False)
+    if drop:
+        mesh.world.all_reduce = lambda x, op="sum", async_op=False: Work(x)  # type: ignore[method-assign]
+    kept = shadow_of(state, batches)
+    accumulate(state, batches)
+    found = apart(state, kept)
+    norm = state.buffers.grad_norm()
+    state.buffers.zero_grads()
+    accumulate(state, batches)
+    assert drop or abs(norm / state.buffers.grad_norm() - 1) < 1e-12
+    assert found is not None
+    return found.numpy()
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, pp=2), dict(sharding=2)], ids=str)
+def test_shadows_tell_the_same_in_every_layout(ranks, layout):
+    """Truth: one process. Without the sum over ranks they would not."""
+    run = low_run("tensorwise", train=dict(global_batch=8), **layout)
+    [truth] = ranks.run("tests.test_low:run_shadow", 1, replace(run, layout=LayoutConfig()))
+    assert (truth[:, 0] > 0.5).all() and (truth[:, 0] < 1 - 1e-6).all() and (truth[:, 1] > 1e-3).all()
+    for found in ranks.run("tests.test_low:run_shadow", 4, run):
+        np.testing.assert_allclose(found, truth, rtol=1e-9)
+    with pytest.raises(AssertionError):
+        for found in ranks.run("tests.test_low:run_shadow", 4, run, True):
+            np.testing.assert_allclose(found, truth, rtol=1e-9)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------------------

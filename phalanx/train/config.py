@@ -50,16 +50,12 @@ class Fp8Config:
     and 128x128); mxfp8 and nvfp4 are emulated: the numerics of Blackwell at the speed of train.precision, not measured on hardware."""
     exclude: list[str] = field(default_factory=list)
     """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
-    first_layers: int = 0
-    """So many layers at the model's beginning stay in train.precision."""
-    last_layers: int = 0
-    """So many layers at its end."""
+    end_layers: int = 0
+    """So many layers at each end of the model stay in train.precision."""
     accumulate: Literal["mixed", "fast", "precise"] = "mixed"
     """Sums inside the GEMMs: fast (the tensor cores' own), precise (carried to fp32 as they go), mixed (forward fast, backward precise)."""
     history: int = 1024
-    """delayed: steps whose largest values the scales come from."""
-    amax: Literal["max", "most_recent"] = "max"
-    """delayed: the largest of the history, or that of the last step."""
+    """delayed: steps whose largest values the scales come from; 1: those of the last step."""
     shadow_interval: int | None = None
     """Compute every so many steps (and at the first and the last) the gradients in train.precision too, and tell how far apart they are."""
     max_lost: float | None = None

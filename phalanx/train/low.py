@@ -117,7 +117,7 @@ class LowState:
     def scale_by_history(self) -> None:
         if not self.history.numel() or self.recipe is None or self.config is None:
             return
-        amax = self.history.amax(-1) if self.config.amax == "max" else self.history[..., 0]
+        amax = self.history.amax(-1)
         largest = torch.full((3,), self.recipe.forward.max, device=amax.device)
         largest[DY] = self.recipe.backward.max
         self.multiplier.copy_(torch.where(amax > 0, largest / amax.clamp_min(FLOOR), 1.0))

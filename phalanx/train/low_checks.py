@@ -25,10 +25,10 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
     c = run.train.fp8
     if c is None:
         return []
-    found = at_least(AT, c, 0, "first_layers", "last_layers") + at_least(AT, c, 1, "history", "shadow_interval")
+    found = at_least(AT, c, 0, "end_layers") + at_least(AT, c, 1, "history", "shadow_interval")
     found += within(AT, c, "max_lost", "(0, 1)", (0.2,)) + within(AT, c, "min_cosine", "(0, 1)", (0.98,))
     if c.recipe != "delayed":
-        found += no_effect(AT, c, ("history", "amax"), "recipe=delayed", {f"{AT}.recipe": c.recipe})
+        found += no_effect(AT, c, ("history",), "recipe=delayed", {f"{AT}.recipe": c.recipe})
     if c.shadow_interval is None:
         found += no_effect(AT, c, ("min_cosine",), "shadow_interval", {f"{AT}.shadow_interval": None})
     if RECIPES[c.recipe].emulated:
@@ -50,9 +50,9 @@ def check_linears(run: Run) -> list[Problem]:
     if c is None or low is None:
         return []
     key, layers = repr(run.model), run.model.num_hidden_layers
-    if c.first_layers + c.last_layers >= layers:
-        because = {"model.num_hidden_layers": layers, f"{AT}.last_layers": c.last_layers}
-        return [problem(AT, c, "first_layers", "first_layers + last_layers must leave layers", because, (0, max(0, layers - c.last_layers - 1)))]
+    if 2 * c.end_layers >= layers:
+        because = {"model.num_hidden_layers": layers}
+        return [problem(AT, c, "end_layers", "must leave layers between the ends", because, (0, (layers - 1) // 2))]
     every = local_shapes(key, run.model, run.layout.tp, replace(low, layers=range(layers), exclude=()))
     idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for names, _ in every for name in names)]
     if idle:

@@ -56,7 +56,7 @@ def low_precision(run: Run) -> LowPrecision | None:
     c, layers = run.train.fp8, run.model.num_hidden_layers
     if c is None:
         return None
-    return LowPrecision(RECIPES[c.recipe], range(c.first_layers, layers - c.last_layers), tuple(c.exclude), c.accumulate)
+    return LowPrecision(RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate)
 
 
 @lru_cache(maxsize=8)

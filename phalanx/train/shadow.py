@@ -48,7 +48,7 @@ def reference(state: State, forward_backward: Callable[[], None]) -> dict[int, T
             forward_backward()
         for flat in state.buffers.flat:
             if low.lows.get(flat.bucket.id):
-                kept[flat.bucket.id] = flat.grad[flat.own[0] : flat.own[1]].clone()
+                kept[flat.bucket.id] = flat.own_grad.clone()
     return kept
 
 
@@ -63,13 +63,13 @@ def apart(state: State, kept: dict[int, Tensor]) -> Tensor | None:
     sums = torch.zeros(len(low.names), 4, dtype=torch.float64, device=state.mesh.device)
     numbers = {id(spec_of(p)): low.names.index(lw.name) for lw, p in low.here}
     for flat in (f for f in state.buffers.flat if f.bucket.id in kept):
-        lo, hi = flat.own
+        lo, hi, own = flat.lo, flat.hi, flat.own_grad
         for slot in flat.bucket.slots:
             found = numbers.get(id(slot.spec))
             a, b = max(slot.offset, lo), min(slot.offset + slot.numel, hi)
             if found is None or a >= b:
                 continue
-            ours, truth = flat.grad[a:b].double(), kept[flat.bucket.id][a - lo : b - lo].double()
+            ours, truth = own[a - lo : b - lo].double(), kept[flat.bucket.id][a - lo : b - lo].double()
             sums[found] += torch.stack((ours @ truth, ours @ ours, truth @ truth, (ours - truth).square().sum()))
     state.mesh.world.all_reduce(sums).wait()
     dot, ours, truth, difference = sums.unbind(1)
