@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.base.batch import Batch
+from phalanx.comm.axis import ModelAxes
+from phalanx.comm.dry import DryAxis
+from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import PRESETS
@@ -39,8 +42,19 @@ class NoHost(TorchDispatchMode):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
     """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move there."""
-    config = MODELS[model]
-    env = Env(dtype=torch.float32)
+    needs_nothing(MODELS[model], Env(dtype=torch.float32), documents, recompute)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("dispatch, recompute", [("allgather", "none"), ("push", "none"), ("push", "full")])
+def test_experts_elsewhere_need_nothing_from_the_host(model, dispatch, recompute):
+    """Over axes that only count: the host learns no number of tokens."""
+    axes = ModelAxes(ep=DryAxis("ep", 4), experts=DryAxis("ep x etp", 4))
+    needs_nothing(MODELS[model], Env(grid=Grid(dp=4, ep=4), axes=axes, dtype=torch.float32, dispatch=dispatch), False, recompute)
+    assert axes.experts.sent["push" if dispatch == "push" else "reduce_scatter"] > 0
+
+
+def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
     blocks = make_blocks(config, env, range(num_blocks(config)))
     for block in blocks:
         block.again = frozenset(PRESETS[recompute])

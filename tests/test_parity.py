@@ -153,6 +153,9 @@ NAMED = {
     "level 3, mixtral edp2 x ep2 x etp2, tp2": case("mixtral", 8, tp=2, ep=2, etp=2, sharding=3),
     "level 3, deepseek_v3, ep4 of dp4: experts whole, the rest cut": case("deepseek_v3", 4, ep=4, sharding=3, recompute="full"),
     "level 3, deepseek_v3 with two further tokens, pp2 dp2": case("deepseek_v3-mtp", 4, pp=2, sharding=3, recompute="full"),
+    "level 3, deepseek_v3 ep2 x etp2, edp2, push, experts again": case(
+        "deepseek_v3", 8, tp=2, ep=2, etp=2, dispatch="push", sharding=3, recompute="experts, norm"
+    ),
     "level 3, gpt_oss dp2 ep2 tp2, all-gather": case("gpt_oss", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", sharding=3),
     "level 3, cp2 dp2 tp2, tied": case("llama-tied", 8, cp=2, tp=2, sharding=3, global_batch=4),
     "level 3, mixtral cp2 dp2, ep2, in pairs, optimizer over both": case(

@@ -75,15 +75,16 @@ def exchanged(rank: int, world: int, etp: int, dispatch: str, kernels: str, memo
     return [(y.detach(), x.grad, weights.grad, missing) for x, weights, y, missing in done]
 
 
-@pytest.mark.parametrize("kernels", ["plain", "triton"])
-@pytest.mark.parametrize("world, etp", [(1, 1), (2, 1), (4, 1), (4, 2), (2, 2)])
-def test_exchange_is_its_formula(ranks, world, etp, kernels):
+@pytest.mark.parametrize("world, etp, kernels, rounds", [
+    (1, 1, "plain", 3), (2, 1, "plain", 3), (4, 1, "plain", 3), (4, 2, "plain", 3), (2, 2, "plain", 3), (2, 1, "triton", 1), (4, 2, "triton", 1),
+])  # fmt: skip
+def test_exchange_is_its_formula(ranks, world, etp, kernels, rounds):
     """Truth: sum over slots of weight * factor * x, and its gradients by autograd."""
     if kernels == "triton" and sys.platform != "linux":
         pytest.skip("triton has wheels for Linux alone")
-    results = ranks.run("tests.test_push:exchanged", world, etp, "push", kernels, True)
-    for rank, rounds in enumerate(results):
-        for number, (y, dx, dweights, missing) in enumerate(rounds):
+    results = ranks.run("tests.test_push:exchanged", world, etp, "push", kernels, True, rounds)
+    for rank, done in enumerate(results):
+        for number, (y, dx, dweights, missing) in enumerate(done):
             x, weights = normal(T, D, seed=rank + 10 * number).requires_grad_(), normal(T, K, seed=100 + rank + 10 * number).requires_grad_()
             whole = torch.cat((factors(0, 1), torch.zeros(1, dtype=torch.float64)))
             truth = (weights * whole[choice(rank, number)]).sum(1, keepdim=True) * x
@@ -118,7 +119,7 @@ class Held:
 
     @property
     def addresses(self) -> Tensor:
-        return torch.tensor([whole.data_ptr() for whole in self.wholes])
+        return torch.tensor([whole.data_ptr() for whole in self.wholes], device=self.wholes[0].device)
 
     def part(self, rank: int) -> Tensor:
         return self.wholes[rank][self.first : self.first + self.tokens]
@@ -129,14 +130,14 @@ def held(ranks: int, index: int, width: int, dtype: torch.dtype) -> Held:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks, etp, width", [(1, 1, 3), (4, 1, 5), (4, 2, 33), (8, 1, 16)])
+@pytest.mark.parametrize("ranks, etp, width", [(1, 1, 3), (4, 2, 33), (8, 1, 16)])
 def test_kernels_write_what_their_twins_write(ranks, etp, width, dtype):
     """Truth: the plain twins, NaN where nothing is to be written included. Sums in bf16 are rounded once by both, by the interpreter
     towards zero."""
     bound = 0 if dtype == torch.float64 else 2.0**-7
     kernels = pytest.importorskip("phalanx.ops.kernels.push")
     everyones = torch.cat([choice(r) for r in range(ranks)])
-    for index in range(ranks):
+    for index in {0, ranks // 2, ranks - 1}:
         spread = Spread(E // (ranks // etp), etp, ranks, index)
         rows = plan_rows(everyones, spread.first, spread.here, 2 * ranks * T // 3, "plain")  # too few in places: those rows are missing
         x, y = normal(T, width, seed=index, dtype=dtype), normal(len(rows.source_R), width, seed=9, dtype=dtype)
@@ -222,7 +223,7 @@ def test_who_pushes_without_being_told(ranks):
         chosen = replace(run, layout=LayoutConfig(**layout), train=replace(run.train, device=device))
         assert make_plan(chosen, layout["ep"] * layout.get("etp", 1)).dispatch == dispatch
     said = ranks.run("tests.test_push:said", 4, replace(run, layout=LayoutConfig(ep=4)))
-    assert all("tokens to experts by alltoall" in text for text in said)
+    assert all(text.endswith("tokens to experts by alltoall") for text in said)
     said = ranks.run("tests.test_push:said", 4, replace(run, layout=LayoutConfig(ep=4, dispatch="push")))
     assert all("tokens to experts by push through shared memory on" in text for text in said)
 

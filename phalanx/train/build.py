@@ -201,7 +201,9 @@ def choices(state: State) -> str:
         graphs += f" ({why_no_graphs(state.plan, mesh.device)})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     beside = mesh.overlapping.get(mesh.model.experts.name)
-    dispatch += f" through shared memory {beside}" if beside is not None and mesh.model.experts.size > 1 else ""
+    if beside is not None and mesh.model.experts.size > 1:
+        by_messages = state.plan.dispatch == "alltoall"
+        dispatch += (f" (no push: {beside.removeprefix('off: ')})" if beside != "off" else "") if by_messages else f" through shared memory {beside}"
     order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
     return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}{order}"

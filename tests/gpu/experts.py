@@ -9,14 +9,17 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from phalanx.ops import push
 from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, Gate, gated_rows
 from phalanx.ops.grouped import grouped_matmul
 from phalanx.ops.kernels import Kernels
 from phalanx.ops.permute import combine_rows, gather_rows, plan_rows, row_weights
+from phalanx.ops.push import Spread
 from phalanx.ops.route import Router, route
 from tests.gpu.truth import ROUNDINGS, within
 from tests.test_moe_ops import ROUTERS, spoil
 from tests.test_ops import normal
+from tests.test_push import Held
 
 EXPERTS, FIRST, HERE, SLOTS = 64, 16, 16, 8
 
@@ -140,6 +143,32 @@ def layer_check(kernels: Kernels, gate: Gate, weigh_rows: bool, size: tuple[int,
     return check
 
 
+def push_check(tokens: int, width: int, etp: int) -> Callable[[torch.device], str]:
+    """Kernels that write to four ranks' memory, all of it on this device, against their plain twins: every number, unwritten places too."""
+
+    def check(device: torch.device) -> str:
+        ranks, index = 4, 2
+        spread, dtype = Spread(EXPERTS // (ranks // etp), etp, ranks, index), torch.bfloat16
+        count, wide = (tokens, width) if device.type == "cuda" else (20, 48)
+        everyones = torch.cat([routing(count).roll(r, 0) for r in range(ranks)]).to(device)
+        mine = everyones[index * count : (index + 1) * count]
+        rows = plan_rows(everyones, spread.first, spread.here, ranks * count * SLOTS // 4, "plain")
+        x, y = normal(count, wide, dtype=dtype).to(device), normal(len(rows.source_R), wide, seed=1, dtype=dtype).to(device)
+        parts = normal(ranks * count, wide, seed=2, dtype=dtype).to(device)
+        found = []
+        for module in (push.twins(device.type == "cuda"), push):
+            there, back = (Held([x.new_full((ranks * count, wide), 7.0) for _ in range(ranks)], index, count) for _ in range(2))
+            module.send_tokens(x, mine, spread, there)
+            module.send_sums(y, rows, everyones, spread, back)
+            found.append([*there.wholes, *back.wholes, module.add_sums(parts, mine, spread)])
+        differing = sum((a != b).sum().item() for a, b in zip(*found))
+        if differing:
+            raise AssertionError(f"{differing} numbers differ")
+        return f"{sum((a != 7.0).any(1).sum().item() for a in found[0][:ranks])} of {ranks * count} rows sent, bit-equal"
+
+    return check
+
+
 def expert_checks() -> dict[str, Callable[[torch.device], str]]:
     found: dict[str, Callable[[torch.device], str]] = {}
     for name, router in ROUTERS.items():
@@ -154,5 +183,7 @@ def expert_checks() -> dict[str, Callable[[torch.device], str]]:
     for kernels in ("triton", "auto"):
         found[f"experts' layer, {kernels}"] = layer_check(kernels, SWIGLU, False, (1030, 2048, 768))
         found[f"experts' layer, weighed rows, {kernels}"] = layer_check(kernels, SWIGLU, True, (1030, 2048, 768))
+    for tokens, width, etp in ((4096, 2048, 1), (1030, 2880, 2), (77, 130, 4)):
+        found[f"push of {tokens} tokens of {width}, etp {etp}"] = push_check(tokens, width, etp)
     found["experts' layer, clamped, width 2880"] = layer_check("auto", CLAMPED_SWIGLU, False, (300, 2880, 2880))
     return found
