@@ -48,7 +48,8 @@ def fail(placement, kind, rank=1):
 
 def add(placement, folder):
     import torch, torch.distributed as dist
-    dist.init_process_group("gloo", init_method=placement.init_method, rank=placement.rank, world_size=placement.world_size)
+    from phalanx.comm.mesh import init_world
+    init_world(placement.rank, placement.world_size, placement.init_method, torch.device("cpu"), timeout_s=60)
     x = torch.tensor([placement.rank + 1.0])
     dist.all_reduce(x)
     with open(f"{folder}/{placement.rank}", "w") as f:

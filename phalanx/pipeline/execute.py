@@ -41,6 +41,7 @@ class Stages:
         self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
         self.loss_seed = loss_seed
         self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # what to ask of the last block instead of its loss
+        self.losses = torch.zeros(1, dtype=torch.float64, device=mesh.device)  # of each micro-batch
         self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # what the first block gets instead of an activation
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
