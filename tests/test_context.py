@@ -23,6 +23,7 @@ from phalanx.ops.attention import Kind
 from phalanx.ops.kernels import join
 from phalanx.train.build import build
 from phalanx.train.config import Run
+from phalanx.train.data_text import pairs_read
 from phalanx.train.evaluate import evaluate
 from phalanx.train.load import load_run
 from phalanx.train.plan import make_plan
@@ -126,6 +127,16 @@ def test_every_rank_computes_as_much(length, count):
     for each in (tokens, pairs, given):
         assert max(each) <= 1.02 * min(each)
     assert sum(given) == pytest.approx(sum(pairs), rel=2 / length * count + 1e-3)
+
+
+def test_what_packed_parts_read():
+    """Truth: every pair of tokens of one sequence and document. Without documents parts read as much."""
+    batch = sample_batch([5, 6, 11], documents=True)
+    row = torch.arange(48) // 16
+    seen = (row[:, None] == row) & (batch.documents[:, None] == batch.documents) & torch.ones(48, 48, dtype=torch.bool).tril()
+    expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in Part(0, 4).all]
+    assert pairs_read(batch, 4) == expected and len(set(expected)) > 1
+    assert len(set(pairs_read(sample_batch([5, 6], documents=False), 4))) == 1
 
 
 KINDS = {"causal": Kind(), "window": Kind(window=5), "scaled": Kind(scale=0.3)}

@@ -292,6 +292,7 @@ def _remedy(row: str, run: Run) -> str:
             return "layout.tp_overlap=auto hides it in the matmuls"
         return {
             "tp": f"a smaller layout.tp than {layout.tp} if memory allows (`phalanx plan` says)",
+            "cp": f"a smaller layout.cp than {layout.cp} if memory allows (`phalanx plan` says)",
             "pp": f"a larger train.micro_batch than {t.micro_batch}, or a smaller layout.pp than {layout.pp}",
             "dp": f"a larger train.global_batch than {t.global_batch}: gradients are summed once a step",
         }.get(axis, f"ranks wait for each other: an uneven layout.stages, or a larger train.global_batch than {t.global_batch}")

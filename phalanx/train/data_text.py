@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.base.batch import Batch
+from phalanx.base.part import Part
 from phalanx.checkpoint.keep import find, list_checkpoints, problem_of
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.data.check import check_files
@@ -167,6 +168,10 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
     ]
     for micro in data.micro_batches:
         lines.append(f"\ndata-parallel rank {micro.rank}, micro-batch {micro.number}")
+        if run.layout.cp > 1:
+            pairs = pairs_read(micro.batch, run.layout.cp)
+            most = max(pairs) * len(pairs) / sum(pairs)
+            lines.append(f"  context-parallel ranks read {', '.join(f'{n:,}' for n in pairs)} keys, the most {most:.2f} of the mean")
         ids = micro.batch.tokens.view(-1, length).tolist()
         for row, tokens in zip(micro.rows, ids):
             where = "made up" if row.first is None else f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
@@ -175,6 +180,11 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
             if not row.passages:
                 lines.append(f"    {_snippet(tokens, tokenizer)}")
     return "\n".join(lines)
+
+
+def pairs_read(batch: Batch, cp: int) -> list[int]:
+    """How many keys the queries of each part of a batch of whole sequences read, summed over queries: those before in the document, and its own."""
+    return [int((batch.cut(part).positions + 1).sum()) for part in Part(0, cp).all]
 
 
 def _passage_text(p: Passage) -> str:

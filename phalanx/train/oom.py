@@ -220,6 +220,7 @@ def changes(run: Run, world: int) -> Iterator[tuple[dict[str, object], str]]:
         yield {"layout.tp": tp * factor}, "every layer communicates with more ranks"
         yield {"layout.pp": pp * factor}, "more pipeline stages, a larger bubble"
         yield {"layout.tp": tp * factor, "train.recompute": "full"}, "more communication, and forward is computed again"
+        yield {"layout.cp": layout.cp * factor}, "every layer's attention reads keys of more ranks"
 
 
 def way_out(plan: Plan, room: int | None, ratio: float) -> str:
