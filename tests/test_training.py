@@ -148,14 +148,17 @@ def test_one_rank_or_a_limit_of_time_is_enough(config, undisturbed, tmp_path):
     assert steps(folder) == steps(undisturbed)
 
 
-def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path):
-    """Stopped at step 10 on tp2 x pp2, continued on 2 data-parallel ranks: the same losses up to rounding."""
+@pytest.mark.parametrize("layout", [
+    ("layout.tp=1", "layout.pp=1", "--ranks", "2"), ("layout.tp=1", "layout.sharding=3", "layout.bucket_mb=1", "--ranks", "4"),
+], ids=["dp2", "pp2 dp2, level 3"])  # fmt: skip
+def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path, layout):
+    """Stopped at step 10 on tp2 x pp2, continued, evaluated and saved on data-parallel ranks: the same losses up to rounding."""
     folder = tmp_path / "run"
     process = start(config, folder)
     wait_for_step(folder, process, 7)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
-    done = run(config, folder, "layout.tp=1", "layout.pp=1", "--ranks", "2")
+    done = run(config, folder, *layout)
     assert done.returncode == 0, done.stdout + done.stderr
     for step, (loss, norm) in steps(undisturbed).items():
         assert steps(folder)[step] == pytest.approx((loss, norm), rel=2e-4), step

@@ -32,6 +32,8 @@ USERS = {
         replace(llama3_70b.run(), layout=replace(llama3_70b.run().layout, tp=4, pp=2, cp=8, cp_ulysses=2)), 128,
     ),
     "gpt3_175b, cp3, tp2, parts of whole multiples": (replace(gpt3_175b.run(), layout=LayoutConfig(tp=2, cp=3)), 6),
+    "llama3_8b, level 3 in groups of 8 on 64": (replace(llama3_8b.run(), layout=LayoutConfig(sharding=3, shard_group=8)), 64),
+    "llama3_8b, level 2, pp2 x 2 on 16": (replace(llama3_8b.run(), layout=LayoutConfig(sharding=2, pp=2, virtual_stages=2)), 16),
     "mixtral_8x7b on 64, ep across dp": (mixtral_8x7b.run(), 64),
     "tiny mixtral, ep4 across tp2 x dp2, load of the step before, capacity": (
         load_run("recipes/tiny_mixtral.yaml", ["layout.tp=2", "layout.ep=4", "model.router_aux_loss_scope=global_batch",
@@ -88,8 +90,21 @@ def test_shrinking_keeps_the_structure():
     assert shrink(few, world).run.model.num_key_value_heads < shrink(few, world).run.layout.tp
     odd = replace(run, model=replace(run.model, vocab_size=128257, tie_word_embeddings=True))
     assert shrink(odd, world).run.model.vocab_size % 2 == 1 and shrink(odd, world).run.model.tie_word_embeddings
-    assert fewer_ranks([4, 8, 4]) == [2, 2, 2] and fewer_ranks([1, 64, 1]) == [1, 8, 1] and fewer_ranks([3, 3, 1]) == [2, 3, 1]
+    assert fewer_ranks([4, 8, 1, 4]) == [2, 2, 1, 2] and fewer_ranks([1, 64, 1, 1]) == [1, 8, 1, 1] and fewer_ranks([3, 3, 1, 1]) == [2, 3, 1, 1]
     assert fewer_ranks([4, 8, 2, 8]) == [2, 1, 2, 2]
+    assert fewer_ranks([4, 8, 1, 4], data=4) == [2, 4, 1, 2] and fewer_ranks([4, 8, 2, 8], data=4) == [2, 2, 2, 2]
+
+
+def test_shrinking_keeps_groups_that_shard():
+    def of(run, world, **layout):
+        small = shrink(replace(run, layout=replace(run.layout, **layout)), world)
+        return (small.world, small.run.layout.shard_group, small.run.layout.shard_across)
+
+    groups = dict(sharding=3, shard_group=8, shard_across="optimizer")
+    assert of(llama3_8b.run(), 64, **groups) == (8, 2, "optimizer")
+    assert of(llama3_70b.run(), 256, **groups) == (16, 2, "optimizer")
+    assert of(llama3_8b.run(), 8, sharding=3, shard_group=8) == (8, None, "nothing")  # one group is all ranks
+    assert of(mixtral_8x7b.run(), 64, sharding=3, shard_group=8) == (8, 2, "nothing")
 
 
 def test_shrinking_keeps_how_experts_are_spread():

@@ -81,7 +81,7 @@ def verify_rank(run: Run, placement: Placement, steps: int = 2) -> None:
 def shrink(run: Run, world: int) -> Small:
     """Fewer ranks, layers, features, tokens; the same kinds of everything: what is cut, shared, uneven or tied stays so."""
     run, grid = without_budget(run, world), grid_of(run, world)
-    pp, dp, cp, tp = fewer_ranks([grid.pp, grid.dp, grid.cp, grid.tp])
+    pp, dp, cp, tp = fewer_ranks([grid.pp, grid.dp, grid.cp, grid.tp], data=4 if in_groups(run, grid) else 1)
     layout = small_layout(run, world, pp, cp, tp)
     micro_batch = min(run.train.micro_batch, 2)
     seq_length = small_length(micro_batch, cp, tp)
@@ -89,6 +89,7 @@ def shrink(run: Run, world: int) -> Small:
     if isinstance(model, ExpertsConfig) and run.model.routed_experts:
         layout = small_expert_view(run, world, layout, dp * cp * tp)
         model = small_experts(run, model, layout)
+    layout = small_groups(run, grid, layout, dp * cp)
     m = min(make_plan(run, world).num_micro_batches(run.train.global_batch), 2 * pp * layout.virtual_stages + 1)
     train = replace(
         run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None,
@@ -108,16 +109,25 @@ def without_budget(run: Run, world: int) -> Run:
     return replace(run, train=replace(run.train, recompute_budget_gib=None, recompute_ops=list(most)))
 
 
-def fewer_ranks(sizes: list[int]) -> list[int]:
-    """Halve the largest axis until there are at most MAX_RANKS ranks; an axis that was there stays, but for dp (the second) beside three
-    others: what is summed over it is summed over cp too."""
+def in_groups(run: Run, grid: Grid) -> bool:
+    group = run.layout.shard_group
+    return group is not None and group < grid.dp * grid.cp
+
+
+def fewer_ranks(sizes: list[int], data: int = 1) -> list[int]:
+    """Halve the largest axis (of pp, dp, cp, tp) until there are at most MAX_RANKS ranks; an axis that was there stays, but for dp beside three
+    others: what is summed over it is summed over cp too. `data`: ranks that dp and cp must have together, even if that makes more."""
     sizes = list(sizes)
     while prod(sizes) > MAX_RANKS:
-        largest = sizes.index(max(sizes))
-        if sizes[largest] > 2:
-            sizes[largest] = max(2, sizes[largest] // 2)
-        else:
+        smaller = [max(2, n // 2) if n > 2 else n for n in sizes]
+        able = [i for i, n in enumerate(sizes) if smaller[i] < n and (i not in (1, 2) or sizes[1] * sizes[2] // n * smaller[i] >= data)]
+        if able:
+            largest = max(able, key=lambda i: sizes[i])
+            sizes[largest] = smaller[largest]
+        elif sizes[1] > 1 and sizes[2] >= data:
             sizes[1] = 1
+        else:
+            break
     return sizes
 
 
@@ -125,6 +135,15 @@ def small_length(micro_batch: int, cp: int, tp: int) -> int:
     """16 tokens, or the next number of which each rank has a multiple of tp."""
     unit = cp * tp
     return 16 if all(micro_batch * part.size(16) % tp == 0 for part in Part(0, cp).all) else -(-16 // unit) * unit
+
+
+def small_groups(run: Run, grid: Grid, layout: LayoutConfig, ranks: int) -> LayoutConfig:
+    """Several groups that shard stay several, if any size of them fits the experts' view; one group is all ranks."""
+    experts = layout.ep * layout.etp if run.model.routed_experts else 1
+    sizes = [g for g in range(2, ranks) if ranks % g == 0 and (g * layout.tp % experts == 0 or experts % (g * layout.tp) == 0)]
+    if in_groups(run, grid) and sizes:
+        return replace(layout, shard_group=sizes[0])
+    return replace(layout, shard_group=None, shard_across="nothing")
 
 
 def small_layout(run: Run, world: int, pp: int, cp: int, tp: int) -> LayoutConfig:
@@ -282,6 +301,8 @@ def describe(run: Run, world: int, small: Run, small_world: int) -> str:
         more = "\n          (layout.stages has no meaning with fewer pipeline ranks: stages are cut by cost)"
     if run.train.fp8 is not None:
         more += "\n          (train.fp8 is left out: small sizes have no whole blocks of scales; tests/test_low.py compares it)"
+    if in_groups(run, grid_of(run, world)) and small.layout.shard_group is None:
+        more += "\n          (layout.shard_group has no meaning with fewer ranks: all of them shard)"
     return f"your run   {text(run, world)}\nverified   {text(small, small_world)}{more}"
 
 
