@@ -104,7 +104,7 @@ def offloaded_bytes(rank: int, world: int, run: Run) -> int:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_plan_knows_the_bytes(ranks, recompute):
     """Truth: what really leaves in a step of gpipe. Of four micro-batches the first is on its way back when the last leaves."""
-    run = base_run("llama", 4, recompute=recompute, offload_layers=2, precision="fp32")
+    run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")  # of one sequence CPUs copy the output
     run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=100), data=DataConfig(mock=True))
     (use,), _ = rank_uses(make_plan(run, 1), 4)
     (left,) = ranks.run("tests.test_offload:offloaded_bytes", 1, run)
