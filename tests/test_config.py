@@ -115,6 +115,10 @@ RULES = [
     ("train.recompute_budget_gib=0", 1, "train.recompute_budget_gib", 0, "(0, inf)", set(), (None,)),
     ("train.recompute_budget_gib=20 train.recompute=full", 1, "train.recompute", "full", "has no effect without recompute_budget_gib=null", {"train.recompute_budget_gib"}, ("none",)),
     ("train.recompute_budget_gib=20 train.recompute_ops=[norm]", 1, "train.recompute_ops", ["norm"], "has no effect without recompute_budget_gib=null", {"train.recompute_budget_gib"}, ([],)),
+    # activations on the host
+    ("train.offload_layers=-1", 1, "train.offload_layers", -1, "[0, num_hidden_layers]", {"model.num_hidden_layers"}, (0, 4)),
+    ("train.offload_layers=5", 1, "train.offload_layers", 5, "[0, num_hidden_layers]", {"model.num_hidden_layers"}, (4,)),
+    ("train.offload_layers=1 train.cuda_graphs=on", 1, "train.cuda_graphs", "on", "activations that stay where they are", {"train.offload_layers"}, ("auto", "off")),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),

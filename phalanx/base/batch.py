@@ -67,6 +67,13 @@ class Batch:
         self._derived.clear()
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds: its own and what was derived."""
+        own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
+        made = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
+        return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
+
+    @property
     def derived_bytes(self) -> int:
         tensors = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
         return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)

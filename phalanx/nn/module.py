@@ -53,6 +53,7 @@ class Block(Module):
 
     recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
     again: frozenset[str] = frozenset()  # names of nn.tape.OPS that are made again in backward; set by the plan
+    offloaded = False  # whether what it saves waits in host memory; set by the plan
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         raise TypeError(f"{type(self).__name__} has no forward")

@@ -7,13 +7,15 @@ from functools import partial
 from torch import Tensor
 
 from phalanx.base.batch import Batch
+from phalanx.nn.held import Held
 from phalanx.nn.module import Block
 
 
-def run_block(block: Block, x: Tensor, batch: Batch) -> Tensor:
-    """block(x, batch), of which the ops named in `block.again` are made again in backward."""
+def run_block(block: Block, x: Tensor, batch: Batch, held: Held | None = None) -> Tensor:
+    """block(x, batch), of which the ops named in `block.again` are made again in backward; `held` is given what else it saves, if the
+    block is one whose activations wait on the host."""
     tape = block.env.tape
-    with tape.block(block.again if block.training else frozenset()):
+    with tape.block(block.again if block.training else frozenset(), held if block.offloaded else None):
         if not block.recomputable:
             return block(x, batch)
         return tape.whole(partial(block, batch=batch), x)

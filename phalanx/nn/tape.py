@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from phalanx.nn.held import Held, Part
+
 OPS = {
     "norm": "the outputs of norms",
     "qkv": "the projections to queries, keys and values (of latent attention, down and up)",
@@ -128,8 +130,11 @@ class _View:
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
-def stored(kept: Tensor | _View) -> Tensor:
-    """The tensor that was kept, or made again."""
+Kept = Tensor | _View | Part
+
+
+def stored(kept: Kept) -> Tensor:
+    """The tensor that was kept, made again, or held."""
     return kept if isinstance(kept, Tensor) else kept.tensor()
 
 
@@ -154,20 +159,21 @@ class Tape:
         self.names: set[str] = set()
         self.reran: Counter[str] = Counter()
         self._again: Set[str] = frozenset()
+        self._held: Held | None = None
         self._outputs: dict[int, _Output] = {}
 
     @contextmanager
-    def block(self, again: Set[str]) -> Iterator[None]:
-        """Around the forward of a block: the ops named in `again` are made again in its backward."""
-        if not again or not torch.is_grad_enabled():
+    def block(self, again: Set[str], held: Held | None = None) -> Iterator[None]:
+        """Around the forward of a block: the ops named in `again` are made again in its backward. `held` is given the rest to keep."""
+        if not (again or held) or not torch.is_grad_enabled():
             yield
             return
-        self._again = again
+        self._again, self._held = again, held
         try:
             with saved_tensors_hooks(self._pack, stored):
                 yield
         finally:
-            self._again = frozenset()
+            self._again, self._held = frozenset(), None
             self._outputs.clear()
 
     def op(self, name: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -218,11 +224,11 @@ class Tape:
                 known.add(storage._cdata)
                 self._outputs[storage._cdata] = _Output(weakref.ref(storage), again, number, int(t.storage_offset()), t.dtype)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def _pack(self, tensor: Tensor) -> Kept:
         storage = tensor.untyped_storage()
         found = self._outputs.get(storage._cdata)
         if found is None or found.storage() is not storage or found.dtype != tensor.dtype:  # memory is used anew once it is free
-            return tensor
+            return tensor if self._held is None else self._held.put(tensor)
         return _View(partial(found.again.output, found.number), *_place(tensor, found.offset))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from phalanx.base.batch import Batch
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
+from phalanx.nn.held import Held, Mover
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
 from phalanx.pipeline.graphs import Eager
-from phalanx.schedule.actions import Backward, Forward, Instruction, Recv, Send, Value, Wait
+from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Recv, Send, Value, Wait
 
 Handlers = Mapping[type, Callable[[Any], None]]
 
@@ -46,6 +48,8 @@ class Stages:
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
         self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
+        self._held: dict[tuple[int, int, int], Held] = {}  # of runs with blocks whose activations wait on the host
+        self.offloaded_bytes = 0  # that left for the host in this step
         self._receiving: dict[Value, Work] = {}
         self._sending: list[Work] = []
 
@@ -54,6 +58,7 @@ class Stages:
         self.seed = None if seed is None else self.runner.begin(seed)
         self.batches = [replace(b, loss_seed=self.seed if self.loss_seed else None) for b in batches]
         self.outputs: dict[int, Tensor] = {}
+        self.offloaded_bytes = 0
         self.losses = torch.zeros(len(batches), dtype=torch.float64, device=self.mesh.device)
 
     @property
@@ -67,12 +72,15 @@ class Stages:
         self._sending.clear()
         if self.seed is not None:
             self.runner.end()
-        left = [*self._values, *self._inner, *self._saved, *self._receiving]
+        left = [*self._values, *self._inner, *self._saved, *self._held, *self._receiving]
         if left:
             raise RuntimeError(f"the schedule left values behind: {left[:4]}")
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {Forward: self.forward, Backward: self.backward, Recv: self.recv, Wait: self.wait, Send: self.send}
+        return {
+            Forward: self.forward, Backward: self.backward, Recv: self.recv, Wait: self.wait, Send: self.send, Offload: self.offload,
+            Fetch: self.fetch,
+        }  # fmt: skip
 
     def is_last(self, stage: int, run: int) -> bool:
         return stage == len(self.runs_per_stage) - 1 and run == self.runs_per_stage[stage] - 1
@@ -80,11 +88,11 @@ class Stages:
     def forward(self, i: Forward) -> None:
         x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
         if self.seed is not None:
-            x, y = self.runner.forward(where, i.mb, x, batch, lambda x, batch: self._compute(where, x, batch))
+            x, y = self.runner.forward(where, i.mb, x, batch, lambda x, batch: self._compute(where, x, batch, i.mb))
             self._saved[i.stage, i.run, i.mb] = (x, y)
         else:
             with torch.no_grad():
-                y = self._compute(where, x, batch)
+                y = self._compute(where, x, batch, i.mb)
             if where == self._ends[1]:
                 batch.forget()
         out = y.detach()
@@ -95,12 +103,27 @@ class Stages:
         else:
             self._inner["act", i.stage, i.run + 1, i.mb] = out
 
-    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch) -> Tensor:
-        blocks = self.runs[where]
+    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch, mb: int) -> Tensor:
+        blocks, held = self.runs[where], None
+        if torch.is_grad_enabled() and any(block.offloaded for block in blocks):
+            held = self._held[*where, mb] = Held(self._mover)
         finish = self.finish if self.is_last(*where) else None
         for block in blocks[:-1] if finish else blocks:
-            x = run_block(block, x, batch)
+            x = run_block(block, x, batch, held)
         return finish(blocks[-1], x, batch) if finish else x
+
+    @cached_property
+    def _mover(self) -> Mover:
+        return Mover(self.mesh.device)
+
+    def offload(self, i: Offload) -> None:
+        """What is held elsewhere too stays: the run's input and output, weights, the batch and what was derived from it."""
+        where, batch = (i.stage, i.run), self.batches[i.mb]
+        weights = (p for block in self.runs[where] for p in block.parameters())
+        self.offloaded_bytes += self._held[*where, i.mb].leave((*self._saved[*where, i.mb], *weights, *batch.tensors))
+
+    def fetch(self, i: Fetch) -> None:
+        self._held[i.stage, i.run, i.mb].come_back()
 
     def take_output(self, mb: int, out: Tensor) -> None:
         """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
@@ -116,6 +139,7 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
+        self._held.pop((i.stage, i.run, i.mb), None)
         last = (i.stage, i.run) == self._ends[0]
         dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last)
         if last:

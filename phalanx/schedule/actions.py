@@ -212,7 +212,25 @@ class Close:
     last: bool = True
 
 
-Instruction = Forward | Backward | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Start copying to the host what a run's forward keeps for its backward, and let go of it on the device."""
+
+    stage: int
+    run: int
+    mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start copying it back."""
+
+    stage: int
+    run: int
+    mb: int
+
+
+Instruction = Forward | Backward | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close | Offload | Fetch
 
 
 @dataclass(frozen=True)

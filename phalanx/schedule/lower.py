@@ -25,6 +25,7 @@ from phalanx.schedule.actions import (
     Wait,
 )
 from phalanx.schedule.flows import with_buckets
+from phalanx.schedule.offload import with_offload
 
 
 def lower(
@@ -36,13 +37,15 @@ def lower(
     early: Set[tuple[int, int]] = frozenset(),
     ahead: int = 1,
     keep: bool = False,
+    offloaded: Set[tuple[int, int]] = frozenset(),
 ) -> Program:
     """The instruction list of every rank.
 
     `runs_per_stage[s]` is the number of runs that stage s is cut into (default 1 each); `buckets_of_rank[r]` maps the buckets
     of rank r to the (stage, run) pairs that use them (default none). Receives are posted `prefetch` actions before they are used
     (or earlier, where the sender's order asks for it), so the message travels under compute and few buffers wait.
-    `flows_of_rank`, `early`: as of Program; `ahead` and `keep`: as of flows.with_buckets.
+    `flows_of_rank`, `early`: as of Program; `ahead` and `keep`: as of flows.with_buckets. `offloaded`: (stage, run) pairs whose activations
+    wait on the host, as of offload.with_offload.
 
     Raises ScheduleError when the numbers do not fit the schedule or a value is sent to an action that does not exist.
     """
@@ -56,7 +59,7 @@ def lower(
     for rank in range(schedule.pp):
         receives = _receives(schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch)
         instructions, flows = _compute_and_messages(schedule, rank, runs, receives), flows_of_rank[rank] if flows_of_rank else {}
-        lists.append(with_buckets(instructions, buckets[rank], flows, early, ahead, keep))
+        lists.append(with_offload(with_buckets(instructions, buckets[rank], flows, early, ahead, keep), offloaded))
     return Program(schedule, runs, buckets, tuple(lists), tuple(flows_of_rank), early)
 
 

@@ -13,11 +13,13 @@ from typing import Literal, NoReturn
 from phalanx.schedule.actions import (
     Backward,
     Close,
+    Fetch,
     Flow,
     Forward,
     Free,
     Gather,
     Instruction,
+    Offload,
     Open,
     Program,
     Ready,
@@ -227,6 +229,7 @@ class _Rank:
     held: _Held = field(default_factory=lambda: _Held())
     sent_at: list[tuple[int, int, float]] = field(default_factory=list)
     sending: bool = False
+    away: set[tuple[int, int, int]] = field(default_factory=set)
     spans: list[Span] = field(default_factory=list)
     live: Counter[int] = field(default_factory=Counter)
     live_changes: list[LiveChange] = field(default_factory=list)
@@ -281,11 +284,23 @@ class _Rank:
                 return self.send(instruction)
             case Wait():
                 return self.wait(instruction)
+            case Offload() | Fetch():
+                self.move(instruction)
             case Gather() | Ready() | Free() | Open() | Reduce() | Close():
                 self.require(instruction.bucket in self.buckets, "is about an unknown bucket")
                 wrong = self.held.step(instruction, self.program.flow(self.rank, instruction.bucket))
                 self.require(not wrong, wrong)
         return True
+
+    def move(self, do: Offload | Fetch) -> None:
+        where = (do.stage, do.run, do.mb)
+        self.require(Forward(*where) in self.done and Backward(*where) not in self.done, "there is nothing to move")
+        if isinstance(do, Offload):
+            self.require(where not in self.away, "has left already")
+            self.away.add(where)
+        else:
+            self.require(where in self.away, "is not on the host")
+            self.away.remove(where)
 
     # ---- compute
 
@@ -308,6 +323,7 @@ class _Rank:
         self.check_place(do)
         last = self.program.runs_per_stage[do.stage] - 1
         self.require(Forward(do.stage, last, do.mb) in self.done, "its forward has not run")
+        self.require((do.stage, do.run, do.mb) not in self.away, "its activations are on the host")
         if do.run < last:
             self.require(Backward(do.stage, do.run + 1, do.mb) in self.done, "the run after it has not run backward")
         else:

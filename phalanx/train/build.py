@@ -35,6 +35,7 @@ from phalanx.train.plan import Plan, low_names, low_precision
 
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: weights or gradients have memory of their own each time"
+NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
 
 
@@ -185,7 +186,7 @@ def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own.
     Never where the host must see how many tokens go where, nor where what graphs read does not stay where it is."""
     wanted = plan.run.train.cuda_graphs
-    if plan.waits_for_sizes or plan.buckets_come_and_go:
+    if plan.waits_for_sizes or plan.buckets_come_and_go or plan.offloaded:
         return False
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
 
@@ -214,6 +215,8 @@ def why_no_graphs(plan: Plan, device: torch.device) -> str:
         return "not a GPU"
     if plan.waits_for_sizes:
         return NO_GRAPHS_SIZES
+    if plan.offloaded:
+        return NO_GRAPHS_OFFLOAD
     return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_STAGES
 
 

@@ -145,6 +145,18 @@ def check_recompute(run: Run) -> list[Problem]:
         found += no_effect("train", c, ("recompute", "recompute_ops"), "recompute_budget_gib=null", budget)
     elif c.recompute == "full":
         found += no_effect("train", c, ("recompute_ops",), "recompute other than full", {"train.recompute": c.recompute})
+    return found + check_offload(run)
+
+
+def check_offload(run: Run) -> list[Problem]:
+    c, layers = run.train, run.model.num_hidden_layers
+    found = []
+    if not 0 <= c.offload_layers <= max(layers, 0):
+        because = {"model.num_hidden_layers": layers}
+        found.append(problem("train", c, "offload_layers", "must be an integer in [0, num_hidden_layers]", because, (0, layers)))
+    if c.offload_layers and c.cuda_graphs == "on":
+        rule = "needs activations that stay where they are"
+        found.append(problem("train", c, "cuda_graphs", rule, {"train.offload_layers": c.offload_layers}, ("auto", "off")))
     return found
 
 

@@ -267,7 +267,8 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
                 found[plan.facts[b]] = options(plan, b)
         other = use.total - use.memory["activations"] - use.memory["working"] + OVERHEAD
         other += sum(live[s] * fixed_bytes(plan, s, blocks_kept) for s in plan.stages_of(pp))
-        blocks, in_flight = [found[plan.facts[b]] for b, _ in mine], [n for _, n in mine]
+        # of blocks whose activations wait on the host, one micro-batch is here, one leaves and one comes
+        blocks, in_flight = [found[plan.facts[b]] for b, _ in mine], [min(n, 3) if b in plan.offloaded else n for b, n in mine]
         chosen = cheapest(blocks, in_flight, budget - other)
         if chosen is None:
             lacking[pp] = other + _fewest(blocks, in_flight)

@@ -19,7 +19,7 @@ from phalanx.layout.grid import Coords
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import Tape
-from phalanx.schedule.actions import Program, Send
+from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
 from phalanx.train.bucket_traffic import bucket_sends, passing_bytes
@@ -44,13 +44,14 @@ class BlockUse:
 class RankUse:
     """Of one pipeline rank, tp rank 0. memory: bytes by kind, of weights and gradients when they are most. passing: those of them that are
     there only while blocks at work need them (sharding levels 2 and 3). sent: bytes that it sends in a step, by axis. live: most (stage,
-    micro-batch) activations at once. numel: elements of its buckets, padding included."""
+    micro-batch) activations at once. numel: elements of its buckets, padding included. host: most bytes of activations that wait there."""
 
     memory: dict[str, int]
     passing: dict[str, int]
     sent: dict[str, float]
     live: int
     numel: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -174,10 +175,12 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
         shared += 2 * max((b.numel for b in buckets if b.trained), default=0) * kind.master.itemsize
         held["gradients"] *= 1 + waiting(plan.leaves)
+    moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
+    here, away = peak_moved(program.lists[pp], moved)
     memory = {
         **held,
         **({"codes": codes} if codes else {}),
-        "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) for s in plan.stages_of(pp)}),
+        "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) - sum(moved[s].values()) for s in plan.stages_of(pp)}) + here,
         "working": max(blocks[b].bytes.working for b in mine),
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
     }
@@ -190,7 +193,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         "pp": sends * message + of_buckets["pp"],
         "dp": of_buckets["dp"],
     }
-    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets))
+    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away)
 
 
 def whole_tokens(plan: Plan) -> int:
@@ -207,6 +210,35 @@ def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
     """Bytes of one micro-batch that no choice changes: the stage's output, and what its layers derive from the batch."""
     mine = plan.stages[stage]
     return blocks[mine[-1]].bytes.output + max(blocks[b].derived for b in mine)
+
+
+def moved_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
+    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep, but the input of the run."""
+    found = {}
+    for number, run in enumerate(plan.runs[stage]):
+        mine = [b for b in run if b in plan.offloaded]
+        first = blocks[run[0]].bytes.output if run[0] in mine else 0  # a layer's input is as large as its output
+        found[number] = sum(blocks[b].bytes.kept for b in mine) - first
+    return found
+
+
+def peak_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> tuple[int, int]:
+    """Most bytes at once on the device, and on the host, of what is offloaded. A copy counts in both places until the next compute is done."""
+    here = away = most_here = most_away = leaving = coming = 0
+    for i in instructions:
+        if isinstance(i, Forward | Backward):
+            nbytes = moved[i.stage][i.run]
+            here += nbytes if isinstance(i, Forward) else 0
+            most_here = max(most_here, here)
+            here -= leaving + (nbytes if isinstance(i, Backward) else 0)
+            away -= coming
+            leaving = coming = 0
+        elif isinstance(i, Offload):
+            leaving, away = leaving + moved[i.stage][i.run], away + moved[i.stage][i.run]
+            most_away = max(most_away, away)
+        elif isinstance(i, Fetch):
+            coming, here = coming + moved[i.stage][i.run], here + moved[i.stage][i.run]
+    return most_here, most_away
 
 
 def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int:

@@ -174,6 +174,17 @@ class Plan:
     def stages_of(self, pp: int) -> list[int]:
         return [s for s, rank in enumerate(self.stage_rank) if rank == pp]
 
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """Blocks whose activations wait on the host: the first layers of each stage."""
+        layers = range(1, self.run.model.num_hidden_layers + 1)
+        return frozenset(b for stage in self.stages for b in [b for b in stage if b in layers][: self.run.train.offload_layers])
+
+    @property
+    def offloaded_runs(self) -> frozenset[tuple[int, int]]:
+        """(stage, run) pairs with such blocks."""
+        return frozenset((s, r) for s, runs in enumerate(self.runs) for r, run in enumerate(runs) if self.offloaded & set(run))
+
     @property
     def exchange_bytes(self) -> int:
         """Of a micro-batch's activations between blocks, gathered over tp."""
@@ -264,7 +275,7 @@ class Plan:
         """Blocks with these numbers on the meta device, told what to make again in backward."""
         blocks = make_blocks(self.run.model, env, numbers)
         for block, number in zip(blocks, numbers):
-            block.again = self.again[number]
+            block.again, block.offloaded = self.again[number], number in self.offloaded
         return blocks
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
@@ -301,7 +312,7 @@ class Plan:
         layout = self.run.layout
         return lower(
             self.schedule(num_micro_batches, backward), self.runs_per_stage, users, flows_of_rank=flows, early=early, ahead=layout.prefetch,
-            keep=not layout.reshard_after_forward,
+            keep=not layout.reshard_after_forward, offloaded=self.offloaded_runs,
         )  # fmt: skip
 
 
@@ -353,8 +364,8 @@ def bucket_numel(run: Run) -> int:
 
 
 def storing_all(run: Run) -> Run:
-    """The same run with nothing made again in backward."""
-    return replace(run, train=replace(run.train, recompute="none", recompute_ops=[], recompute_budget_gib=None))
+    """The same run with nothing made again in backward, and nothing on the host meanwhile."""
+    return replace(run, train=replace(run.train, recompute="none", recompute_ops=[], recompute_budget_gib=None, offload_layers=0))
 
 
 def without_layout(run: Run) -> Run:

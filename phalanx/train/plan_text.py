@@ -34,6 +34,7 @@ def plan_text(run: Run, world: int, device: Device | None = None) -> str:
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
         "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
         "Made again in backward (of each stage's micro-batch and rank)": again_text(plan),
+        "In host memory, per rank": host_text(uses),
         "Sent by each rank per step (GiB)": sent_table(plan.grid, uses),
     }
     return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items() if text)
@@ -126,6 +127,13 @@ def passing_text(uses: Sequence[RankUse]) -> list[str]:
         return []
     what = " and ".join(f"{name} of {gib(n)}" for name, n in most.passing.items() if n)
     return [f"At the fullest moment of a step; of that, blocks at work have {what} for themselves alone."]
+
+
+def host_text(uses: Sequence[RankUse]) -> str:
+    """What waits in host memory, if anything."""
+    if not any(u.host for u in uses):
+        return ""
+    return "\n".join(f"pp rank {pp}: {gib(u.host)} GiB of activations" for pp, u in enumerate(uses) if u.host)
 
 
 def recompute_text(run: Run) -> str:

@@ -1,0 +1,25 @@
+"""Where activations leave for the host and come back: instructions added to a rank's list, by which of its runs are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload
+
+
+def with_offload(program: Sequence[Instruction], runs: Set[tuple[int, int]]) -> tuple[Instruction, ...]:
+    """Offload after the forward of each of these (stage, run) pairs; Fetch one piece of compute before its backward, so that the copy is
+    under way meanwhile. Where nothing would be computed while they are away, the activations stay."""
+    compute = [i for i in program if isinstance(i, Forward | Backward)]
+    place = {i: n for n, i in enumerate(compute)}
+    before: dict[Instruction, list[Instruction]] = {}
+    after: dict[Instruction, list[Instruction]] = {}
+    for backward in compute:
+        where = (backward.stage, backward.run, backward.mb)
+        if not isinstance(backward, Backward) or where[:2] not in runs:
+            continue
+        forward = Forward(*where)
+        if place[backward] - place[forward] > 2:
+            after.setdefault(forward, []).append(Offload(*where))
+            before.setdefault(compute[place[backward] - 1], []).append(Fetch(*where))
+    return tuple(x for i in program for x in (*before.get(i, ()), i, *after.get(i, ())))

@@ -1,0 +1,119 @@
+"""Activations that wait on the host: the same bits come back, at the right places of any schedule, and as many bytes as the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.comm.mesh import Mesh
+from phalanx.data.config import DataConfig
+from phalanx.layout.config import LayoutConfig
+from phalanx.nn.held import Held, Mover
+from phalanx.schedule.actions import Backward, Fetch, Forward, Offload, Program, ScheduleError
+from phalanx.schedule.generators import generate
+from phalanx.schedule.lower import lower
+from phalanx.schedule.simulate import simulate
+from phalanx.train.build import build, init_weights
+from phalanx.train.config import Run
+from phalanx.train.load import load_run
+from phalanx.train.memory import rank_uses
+from phalanx.train.plan import make_plan
+from phalanx.train.plan_text import plan_text
+from phalanx.train.step import accumulate
+from tests.parity import base_run, step_batches
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_held_comes_back_to_the_bit():
+    """Views of one storage are held once; what others hold anyway stays."""
+    x, other = torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(5)
+    views = [x[1:], x.t(), x.as_strided((3, 2), (8, 1), 2)]
+    truth = [v.clone() for v in views]
+    held = Held(Mover(CPU))
+    parts, beside = [held.put(v) for v in views], held.put(other)
+    assert len(held.memories) == 2 and held.leave([other]) == x.nbytes
+    x.zero_()
+    with pytest.raises(RuntimeError, match="before it was fetched"):
+        parts[0].tensor()
+    held.come_back()
+    assert all(torch.equal(p.tensor(), t) and p.tensor().stride() == v.stride() for p, t, v in zip(parts, truth, views))
+    assert beside.tensor().data_ptr() == other.data_ptr()
+
+
+@pytest.mark.parametrize("name, pp, virtual", [("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2)])
+def test_each_offload_has_its_fetch_under_compute(name, pp, virtual):
+    schedule = generate(name, pp, virtual, 8)
+    runs = (3,) * schedule.num_stages
+    away = {(s, r) for s in range(schedule.num_stages) for r in (0, 1)}
+    program = lower(schedule, runs, offloaded=away)
+    simulate(program)
+    for instructions in program.lists:
+        compute = [i for i in instructions if isinstance(i, Forward | Backward)]
+        left = [i for i in instructions if isinstance(i, Offload)]
+        assert left and {(i.stage, i.run) for i in left} <= away
+        for i in left:
+            fetch, where = instructions.index(Fetch(i.stage, i.run, i.mb)), (i.stage, i.run, i.mb)
+            assert instructions.index(Forward(*where)) < instructions.index(i) < fetch < instructions.index(Backward(*where))
+            between = [j for j in instructions[fetch : instructions.index(Backward(*where))] if j in compute]
+            assert len(between) == 1
+    without = lower(schedule, runs)
+    assert [[i for i in a if not isinstance(i, Offload | Fetch)] for a in program.lists] == [list(b) for b in without.lists]
+
+
+@pytest.mark.parametrize("wrong, why", [(Offload, "is not on the host"), (Fetch, "its activations are on the host")])
+def test_a_list_without_one_of_them_is_refused(wrong, why):
+    program = lower(generate("gpipe", 1, 1, 2), (2,), offloaded={(0, 0)})
+    lists = tuple(tuple(i for i in a if not isinstance(i, wrong)) for a in program.lists)
+    with pytest.raises(ScheduleError, match=why):
+        simulate(Program(program.schedule, program.runs_per_stage, program.buckets_of_rank, lists))
+
+
+LAYOUTS = {
+    "gpt2 tp2 pp2, dropout": ("gpt2", 4, LayoutConfig(tp=2, pp=2, bucket_mb=0), dict(offload_layers=2)),
+    "llama pp2 x 2, selective recompute": ("llama-tied", 2, LayoutConfig(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective")),
+    "qwen3_moe ep2, level 3": ("qwen3_moe", 2, LayoutConfig(ep=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["norm", "up"])),
+    "deepseek_v3 with further tokens": ("deepseek_v3-mtp", 1, LayoutConfig(bucket_mb=0), dict(offload_layers=2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_give_the_same_bits(ranks, name):
+    model, world, layout, train = LAYOUTS[name]
+    run = replace(base_run(model), layout=layout)
+    truth = ranks.run("tests.parity:run_layout", world, run, 2, True)
+    found = ranks.run("tests.parity:run_layout", world, replace(run, train=replace(run.train, **train)), 2, True)
+    for a, b in zip(truth, found):
+        assert a["losses"] == b["losses"] and a["norms"] == b["norms"]
+        for x, y in zip(a["weights"], b["weights"]):
+            assert torch.equal(torch.from_numpy(x[3]).nan_to_num(7.0), torch.from_numpy(y[3]).nan_to_num(7.0)), x[0]
+
+
+def offloaded_bytes(rank: int, world: int, run: Run) -> int:
+    """What left for the host in one step."""
+    plan = make_plan(run, world)
+    state = build(plan, mesh := Mesh(plan.grid, rank))
+    init_weights(state)
+    state.train()
+    accumulate(state, step_batches(run, mesh, 0, False))
+    return state.stages.offloaded_bytes
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_plan_knows_the_bytes(ranks, recompute):
+    """Truth: what really leaves in a step of gpipe. Of four micro-batches the first is on its way back when the last leaves."""
+    run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")  # of one sequence CPUs copy the output
+    run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=100), data=DataConfig(mock=True))
+    (use,), _ = rank_uses(make_plan(run, 1), 4)
+    (left,) = ranks.run("tests.test_offload:offloaded_bytes", 1, run)
+    assert left > 0 and use.host == pytest.approx(left * 3 / 4, rel=0.02)
+
+
+def test_the_plan_says_what_waits_where():
+    run = load_run("recipes/tiny_llama.yaml", ["train.offload_layers=2", "layout.schedule=gpipe", "train.micro_batch=1"])
+    stored = replace(run, train=replace(run.train, offload_layers=0))
+    assert "of activations" in plan_text(run, 1) and "host" not in plan_text(stored, 1)
+    here, all_here = (rank_uses(make_plan(r, 1), 8)[0][0].memory["activations"] for r in (run, stored))
+    assert here < all_here
