@@ -23,7 +23,7 @@ from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
 from phalanx.ops.kernels.scaled_mm import Tiles
 from phalanx.ops.low_matmul import LowWeight, X
-from phalanx.ops.quant import E4M3, RECIPES, SLOTS, Scaled
+from phalanx.ops.quant import COUNTS, E4M3, RECIPES, SLOTS, Scaled
 from phalanx.ops.scaled_mm import fast_product
 
 TOKENS = 8192
@@ -40,7 +40,7 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
                 low.multiplier = torch.ones(3, device=device)
             for counted in (False, True):
                 if counted:
-                    low.counts, low.amax = torch.zeros(3, SLOTS, 3, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+                    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
                 times = measure(lambda x=x, low=low: low.both(X, x, 0, True), device)
                 found.append({"what": f"{recipe}{', counted' if counted else ''}", "width": width, "ms": 1e3 * times.median,
                               "GB/s": 4 * x.numel() / times.median / 1e9})  # fmt: skip
@@ -56,7 +56,8 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
 def codes(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> Scaled:
     x = torch.randn(rows, columns, device=device).mul_(20).to(torch.float8_e4m3fn)
     shape = [1 if b == 0 else -(-n // b) for n, b in zip((rows, columns), block)]
-    return Scaled(x, torch.ones(*reversed(shape), device=device).t(), block)
+    scales = torch.ones(*shape, device=device) if block == (128, 128) else torch.ones(*reversed(shape), device=device).t()
+    return Scaled(x, scales, block)
 
 
 def tried(call: Callable[[], Any], flop: float, device: torch.device) -> tuple[float, float] | str:

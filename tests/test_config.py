@@ -182,6 +182,8 @@ RULES = [
     (f"{MIXTRAL} layout.sharding=3 layout.shard_group=3 layout.ep=2 train.global_batch=12", 12, "layout.shard_group", 3, "one divides the other", {"shard_group * tp", "ep * etp"}, (2, 4)),
     ("layout.sharding=2 train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "weights and gradients that stay where they are", {"layout.sharding"}, ("auto", "off")),
     ("layout.bucket_mb=0", 1, "layout.bucket_mb", 0, ">= 1", set(), (1, 2)),
+    ("optim.moments=bf16 optim.beta2=0.999", 1, "optim.beta2", 0.999, "must be <= 0.99 with bf16 moments", {"optim.moments"}, (0.95, 0.99)),
+    ("optim.moments=bf16 optim.beta1=0.995", 1, "optim.beta1", 0.995, "must be <= 0.99 with bf16 moments", {"optim.moments"}, (0.95, 0.99)),
     # low precision
     (f"{FP8}=tensorwise train.fp8.history=8", 1, "train.fp8.history", 8, "has no effect without recipe=delayed", {"train.fp8.recipe"}, (1024,)),
     (f"{FP8}=delayed train.fp8.history=0", 1, "train.fp8.history", 0, ">= 1", set(), (1, 2)),

@@ -27,6 +27,7 @@ from phalanx.optim.config import OptimConfig
 from phalanx.train.build import build
 from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.train.main import train
+from phalanx.train.memory import rank_uses
 from phalanx.train.plan import make_plan
 from phalanx.train.shadow import apart
 from phalanx.train.step import accumulate, shadow_of
@@ -347,3 +348,34 @@ def test_a_layer_with_outliers_is_caught_and_cured(tmp_path):
     off = [np.abs(np.array(losses(rows)) - truth) for rows in (bad, cured)]
     assert off[0].min() > 0.1 and off[1][:2].min() > 0.1 and off[1][5:].max() == 0, off
     assert np.abs(truth - plain).mean() < 0.5 * np.abs(np.array(losses(bad)) - plain).mean()
+
+
+# ---- moments of the optimizer --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_moments_in_bf16_goes_on_to_the_bit(tmp_path):
+    def run(name: str, **train) -> Run:
+        made = run_of(tmp_path / name, None, **train)
+        return replace(made, optim=replace(made.optim, moments="bf16"))
+
+    whole = losses(trained(run("whole")))
+    trained(run("halves", steps=6))
+    assert losses(trained(run("halves"))) == whole != losses(trained(run_of(tmp_path / "wide", None)))
+    [file] = (tmp_path / "whole/checkpoints/step-00000012/state").glob("rank-*.safetensors")
+    dtypes = {key.partition("/")[0] if "/" in key else key.split(".")[0]: t.dtype for key, t in load_file(file).items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+
+
+def test_moments_in_bf16_are_those_of_one_process(ranks):
+    run = parity.base_run("low", global_batch=4)
+    run = replace(run, optim=OptimConfig(moments="bf16"), layout=LayoutConfig(tp=2, sharding=2))
+    truth = parity.truth_of(ranks, run, 3, False)
+    wide = parity.truth_of(ranks, replace(run, optim=OptimConfig()), 3, False)
+    assert abs(truth["losses"][2][0] / wide["losses"][2][0] - 1) > 1e-6
+    parity.compare(ranks.run("tests.parity:run_layout", 4, run, 3), truth, 3)
+
+
+def test_moments_in_bf16_take_half_the_memory():
+    run = replace(parity.base_run("low", precision="bf16"), layout=LayoutConfig(tp=2))
+    [wide], [narrow] = (rank_uses(make_plan(replace(run, optim=OptimConfig(moments=m)), 4), 4)[0] for m in ("master", "bf16"))
+    assert 2 * narrow.memory["moments"] == wide.memory["moments"] and narrow.total == wide.total - narrow.memory["moments"]

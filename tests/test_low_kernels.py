@@ -15,7 +15,7 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
 from phalanx.ops.low_matmul import DY, LowWeight, W, X
-from phalanx.ops.quant import E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
+from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
 
 SHAPES = [(16, 16), (48, 272), (272, 144)]
 
@@ -29,7 +29,7 @@ def some(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int
 
 def weight_of(recipe: str, kernels: str, given: bool) -> LowWeight:
     low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), kernels)  # type: ignore[arg-type]
-    low.counts, low.amax = torch.zeros(3, SLOTS, 3, dtype=torch.int64), torch.zeros(3)
+    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
     if given:  # too large for some, too small for others
         low.multiplier = torch.tensor([3.0, 40.0, 0.01])
     return low
@@ -53,8 +53,9 @@ def test_casts_are_those_of_the_plain_twin(shape, recipe, turn):
         (low, made), (plain, truth) = found
         same(made[0], truth[0])
         same(made[1], truth[1])
-        assert torch.equal(low.amax, plain.amax) and torch.equal(low.counts.sum(1), plain.counts.sum(1))
-        assert low.counts[which].sum(0)[2] == math.prod(shape) < low.counts.sum()
+        seen = low.counts[..., -1].amax(1).int().view(torch.float32)
+        assert torch.equal(seen, plain.amax) and torch.equal(low.counts[..., :-1].sum(1), plain.counts[..., :-1].sum(1))
+        assert low.counts[which].sum(0)[2] == math.prod(shape) < low.counts[..., :-1].sum()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
@@ -106,3 +107,15 @@ def test_product_is_that_of_the_plain_twin(m, n, k, recipe, add):
     out = torch.full((m, n), 3.0)
     scaled_mm.product(out, qa, qb, add)
     torch.testing.assert_close(out, scaled_product(qa, qb, torch.float32) + 3.0 * add, rtol=1e-5, atol=1e-4)
+
+
+def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
+    """Truth: the plain counts of those tiles alone: of 3 x 2 tiles every second is on the left."""
+    monkeypatch.setattr(kernels, "LARGE", 6)
+    monkeypatch.setattr(kernels, "SAMPLED", 2)
+    x = some(272, 144)
+    low, plain = weight_of("delayed", "triton", True), weight_of("delayed", "plain", True)
+    low.both(X, x, 0, True)
+    plain.both(X, x[:, :128], 0, True)
+    assert torch.equal(low.counts[X, :, :-1].sum(0), plain.counts[X, :, :-1].sum(0))
+    assert low.counts[X, :, -1].max().int().view(torch.float32) == x.abs().max()

@@ -269,3 +269,36 @@ def test_clipping(share):
     _, norm_again, used = one_step(share * norm.item())
     assert norm_again == norm  # the norm told is the one before clipping
     torch.testing.assert_close(used, expected.grad, rtol=1e-12, atol=1e-15)
+
+
+# moments in bf16
+
+
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+def test_moments_in_bf16(kernels):
+    """Truth: the slow twin, and of the first step the formula: m and v are those in fp32 rounded to bf16, the master is as in fp32."""
+    drawn = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    options = AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1)
+
+    def parts(narrow: bool) -> list[Part]:
+        kept = torch.bfloat16 if narrow else torch.float32
+        return [Part(drawn[0].clone(), drawn[1].clone(), torch.zeros(3000, dtype=kept), torch.zeros(3000, dtype=kept))]
+
+    found, slow, wide = parts(True), parts(True), parts(False)
+    for number in (1.0, 2.0, 3.0):
+        updates = (lambda *a: adamw_(*a, kernels=kernels), adamw_reference_, lambda *a: adamw_(*a, kernels="plain"))
+        for made, update in zip((found, slow, wide), updates):
+            made[0].grad.copy_(drawn[int(number)])
+            update(made, torch.tensor(number), options, torch.tensor(1.0), torch.tensor(0.0))
+        if number == 1.0 and kernels == "plain":  # the interpreter cuts fp32 to bf16, a GPU rounds
+            assert torch.equal(found[0].m, wide[0].m.bfloat16()) and torch.equal(found[0].v, wide[0].v.bfloat16())
+    assert found[0].m.dtype == found[0].v.dtype == torch.bfloat16
+    rounding = 2**-7 if kernels == "triton" else 1e-6
+    for name in ("m", "v"):
+        a, b = getattr(found[0], name).float(), getattr(slow[0], name).float()
+        assert (a - b).abs().max() <= 2 * rounding * b.abs().max() + 2**-8 * b.abs().max() * (kernels == "plain")
+    torch.testing.assert_close(found[0].master, slow[0].master, rtol=0, atol=1e-3 if kernels == "triton" else 1e-4)
+    assert 0 < (found[0].master - wide[0].master).abs().max() < 1e-3
+    before = [t.clone() for t in (found[0].master, found[0].m, found[0].v)]
+    adamw_(found, torch.tensor(3.0), options, torch.tensor(1.0), torch.tensor(1.0), kernels=kernels)
+    assert all(torch.equal(a, b) for a, b in zip(before, (found[0].master, found[0].m, found[0].v)))

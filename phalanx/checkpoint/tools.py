@@ -196,7 +196,7 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
         keys = [(kind, name) for kind in KINDS for name in names if kind == KINDS[0] or name not in contents.untrained]
         dtype = contents.read(KINDS[0], names[0]).dtype
         entries = [(key_of(kind, name, Box.full(shapes[name])), shapes[name], dtype) for kind, name in keys]
-        pairs = ((name, contents.read(kind, name)) for kind, name in keys)
+        pairs = ((name, contents.read(kind, name).to(dtype)) for kind, name in keys)
         found[file] = _write(storage, folder / file, entries, pairs)
         for table, mine in (("files", [n for n in names if n not in contents.untrained]), ("kept", [n for n in names if n in contents.untrained])):
             tables[table][file] = [(n, shapes[n], (0,) * len(shapes[n]), shapes[n]) for n in mine]

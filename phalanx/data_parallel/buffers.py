@@ -288,10 +288,14 @@ class Buffers:
             Open: lambda i: flat[i.bucket].open(), Reduce: lambda i: flat[i.bucket].reduce(), Close: lambda i: flat[i.bucket].close(i.last),
         }  # fmt: skip
 
-    def shards(self) -> list[Shard]:
-        """What the optimizer updates; moments start at zero."""
+    def shards(self, moments: torch.dtype | None = None) -> list[Shard]:
+        """What the optimizer updates; moments start at zero, in their own dtype if there is one."""
+
+        def zero(f: FlatBucket) -> Tensor:
+            return torch.zeros_like(f.master, dtype=moments)
+
         return [
-            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, torch.zeros_like(f.master), torch.zeros_like(f.master), f.out)
+            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero(f), zero(f), f.out)
             for f in self.flat
             if f.bucket.trained
         ]

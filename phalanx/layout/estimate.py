@@ -113,8 +113,9 @@ def measure(forward: Callable[[Tensor], Tensor], x: Callable[[], Tensor], params
     return Use(kept, max(0, seen.peak - kept), output)
 
 
-def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding) -> dict[str, int]:
-    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight` and `master` are bytes per element.
+def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, moment: int = 0) -> dict[str, int]:
+    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `moment` (0: as master) are
+    bytes per element.
 
     Where weights have the master dtype they are their own masters, as what is not trained always is.
     """
@@ -127,5 +128,5 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
         if b.trained:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
             found["masters"] += 0 if weight == master else updated * master
-            found["moments"] += 2 * updated * master
+            found["moments"] += 2 * updated * (moment or master)
     return found

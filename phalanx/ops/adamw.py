@@ -5,7 +5,7 @@ The same call scales and clips the gradient, writes the low-precision weights an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from phalanx.ops.kernels import Kernels, use_triton
 
 @dataclass(frozen=True)
 class Part:
-    """A run of elements of one group: master, gradient, m and v (n,) in the master dtype; `out` (n,) the weights if they are apart."""
+    """A run of elements of one group: master, gradient, m and v (n,) in the master dtype, m and v perhaps in a narrower one (rounded after each
+    step); `out` (n,) the weights if they are apart."""
 
     master: Tensor
     grad: Tensor
@@ -51,13 +52,18 @@ def adamw_(parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor
         for p in parts:
             adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)
         return
+    narrow = parts
+    parts = [replace(p, m=p.m.to(p.master.dtype), v=p.v.to(p.master.dtype)) for p in parts]  # themselves where they are as wide
     grads = [p.grad for p in parts]
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     torch._fused_adamw_(
         [p.master for p in parts], grads, [p.m for p in parts], [p.v for p in parts], [], [step] * len(parts), lr=o.lr, beta1=o.beta1,
         beta2=o.beta2, weight_decay=o.decay, eps=o.eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
     )  # fmt: skip
-    for p in parts:
+    for p, held in zip(parts, narrow):
+        if held.m is not p.m:
+            held.m.copy_(p.m)
+            held.v.copy_(p.v)
         if p.out is not None:
             p.out.copy_(p.master)
         p.grad.zero_()
@@ -72,8 +78,9 @@ def adamw_reference_(parts: list[Part], step: Tensor, options: AdamOptions, fact
         if skip.item() == 1:
             continue
         p.master.mul_(1 - o.lr * o.decay)
-        p.m.lerp_(g, 1 - o.beta1)
-        p.v.mul_(o.beta2).addcmul_(g, g, value=1 - o.beta2)
-        p.master.addcdiv_(p.m / (1 - o.beta1**t), (p.v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
+        m, v = p.m.to(g.dtype).lerp(g, 1 - o.beta1), p.v.to(g.dtype).mul(o.beta2).addcmul_(g, g, value=1 - o.beta2)
+        p.m.copy_(m)
+        p.v.copy_(v)
+        p.master.addcdiv_(m / (1 - o.beta1**t), (v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
         if p.out is not None:
             p.out.copy_(p.master)

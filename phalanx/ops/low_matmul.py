@@ -29,8 +29,8 @@ class LowWeight:
 
     on           whether products use codes; off: the weight itself
     current      whether delayed scaling takes the scales of each tensor as it is (to begin a history)
-    amax         (3,) fp32, the largest so far in this step of each tensor; counts (3, SLOTS, 3) int64, as ops.quant.COUNTED. Whoever trains
-                 makes them, reads them and sets them to zero
+    amax         (3,) fp32, the largest so far in this step of each tensor; counts (3, SLOTS, COUNTS) int64, as ops.quant.COUNTED, and
+                 amaxes that kernels see. Whoever trains makes them, reads them and sets them to zero
     multiplier   (3,) fp32, from earlier steps: of delayed scaling
     """
 
@@ -89,7 +89,7 @@ class LowWeight:
             multiplier = multipliers(amax, format, recipe.scale, top)
         q = quantize(x, block, format, multiplier)
         if note and self.counts is not None:
-            self.counts[which, 0] += lost(x, q, format, multiplier)
+            self.counts[which, 0, :-1] += lost(x, q, format, multiplier)
         return q
 
     def _cast(self, which: int, x: Tensor, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:
@@ -97,7 +97,6 @@ class LowWeight:
         from phalanx.ops.kernels import quant as kernels
 
         recipe, format = self.recipe, self._format(which)
-        note = None if self.counts is None or self.amax is None else (self.amax[which : which + 1].view(torch.int32), self.counts[which])
         first = second = None
         if self._given(which):
             mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
@@ -110,7 +109,7 @@ class LowWeight:
             self._largest(second, which, cut == 0, True)
         else:
             mode = kernels.SQUARES if which == W else kernels.BLOCKS
-        return kernels.cast_both(x, format, mode, first, second, turn, note=note, into=into)
+        return kernels.cast_both(x, format, mode, first, second, turn, counts=None if self.counts is None else self.counts[which], into=into)
 
     def _format(self, which: int) -> Format:
         return self.recipe.backward if which == DY else self.recipe.forward

@@ -16,7 +16,8 @@ from torch import Tensor
 
 Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
 SLOTS = 32  # places that casts count in, so that programs of a kernel do not wait for each other
-COUNTED = ("zeros", "cut", "values")  # in each of them: values that became zero, that were cut to the largest number, all
+COUNTED = ("zeros", "cut", "values")  # in each of them: values that became zero, that were cut to the largest number, all that were looked at
+COUNTS = len(COUNTED) + 1  # and the bits of the largest |value| as fp32, where a kernel sees it
 FLOOR = 2.0**-100  # the least amax that a scale is made for: its inverse stays in range
 
 
@@ -159,7 +160,7 @@ def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor) -> Sca
 
 
 def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
-    """(3,) int64, as COUNTED says."""
+    """(3,) int64, as COUNTED says, of all values."""
     wide = x.to(wide_of(x))
     zeros = (q.codes.float() == 0) & (x != 0)
     cut = (wide * spread(multiplier, q.block, x.shape)).abs() > format.max * (1 + 2.0**-20)  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from phalanx.layout.buckets import Bucket
 
 @dataclass
 class Shard:
-    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype; `out` their weights, where those are apart.
+    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype, m and v perhaps in a
+    narrower one; `out` their weights, where those are apart.
 
     own   the elements that no other rank writes to a checkpoint
     """

@@ -41,6 +41,11 @@ def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[
     return found
 
 
+def moment_dtype(config: OptimConfig) -> torch.dtype | None:
+    """None: that of the masters."""
+    return torch.bfloat16 if config.moments == "bf16" else None
+
+
 class AdamW:
     """`step` () counts applied steps on the device: a skipped step does not advance it."""
 

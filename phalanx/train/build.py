@@ -22,7 +22,7 @@ from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.ops.kernels import use_triton
 from phalanx.ops.wheels import WHEELS, unusable
-from phalanx.optim.adamw import AdamW
+from phalanx.optim.adamw import AdamW, moment_dtype
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
@@ -109,7 +109,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
     buffers = Buffers(buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves)
-    optimizer = AdamW(buffers.shards(), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
+    optimizer = AdamW(buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
         train.loss_scale_min, kind.loss_scaling,

@@ -89,7 +89,7 @@ class TrainConfig:
     kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"
     """Twins of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, wheels (triton, attention and MLP from phalanx[wheels])."""
     plain_ops: list[str] = field(default_factory=list)
-    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped, attention, mlp. For comparisons."""
+    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped, quant, attention, mlp. For comparisons."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay blocks as CUDA graphs: auto (on a GPU without pipeline stages), on, off. Same numbers, less work for the host."""
     seed: int = 1234

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.low_matmul import DY, TENSORS, LowWeight
-from phalanx.ops.quant import COUNTED, FLOOR, SLOTS, Recipe
+from phalanx.ops.quant import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
 from phalanx.train.config import Fp8Config
 
 TOLD = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
@@ -26,7 +26,7 @@ class LowState:
     def __init__(self, names: Sequence[str], recipe: Recipe | None, config: Fp8Config | None, device: torch.device):
         self.names, self.recipe, self.config = tuple(names), recipe, config
         count = len(self.names)
-        self.counts = torch.zeros(count, 3, SLOTS, len(COUNTED), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(count, 3, SLOTS, COUNTS, dtype=torch.int64, device=device)
         self.mine = torch.zeros(count, 1, dtype=torch.float64)
         self.amax = torch.zeros(count, 3, device=device)
         length = config.history if config is not None and recipe is not None and recipe.delayed else 0
@@ -80,8 +80,10 @@ class LowState:
 
     def told(self) -> Tensor:
         """(L, 3, 5) float64, as TOLD: of this rank, in this step. The counts begin anew."""
+        seen = self.counts[..., -1].amax(2).int().view(torch.float32)
+        self.amax.copy_(torch.maximum(self.amax, seen))
         ranks = self.mine.to(self.amax.device).expand(-1, 3)
-        told = torch.cat((torch.stack((self.amax.double(), ranks), -1), self.counts.sum(2).double()), -1)
+        told = torch.cat((torch.stack((self.amax.double(), ranks), -1), self.counts[..., :-1].sum(2).double()), -1)
         self.counts.zero_()
         return told
 

@@ -9,7 +9,7 @@ import torch
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
-from phalanx.ops.quant import E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
+from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 
 ONE = Axis("tp")
@@ -27,7 +27,7 @@ def spread_out(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
     low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
-    low.counts, low.amax = torch.zeros(3, SLOTS, 3, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
     if recipe == "delayed":
         low.multiplier = torch.tensor([3.0, 40.0, 0.01], device=device)
     return low
@@ -48,7 +48,9 @@ def casts(recipe: str, twin: str) -> Callable[[torch.device], str]:
                     low, plain = low_of(recipe, twin, device), low_of(recipe, "plain", torch.device("cpu"))
                     for i, (a, b) in enumerate(zip(low.both(which, x.to(device), 0, turn), plain.both(which, x, 0, turn))):
                         same(f"{recipe} {shape} {which} {turn} {i}", a, b)
-                    if not torch.equal(low.counts.cpu().sum(1), plain.counts.sum(1)) or not torch.equal(low.amax.cpu(), plain.amax):  # type: ignore[union-attr]
+                    counts, truth = low.counts.cpu(), plain.counts  # type: ignore[union-attr]
+                    seen = torch.maximum(counts[..., -1].amax(1).int().view(torch.float32), low.amax.cpu())  # type: ignore[union-attr]
+                    if not torch.equal(counts[..., :-1].sum(1), truth[..., :-1].sum(1)) or not torch.equal(seen, plain.amax):  # type: ignore[index,arg-type]
                         raise AssertionError(f"{recipe} {shape}: counts differ")
         return "to the bit"
 
@@ -89,9 +91,10 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
                         add_fast_product_(found, on(device, qa), on(device, qb), fast)
                     found = found / 2
                     bound = 2**-8 if recipe == "rowwise" else 2**-11
+                sums = 2.0**-14 * k / 32 if fast else 0.0  # the tensor cores' own sums drop what is below 14 bits, 32 terms at a time
                 off = ((found.double().cpu() - exact).abs().max() / exact.abs().max()).item()
                 worst = max(worst, off)
-                if not off <= bound:
+                if not off <= bound + sums:
                     raise AssertionError(f"{m}x{n}x{k} fast={fast}: off by {off:.2e}")
         return f"{worst:.1e}"
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TILE = 128
 ALL = 4096  # elements that a program of `_amax` looks at in a step
+LARGE, SAMPLED = 1024, 16  # from so many tiles on, losses are counted in every so-manieth
 WHOLE, GIVEN, LINES, BLOCKS, SQUARES = range(5)  # whose scale: the tensor's amax, a given number, lines, 1 x 128 (128 x 1), 128 x 128
 
 
@@ -97,26 +98,25 @@ def _put(v, where, stride, rows, cols, mask, TURNED: tl.constexpr, MAX: tl.const
 
 
 @triton.jit
-def _note(v, scaled, mask, step_amax, counts, R, C, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr):
-    """Count: the largest |v|, values that became zero, values that were cut, and (once) all of them."""
-    tl.atomic_max(step_amax, tl.max(tl.max(_bits(v), 1), 0))
-    place = counts + tl.program_id(0) % SLOTS * 3
-    size = tl.abs(scaled)
-    zeros = tl.sum(tl.sum(((size <= LEAST) & (v != 0.0) & mask).to(tl.int32), 1), 0)
-    cut = tl.sum(tl.sum(((size > MAX * (1 + 2.0**-20)) & mask).to(tl.int32), 1), 0)
-    if zeros > 0:
+def _note(v, scaled, mask, counts, largest, EVERY: tl.constexpr, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr):
+    """Note the bits of the largest |v|; in every EVERY-th tile count values that became zero, that were cut, and all."""
+    place = counts + tl.program_id(0) % SLOTS * 4
+    tl.atomic_max(place + 3, largest.to(tl.int64))
+    if tl.program_id(0) % EVERY == 0:
+        place = counts + tl.program_id(0) // EVERY % SLOTS * 4
+        size = tl.abs(scaled)
+        zeros = tl.sum(tl.sum(((size <= LEAST) & (v != 0.0) & mask).to(tl.int32), 1), 0)
+        cut = tl.sum(tl.sum(((size > MAX * (1 + 2.0**-20)) & mask).to(tl.int32), 1), 0)
         tl.atomic_add(place, zeros.to(tl.int64))
-    if cut > 0:
         tl.atomic_add(place + 1, cut.to(tl.int64))
-    if tl.program_id(0) == 0:
-        tl.atomic_add(place + 2, R.to(tl.int64) * C)
+        tl.atomic_add(place + 2, tl.sum(tl.sum(mask.to(tl.int32), 1), 0).to(tl.int64))
 
 
 @triton.jit
-def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, step_amax, counts, R, C, MODE: tl.constexpr, OUT: tl.constexpr,
+def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr, OUT: tl.constexpr,
           OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr,
           MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
-          FLOOR: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+          FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """out (R, C): codes with scales shared along a row (or the whole). other: (R, C) or, TURNED, (C, R): with scales shared along a column.
 
     row_scales (columns of tiles, R) and col_scales (rows of tiles, C); of WHOLE and GIVEN one number. Amaxes are bits, of GIVEN a multiplier.
@@ -157,7 +157,11 @@ def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, step_amax, 
     if OTHER:
         _put(by_col, other, R if TURNED else C, rows, cols, mask, TURNED, MAX, WIDE_RANGE, ROUND)
     if NOTE:
-        _note(v, by_row, mask, step_amax, counts, R, C, SLOTS, MAX, LEAST)
+        if MODE == 0:
+            largest = tl.load(row_amax)  # of the whole tensor: the same from all
+        else:
+            largest = tl.max(tl.max(_bits(v), 1), 0)
+        _note(v, by_row, mask, counts, largest, EVERY, SLOTS, MAX, LEAST)
 
 
 @triton.jit
@@ -199,11 +203,12 @@ def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_both(x: Tensor, format: Format, mode: int, first: Tensor | None, second: Tensor | None, turn: bool, both: bool = True,
-              note: tuple[Tensor, Tensor] | None = None, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:  # fmt: skip
+              counts: Tensor | None = None, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:  # fmt: skip
     """Codes of x (R, C) with scales for sums along its columns, and for sums along its rows: the latter transposed, (C, R), if `turn`.
 
     first, second  bits of amaxes as `mode` wants them: WHOLE the tensor's, GIVEN the multiplier (fp32), LINES of rows and of columns
-    both           whether the second is wanted; note: (amax of the step () int32, counts (SLOTS, 3) int64) to add to; into: where to write instead of
+    both           whether the second is wanted; counts: (SLOTS, COUNTS) int64 to note amax and losses in, of large tensors the losses
+                   of some tiles; into: where to write instead of
     new memory, as an earlier call returned it
     """
     x = x.contiguous()
@@ -219,12 +224,12 @@ def cast_both(x: Tensor, format: Format, mode: int, first: Tensor | None, second
         other = torch.empty((columns, rows) if turn else (rows, columns), dtype=format.dtype, device=device) if wanted else None
     sizes = {LINES: (rows, columns), BLOCKS: (across * rows, down * columns), SQUARES: (down * across, 1)}.get(mode, (1, 1))
     row_scales, col_scales = (torch.empty(n, device=device) for n in sizes)
-    step_amax, counts = note if note is not None else (None, None)
+    every = SAMPLED if down * across >= LARGE else 1
     wide = format.dtype == torch.float8_e5m2
     _cast[(down * across,)](
-        x, first, second, out, other, row_scales, col_scales, step_amax, counts, rows, columns, MODE=mode, OUT=True, OTHER=other is not None,
-        TURNED=turn, NOTE=note is not None, MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda, FLOOR=FLOOR,
-        SLOTS=SLOTS, TILE=TILE, num_warps=8,
+        x, first, second, out, other, row_scales, col_scales, counts, rows, columns, MODE=mode, OUT=True, OTHER=other is not None,
+        TURNED=turn, NOTE=counts is not None, MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda, FLOOR=FLOOR,
+        EVERY=every, SLOTS=SLOTS, TILE=TILE, num_warps=8,
     )  # fmt: skip
     if into is not None:
         _copy_scales(into, row_scales, col_scales, mode, turn)
