@@ -9,6 +9,7 @@ that nobody disturbed: every loss and gradient norm as hex, the place in the dat
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import resource
@@ -102,6 +103,7 @@ def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
     out = open(Path(run.dir).parent / f"output-{placement.rank}.txt", "w", buffering=1)
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out  # a test runner may have its own
+    faulthandler.dump_traceback_later(LIMIT_S - 20, file=out)  # where a rank that does not end is
     code = 1
     try:
         before()
@@ -220,7 +222,7 @@ def steps_of(run: Run) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-HANG_S = 6.0  # train.timeout_s of ranks that hang
+HANG_S = 10.0  # train.timeout_s of ranks that hang
 SEVERAL: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"sharding": 0}), (4, {"tp": 2, "pp": 2})]
 
 
@@ -235,7 +237,7 @@ def two_hangs(run: Run, world: int, pick: random.Random, seconds: float) -> int:
 
 def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, int, int, int], list[int]]]) -> int:
     for how in hows:
-        victim, step = pick.randrange(world), pick.randrange(2)
+        victim, step = pick.randrange(world), 0  # a run of ten steps has room for four faults
         codes = how(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, victim, step)
         others = [code for rank, code in enumerate(codes) if rank != victim]
         assert set(others) == {6}, f"{how.__name__} {victim}: {codes}\n{said(run)}"

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from phalanx.base.errors import CheckpointError, PhalanxError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.convert import import_weights
+from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import Keep, list_checkpoints, pin_of
 from phalanx.checkpoint.manifest import verify
 from phalanx.checkpoint.names import folded
 from phalanx.cli.main import cli
 from phalanx.train.main import train
+from phalanx.train.plan import exported_shapes
 from tests.checkpoints import make_run, make_state, save_here, set_state
 from tests.test_loop import make_run as small_run
 
@@ -206,3 +211,41 @@ def test_nothing_in_a_foreign_folder_is_run(run, tmp_path, name):
     with pytest.raises(CheckpointError):
         train(replace(small_run(tmp_path / "run", steps=1), init_from=str(folder)), Placement())
     assert not canary.exists()
+
+
+# --- Megatron-Core ----------------------------------------------------------------------------------------------------------------
+
+HF_CONFIGS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+              "max_position_embeddings": 16, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float32"},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4,
+             "n_positions": 16, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "dtype": "float32"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HF_CONFIGS)
+def test_what_megatron_saved_is_imported_with_its_logits(tmp_path, kind):
+    """Saved by Megatron-Core itself; imported under a config with fewer rows of vocabulary than Megatron padded it to; run by transformers."""
+    pytest.importorskip("megatron.core")
+    transformers = pytest.importorskip("transformers")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.megatron_saves", str(tmp_path / "m"), kind]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(HF_CONFIGS[kind]))
+    wanted = exported_shapes(model_config_from_hf(str(config)))
+    out = import_weights(tmp_path / "m/checkpoint", tmp_path / "out", config, wanted)
+    truth = load_file(tmp_path / "m/truth.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    logits = model(truth["ids"]).logits
+    torch.testing.assert_close(logits, truth["logits"][..., :120], rtol=0, atol=2e-6 * truth["logits"].abs().max().item())
+    assert json.loads((out / "parity.json").read_text())["exact"]
+    other = {**HF_CONFIGS[kind], **({"intermediate_size": 40} if kind == "llama" else {"n_layer": 3})}
+    (config / "config.json").write_text(json.dumps(other))
+    wanted = exported_shapes(model_config_from_hf(str(config)))
+    match = "does not hold model.layers.0.mlp" if kind == "llama" else "has 2 layers .*, the config has 3"
+    with pytest.raises(CheckpointError, match=match):
+        import_weights(tmp_path / "m/checkpoint", tmp_path / "wrong", config, wanted)

@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from phalanx.checkpoint.gather import Held, plan_files
 from phalanx.checkpoint.hf import read_config
 from phalanx.checkpoint.load import adapt, fitting
 from phalanx.checkpoint.manifest import inside
+from phalanx.checkpoint.megatron import MegatronPart, with_megatron
 from phalanx.checkpoint.mxfp4 import with_packed
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import MAX_FILE_BYTES, TOKENIZER_FILES
@@ -39,6 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 DCP_NAMES = {
     "torch.distributed.checkpoint.metadata": {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "Metadata", "_MEM_FORMAT_ENCODING",
                                               "BytesStorageMetadata", "TensorStorageMetadata", "StorageMeta"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "PurePosixPath"}, "collections": {"OrderedDict"},
 }  # fmt: skip
@@ -94,7 +97,7 @@ def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted
         named = {name: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
         index = {n.removeprefix(prefix): Stored(shape, [Part("", n, Box.full(shape))]) for n, shape in named.items()}
         told = read_config(config)
-        index = with_scaled(with_packed(index, str(given)), told, str(given))
+        index = with_scaled(with_packed(with_megatron(index, wanted, told, str(given)), str(given)), told, str(given))
         index = fitting(adapt(index, wanted, str(config)), wanted, str(given))
         folder = new_folder(out)
         held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, told)) for n, s in index.items()]
@@ -125,7 +128,7 @@ def _whole(stored: Stored, source: SafetensorsFolder | DcpFolder) -> Tensor:
 def _dtype(stored: Stored, source: SafetensorsFolder | DcpFolder, config: dict[str, Any]) -> torch.dtype:
     """What a tensor is written in: its own, or the config's if it is packed."""
     part = stored.parts[0]
-    if type(part) is Part:
+    if type(part) in (Part, MegatronPart):
         return source.dtype(part.key)
     found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) and found in DTYPES.values() else torch.bfloat16
@@ -169,20 +172,42 @@ class DcpFolder:
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
         """A box of a tensor. They are stored by torch.save and read with weights_only=True, as torch's own reader does."""
+        if self._stacked(name) and where and where[0].stop - where[0].start == 1:
+            return self._read(f"{name}@{where[0].start}")[:, *where[1:]]
+        return self._read(name)[where]
+
+    def _read(self, name: str) -> Tensor:
         from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
 
         class Reader(FileSystemReader):
             def read_metadata(reader, *args: Any, **kwargs: Any) -> Any:
                 return self._metadata
 
-        found = {name: torch.empty(self.shapes[name], dtype=self._dtypes[name])}
+        entry = self._metadata.state_dict_metadata[name]
+        found = {name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)}
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is one process only
                 load(found, storage_reader=Reader(self.folder), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {type(cause).__name__}: {cause}") from error
-        return found[name][where]
+        return found[name]
+
+    def _stacked(self, name: str) -> bool:
+        """Whether a tensor was stored row by row of its first dim, such as layers of a stack: then each is made one of its own."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+        entries, data = self._metadata.state_dict_metadata, self._metadata.storage_data
+        entry = entries[name]
+        if any(chunk.sizes[0] != 1 for chunk in entry.chunks):
+            return False
+        for row in range(entry.size[0] if f"{name}@0" not in entries else 0):
+            chunks = [replace(c, offsets=torch.Size((0, *c.offsets[1:]))) for c in entry.chunks if c.offsets[0] == row]
+            entries[f"{name}@{row}"] = TensorStorageMetadata(entry.properties, torch.Size((1, *entry.size[1:])), chunks)
+            for chunk in chunks:
+                stored = data[MetadataIndex(name, (row, *chunk.offsets[1:]))]
+                data[MetadataIndex(f"{name}@{row}", chunk.offsets)] = stored
+        return True
 
 
 class _OnlyDcp(pickle.Unpickler):
@@ -192,6 +217,10 @@ class _OnlyDcp(pickle.Unpickler):
         of_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
         if of_torch or name in DCP_NAMES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"):
+            from torch.distributed.checkpoint.metadata import Metadata
+
+            return type(name, (Metadata,), {})  # the same fields and one more, about optimizers
         raise CheckpointError(f"asks for {module}.{name}, which has no place in the metadata of a checkpoint")
 
 

@@ -91,7 +91,7 @@ def parse(path: Path) -> Manifest:
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: {type(error).__name__}: {error}") from error
     if version != FORMAT:
-        known = f"{path / NAME} has format {version!r}; this version of phalanx reads format {FORMAT}"
+        known = f"{path / NAME} has format {version!r}; this version of phalanx reads format {FORMAT}{way_out(version, path)}"
         raise CheckpointError(known) if good else DamagedCheckpoint(f"{known} (and its checksum is wrong)")
     if not good:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: its checksum is wrong")
@@ -104,6 +104,13 @@ def parse(path: Path) -> Manifest:
         if not inside(name):
             raise CheckpointError(f"{path / NAME} names a file outside the checkpoint: {name!r}")
     return manifest
+
+
+def way_out(version: Any, path: Path) -> str:
+    """What can be done with a checkpoint of another format."""
+    if type(version) is int and version > FORMAT:
+        return ": continue with the newer version that wrote it"
+    return f": its weights are a Hugging Face folder all the same: copy {path / 'weights'} elsewhere, and begin a new run with init_from=THE COPY"
 
 
 def read_checked(path: Path, receipt: Receipt | None) -> bytes:

@@ -6,9 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from phalanx.checkpoint.agree import agree
@@ -63,11 +64,17 @@ class Saver:
         if self.background and not self._asked_for_room:
             self._ask_for_room(content)
         if not self.background:
-            saved = write(content, self.target, self.axis)
-            return Outcome(saved, time.monotonic() - began, time.monotonic() - began)
+            outcome = _Thread(lambda: self._write_at_once(content), began).result(self.look)
+            return replace(outcome, waited_s=outcome.took_s)
         copy = copied(content, self._host)
         self._under_way = _Thread(lambda: self._write(copy), began)
         return None
+
+    def _write_at_once(self, content: Content) -> Saved:
+        """In a thread too, so that the run can see meanwhile whether the others are there; the device is a thread's own choice."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return write(content, self.target, self.axis)
 
     def _write(self, copy: Content) -> Saved:
         self._host.wait()

@@ -112,7 +112,8 @@ def export(path: str, out: str, dtype: str | None) -> None:
 @click.option("--config", required=True, metavar="FOLDER", help="A folder with config.json (and the tokenizer) of the model.")
 @click.option("--prefix", default="", help="What the names in PATH begin with and the model's do not.")
 def import_(path: str, out: str, config: str, prefix: str) -> None:
-    """Turn safetensors files, or a checkpoint of torch.distributed.checkpoint, into a folder that `init_from` (and everybody else) reads."""
+    """Turn safetensors files, or a checkpoint of torch.distributed.checkpoint (Megatron-Core's torch_dist too), into a folder that `init_from`
+    (and everybody else) reads."""
     from phalanx.checkpoint.convert import REPORT, import_weights
     from phalanx.checkpoint.hf import model_config_from_hf
     from phalanx.train.plan import exported_shapes

@@ -1,0 +1,63 @@
+"""A tiny GPT model of Megatron-Core, saved by its own code in its torch_dist format, with the logits that it computes.
+
+python -m tests.megatron_saves OUT KIND
+Megatron-Core asks a GPU for a few things even where everything lies on the CPU; these are answered here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import types
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+
+def main(out: Path, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig, dot_product_attention
+
+    torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"  # type: ignore[assignment, return-value]
+    filesystem_async._process_memory = lambda: 0
+    dot_product_attention.tensor_parallel.get_cuda_rng_tracker = lambda: types.SimpleNamespace(fork=contextlib.nullcontext)
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    llama = kind == "llama"
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2 if llama else 4, ffn_hidden_size=48 if llama else 128,
+        use_cpu_initialization=True, gated_linear_unit=llama, add_bias_linear=not llama, normalization="RMSNorm" if llama else "LayerNorm",
+        activation_func=torch.nn.functional.silu if llama else gelu, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
+        persist_layer_norm=False, layernorm_epsilon=1e-5,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if llama else None)
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=16, position_embedding_type="rope" if llama else "learned_absolute",
+                     share_embeddings_and_output_weights=not llama, rotary_base=10000)  # fmt: skip
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2
+    (out / "checkpoint").mkdir(parents=True)
+    dist_checkpointing.save(model.sharded_state_dict(), str(out / "checkpoint"), sharded_strategy=("torch_dist", 1))
+    ids, places = torch.arange(12)[None] * 7 % 128, torch.arange(12)[None]
+    with torch.no_grad():
+        logits = model.eval()(ids, places, torch.ones(1, 1, 12, 12).triu(1).bool())
+    save_file({"ids": ids, "logits": logits.contiguous()}, out / "truth.safetensors")
+    dist.destroy_process_group()
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GPT-2's."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
