@@ -12,7 +12,7 @@ from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import Trace
 from phalanx.train.config import Run
 from phalanx.train.data_text import plan_data
-from phalanx.train.fit import savings_of
+from phalanx.train.fit import Saving, savings_of
 from phalanx.train.flops import flops_of
 from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.train.order import total_samples
@@ -156,16 +156,16 @@ def again_text(plan: Plan) -> str:
             flops = 3 * sum(plan.facts[b].flops for b in plan.stages[stage]) * plan.run.train.micro_batch * plan.run.train.seq_length / plan.grid.tp
             more = sum(s.price.flops for s in mine)
             less = gib(sum(s.bytes for s in mine))
-            for n, what in enumerate(runs_alike(plan, stage)):
+            for n, what in enumerate(runs_alike(plan, stage, savings)):
                 numbers = (less, f"{more / 1e9:.4g}", f"{100 * more / flops:.1f} %") if n == 0 else ("", "", "")
                 rows.append((str(pp), str(stage), what, *numbers) if n == 0 else ("", "", what, *numbers))
     return table(rows, left=(2,))
 
 
-def runs_alike(plan: Plan, stage: int) -> list[str]:
-    """Such as "layers 0-5: activation, norm"."""
+def runs_alike(plan: Plan, stage: int, savings: Sequence[Saving]) -> list[str]:
+    """Such as "layers 0-5: activation, norm"; blocks without any of the ops are not named."""
     found, blocks = [], plan.stages[stage]
-    for names, run in groupby(blocks, key=lambda b: plan.again[b]):
+    for names, run in groupby(blocks, key=lambda b: plan.again[b] if savings[b].price.cost else frozenset()):
         numbers = list(run)
         if names:
             found.append(f"{contents(plan, range(numbers[0], numbers[-1] + 1))}: {', '.join(sorted(names))}")
