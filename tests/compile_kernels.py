@@ -61,13 +61,14 @@ def low_precision() -> list[tuple]:
     """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
     found: list[tuple] = []
     sizes = dict(R="i32", C="i32")
-    for code, wide in (("*fp8e4nv", False), ("*fp8e5", True)):
-        for mode in range(5):
-            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
-            outs = dict(out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
-            consts = dict(MODE=mode, OUT=True, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
-                          FLOOR=2.0**-100, EVERY=16, SLOTS=32, TILE=quant.TILE)  # fmt: skip
-            found.append((quant._cast, dict(x=BF, **amaxes, **outs, **sizes), consts, dict(num_warps=8)))
+    for mode in range(5):
+        wide = mode == quant.GIVEN
+        code = "*fp8e5" if wide else "*fp8e4nv"
+        amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
+        outs = dict(out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
+        consts = dict(MODE=mode, OUT=True, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
+                      FLOOR=2.0**-100, EVERY=16, SLOTS=32, TILE=quant.TILE)  # fmt: skip
+        found.append((quant._cast, dict(x=BF, **amaxes, **outs, **sizes), consts, dict(num_warps=8)))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
     found.append((quant._amax_lines, dict(x=BF, rows_out="*i32", cols_out="*i32", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
     found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
