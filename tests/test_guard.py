@@ -237,9 +237,9 @@ def corrupted(placement, config) -> None:
 
     real, steps = loop.train_step, 0
 
-    def train_step(state, batches, lr, stop=False):
+    def train_step(state, *rest):
         nonlocal steps
-        result, steps = real(state, batches, lr, stop), steps + 1
+        result, steps = real(state, *rest), steps + 1
         if steps == 3 and placement.rank == 1:
             state.buffers.ready()
             state.buffers.flat[0].weight.view(torch.uint8)[7] ^= 16
