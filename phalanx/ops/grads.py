@@ -29,6 +29,8 @@ def add_product_grad(param: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
     if buffer.dtype == x.dtype:
         buffer.addmm_(dy.t(), x)
+    elif buffer.is_meta:
+        pass  # the GEMM adds in place, so there is nothing to show; torch 2.11 has no such product on meta
     elif not buffer.is_cpu:
         torch.addmm(buffer, dy.t(), x, out_dtype=buffer.dtype, out=buffer)
     else:
