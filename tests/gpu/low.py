@@ -90,7 +90,7 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
                     for _ in range(2):
                         add_fast_product_(found, on(device, qa), on(device, qb), fast)
                     found = found / 2
-                    bound = 2**-8 if recipe == "rowwise" else 2**-11
+                    bound = 2**-11 if r.tokens == (0, 0) else 2**-8  # torch's GEMMs with scales of their own give bf16
                 sums = 2.0**-14 * k / 32 if fast else 0.0  # the tensor cores' own sums drop what is below 14 bits, 32 terms at a time
                 off = ((found.double().cpu() - exact).abs().max() / exact.abs().max()).item()
                 worst = max(worst, off)
