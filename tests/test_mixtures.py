@@ -251,12 +251,12 @@ def record(placement: Placement, config: dict, folder: str) -> None:
 
     real, number = loop.train_step, 0
 
-    def train_step(state, batches, lr, stop=False):
+    def train_step(state, batches, *more):
         nonlocal number
         name = f"{placement.world_size}-{placement.rank}-{number}.pt"
         torch.save([(b.tokens, b.labels, b.samples) for b in batches], Path(folder) / name)
         number += 1
-        return real(state, batches, lr, stop)
+        return real(state, batches, *more)
 
     loop.train_step = train_step
     train(load_run(base=config), placement)

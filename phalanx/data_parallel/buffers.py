@@ -78,6 +78,7 @@ class FlatBucket:
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
         self.sums = self._sums() if self.training else []
         self.tree = GradientTree(self.grad, leaves) if self.training and leaves else None
+        self._reduced = False  # since the last `finish`
         self._reducing: Work | None = None
         self._sharing: Work | None = None
         self._gathering: Work | None = None
@@ -129,6 +130,7 @@ class FlatBucket:
         """Start summing the gradients over the group."""
         if not self.training:
             return
+        self._reduced = True
         if self.tree is not None:
             self._sum_in_order()
             return
@@ -169,7 +171,10 @@ class FlatBucket:
         self._sharing = share(part, async_op=True)
 
     def finish(self) -> None:
-        """Wait until the sum over the bucket's axis is there (in `own_grad`)."""
+        """Wait until the sum over the bucket's axis is there (in `own_grad`). In a loop without a schedule nobody has begun it."""
+        if not self._reduced:
+            self.reduce()
+        self._reduced = False
         if self._reducing is not None:
             self.close(last=True)
         if self._sharing is not None:

@@ -148,7 +148,7 @@ def again_text(plan: Plan) -> str:
     """What is made again where, what that saves and costs; nothing where all is stored."""
     if not any(plan.again):
         return ""
-    rows = [("pp rank", "stage", "what", "GiB less kept", "GFLOP more", "of forward + backward")]
+    rows = [("pp rank", "stage", "what", "GiB less", "GFLOP more", "of all")]
     savings = savings_of(plan)
     for pp in range(plan.grid.pp):
         for stage in plan.stages_of(pp):
