@@ -134,7 +134,7 @@ def test_dropped_collectives_of_experts_are_found(ranks):
     """One site of each axis and operation, with state that is not trained."""
     small = shrink(*USERS["tiny mixtral, ep4 across tp2 x dp2, load of the step before, capacity"])
     sites = {s for found in ranks.run("tests.test_verify:rank_sites", small.world, small.run) for s in found}
-    one_of_each = {(s.op, s.axis): s for s in sorted(sites) if s.axis in ("ep", "edp", "experts")}
+    one_of_each = {(s.op, s.axis): s for s in sorted(sites) if s.axis in ("ep", "edp", "ep x etp")}
     assert one_of_each
     for site in one_of_each.values():
         verdict = ranks.run("tests.test_verify:rank_compare", small.world, small.run, 2, site)[0]
