@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -45,13 +46,13 @@ def package_sources(max_bytes: int) -> list[Path]:
     return chosen
 
 
-def write_config(folder: Path, options: argparse.Namespace, gpu: bool) -> Path:
+def write_config(folder: Path, options: argparse.Namespace, gpu: bool, **widths: int) -> Path:
     size = options.megabytes * 10**6
     model, train = (GPU_MODEL, GPU_TRAIN) if gpu else (CPU_MODEL, CPU_TRAIN)
     files = options.text or package_sources(size)
     prefix, tokenizer = demo_data(folder / "data", files, vocab_size=model["vocab_size"])
     values = {
-        "model": {"family": "llama", **model}, "train": {**train, "steps": options.steps, "seed": options.seed},
+        "model": {"family": "llama", **model, **widths}, "train": {**train, "steps": options.steps, "seed": options.seed},
         "optim": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": max(1, options.steps // 10)},
         "data": {"paths": [str(prefix)], "split": "1,0,0", "tokenizer": str(tokenizer)},
         "log": {"interval": 50, "report": False},
@@ -61,14 +62,18 @@ def write_config(folder: Path, options: argparse.Namespace, gpu: bool) -> Path:
     return path
 
 
-def trained(config: Path, folder: Path, precision: str, limit_s: float, name: str = "", more: Sequence[str] = ()) -> dict[str, Any]:
-    """Losses by step of one run, and what it took. What a killed run has written counts too. name: of its folder; more: overrides."""
+def trained(config: Path, folder: Path, precision: str, limit_s: float, name: str = "", more: Sequence[str] = (),
+            gpu: int | None = None) -> dict[str, Any]:  # fmt: skip
+    """Losses by step of one run, and what it took. What a killed run has written counts too. name: of its folder; more: overrides;
+    gpu: the only one that the run sees."""
     run = folder / (name or precision)
     shutil.rmtree(run, ignore_errors=True)
     command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", f"train.precision={precision}", *more]
-    began, code = time.perf_counter(), None
+    began, code, env = time.perf_counter(), None, {**os.environ}
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:
-        code = subprocess.run(command, timeout=limit_s).returncode
+        code = subprocess.run(command, timeout=limit_s, env=env).returncode
     except subprocess.TimeoutExpired:
         pass
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

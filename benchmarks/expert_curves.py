@@ -1,9 +1,10 @@
 """A small mixture of experts on real text: is the loss the same wherever the experts are, and is the load even by each method?
 
-python benchmarks/expert_curves.py --out benchmarks/results/experts [--steps 200] [--ranks 2]
+python benchmarks/expert_curves.py --out benchmarks/results/experts [--steps 200] [--ranks 2] [--lr 1e-3] [--only ep1 all-gather ...]
 
-Trains through `phalanx train` in bf16: alone (ep1), with the experts spread over all ranks (ep N, both exchanges), and then, spread, with
-each way of balancing the load. The text is that of curves.py: source code of the installed packages. Writes OUT.json and OUT.svg.
+Trains through `phalanx train` in bf16: alone (ep1), alone with other kernels for the experts' products (how far apart are two runs that
+differ in nothing but rounding?), with the experts spread over all ranks (ep N, both exchanges), and then, spread, with each way of
+balancing the load. The text is that of curves.py: source code of the installed packages. Writes OUT.json and OUT.svg.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def variants(ranks: int) -> dict[str, tuple[int, list[str]]]:
     spread = f"layout.ep={ranks}"
     return {
         "ep1, loss by micro-batch": (1, []),
+        "ep1, sums in another order": (1, ["train.plain_ops=[grouped]"]),
         f"ep{ranks}, all-gather": (ranks, [spread, "layout.dispatch=allgather"]),
         f"ep{ranks}, all-to-all": (ranks, [spread, "layout.dispatch=alltoall"]),
         f"ep{ranks}, loss by sequence": (ranks, [spread, "model.router_aux_loss_scope=sequence"]),
@@ -90,6 +92,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=40)
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; of more than one, no speed means anything")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--only", nargs="*", default=[""], help="runs whose names contain one of these; the first is run in any case")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -100,7 +104,7 @@ def main() -> None:
     train = {"global_batch": 64, "micro_batch": 16, "seq_length": 512} if gpu else {"global_batch": 8, "micro_batch": 2, "seq_length": 64}
     shared = {
         "train": {**train, "steps": options.steps, "precision": "bf16", "device": "cuda" if gpu else "cpu"},
-        "optim": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": options.steps // 10},
+        "optim": {"lr": options.lr, "min_lr": options.lr / 10, "warmup_steps": options.steps // 10},
         "data": {"paths": [str(prefix)], "split": "1,0,0", "tokenizer": str(tokenizer)}, "log": {"interval": 50, "report": False},
     }  # fmt: skip
     configs = {}
@@ -110,8 +114,9 @@ def main() -> None:
     bias = (options.ranks, [f"layout.ep={options.ranks}", "model.router_bias_update_rate=0.01"])
     wanted = [(configs["mixtral"], name, *how) for name, how in variants(options.ranks).items()]
     wanted.append((configs["deepseek_v3"], f"DeepSeek-V3, ep{options.ranks}, bias alone", *bias))
+    wanted = [w for w in wanted if w is wanted[0] or any(part in w[1] for part in options.only)]
     facts = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(0) if gpu else "CPU", "torch": torch.__version__,
-             "commit": options.commit, "at_once": options.jobs, "model": model, **shared["train"]}  # fmt: skip
+             "commit": options.commit, "at_once": options.jobs, "lr": options.lr, "model": model, **shared["train"]}  # fmt: skip
     runs: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for run in pool.map(lambda w: trained(w[0], options.work, *w[1:], options.limit), wanted):

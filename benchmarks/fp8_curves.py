@@ -1,10 +1,10 @@
 """Does low precision hold the loss? One run in bf16 and one per recipe of train.fp8, same data, same seed; their gaps and shadow cosines.
 
-python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed ...] [--steps 500] [--limit SECONDS]
+python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed ...] [--steps 500] [--limit SECONDS] [--gpus 2]
 
 The data and the model are those of benchmarks/curves.py (real text; on a GPU above 100M parameters and 64K tokens a batch). Every run with a
 recipe compares its gradients with those in bf16 at its first, middle and last step (train.fp8.shadow_interval). Writes FILE.json and
-FILE.svg, and rewrites both after each run, so that a session which ends early keeps what it has.
+FILE.svg, and rewrites both after each run, so that a session which ends early keeps what it has. With --gpus N as many runs go side by side.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 from curves import LAST, gaps, smoothed, trained, write_config  # type: ignore[import-not-found]
 
+GPU_WIDTHS = {"intermediate_size": 1792}  # of 128, as blockwise wants; 101.3 M parameters
+CPU_WIDTHS = {"hidden_size": 128, "intermediate_size": 256}
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
-def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float) -> dict[str, Any]:
+def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float, gpu: int | None) -> dict[str, Any]:
     """A run of one recipe; bf16 is the truth."""
     more = [] if recipe == "bf16" else [f"train.fp8={{recipe: {recipe}, shadow_interval: {max(1, steps // 2)}}}"]
-    return trained(config, folder, "bf16", limit_s, name=recipe, more=more)
+    return trained(config, folder, "bf16", limit_s, name=recipe, more=more, gpu=gpu)
 
 
 def shadows(run: Path) -> dict[int, dict[str, float]]:
@@ -70,12 +74,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--gpus", type=int, default=1, help="runs at once, each on a GPU of its own")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    config = write_config(options.work, options, gpu)
+    config = write_config(options.work, options, gpu, **(GPU_WIDTHS if gpu else CPU_WIDTHS))
     text = json.loads((options.work / "data" / "text.json").read_text(encoding="utf-8"))
     device = torch.cuda.get_device_name(0) if gpu else "CPU"
     facts = {
@@ -84,18 +89,34 @@ def main() -> None:
         "text": {key: text[key] for key in ("files", "text_bytes", "documents", "tokens", "vocab_size", "inputs_hash")},
     }  # fmt: skip
     runs: list[dict[str, Any]] = []
-    for recipe in ("bf16", *options.recipes):
-        r = run_recipe(config, options.work, recipe, options.steps, options.limit)
-        if runs:
-            r |= {"gap": gaps(r["losses"], runs[0]["losses"]), "shadow": shadows(options.work / recipe)}
-        runs.append(r)
-        options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
-        draw(runs, f"recipes of train.fp8 against bf16, {device}", options.out.with_suffix(".svg"))
-        gap = r.get("gap")
-        said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {smoothed(r['losses'])[-1]:.4f}"
-        print(f"{recipe:11} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}", flush=True)
-        for step, s in r.get("shadow", {}).items():
-            print(f"{'':11} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}", flush=True)
+    free: Queue[int] = Queue()
+    for index in range(options.gpus):
+        free.put(index)
+
+    def run(recipe: str) -> dict[str, Any]:
+        index = free.get()
+        try:
+            return run_recipe(config, options.work, recipe, options.steps, options.limit, index if options.gpus > 1 else None)
+        finally:
+            free.put(index)
+
+    with ThreadPoolExecutor(options.gpus) as pool:
+        for recipe, r in zip(("bf16", *options.recipes), pool.map(run, ("bf16", *options.recipes))):
+            if runs:
+                r |= {"gap": gaps(r["losses"], runs[0]["losses"]), "shadow": shadows(options.work / recipe)}
+            runs.append(r)
+            options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
+            draw(runs, f"recipes of train.fp8 against bf16, {device}", options.out.with_suffix(".svg"))
+            print(*told(r), sep="\n", flush=True)
+
+
+def told(r: dict[str, Any]) -> list[str]:
+    gap = r.get("gap")
+    said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {smoothed(r['losses'])[-1]:.4f}"
+    lines = [f"{r['name']:11} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}"]
+    for step, s in r.get("shadow", {}).items():
+        lines.append(f"{'':11} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}")
+    return lines
 
 
 if __name__ == "__main__":
