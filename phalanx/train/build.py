@@ -36,6 +36,7 @@ from phalanx.train.plan import Plan, low_names, low_precision
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: weights or gradients have memory of their own each time"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
+NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host"
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
 
 
@@ -186,9 +187,16 @@ def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own.
     Never where the host must see how many tokens go where, nor where what graphs read does not stay where it is."""
     wanted = plan.run.train.cuda_graphs
-    if plan.waits_for_sizes or plan.buckets_come_and_go or plan.offloaded:
+    if plan.waits_for_sizes or plan.buckets_come_and_go or plan.offloaded or counts_rows(plan, device):
         return False
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
+
+
+def counts_rows(plan: Plan, device: torch.device) -> bool:
+    """Whether the host reads how many rows each expert has: its plain products do."""
+    train = plan.run.train
+    triton = use_triton(train.kernels, torch.empty(0, device=device)) and "grouped" not in train.plain_ops
+    return plan.run.model.routed_experts > 0 and not triton
 
 
 def choices(state: State) -> str:
@@ -198,7 +206,7 @@ def choices(state: State) -> str:
     plain = f", but plain {', '.join(run.train.plain_ops)}" if triton and run.train.plain_ops else ""
     wheels = wheels_chosen(state.plan, mesh.device) if triton else ""
     graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
-    if graphs == "off" and run.train.cuda_graphs == "auto":
+    if graphs == "off" and run.train.cuda_graphs != "off":
         graphs += f" ({why_no_graphs(state.plan, mesh.device)})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     beside = mesh.overlapping.get(mesh.model.experts.name)
@@ -217,6 +225,8 @@ def why_no_graphs(plan: Plan, device: torch.device) -> str:
         return NO_GRAPHS_SIZES
     if plan.offloaded:
         return NO_GRAPHS_OFFLOAD
+    if counts_rows(plan, device):
+        return NO_GRAPHS_ROWS
     return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_STAGES
 
 
