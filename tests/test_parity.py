@@ -273,16 +273,22 @@ def check(ranks, c: dict) -> None:
     compare(ranks.run("tests.parity:run_layout", c["world"], run, STEPS, c["documents"]), truth, STEPS)
 
 
-@pytest.mark.parametrize("name", NAMED)
+# Eight ranks on two cores take seconds: every other one of those is for `make soak`.
+LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
+SAMPLE = random.Random(20261120).sample(sorted(generated()), 18)
+EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 10)
+CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 12)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in LARGE])
 def test_named_layouts(ranks, name):
     check(ranks, NAMED[name])
 
 
-SAMPLE = random.Random(20261120).sample(sorted(generated()), 30)
-EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 12)
-
-
-CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 16)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LARGE)
+def test_large_named_layouts(ranks, name):
+    check(ranks, NAMED[name])
 
 
 @pytest.mark.parametrize("name", CONTEXT_SAMPLE)
