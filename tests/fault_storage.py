@@ -77,10 +77,12 @@ def object_server() -> Iterator[str]:
                 "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    place("s3://bucket/x").fs.mkdir("bucket")
+    files = place("s3://bucket/x").fs
+    files.mkdir("bucket")
     try:
         yield "s3://bucket"
     finally:
+        files.clear_instance_cache()  # of connections to this server, which fsspec keeps by the settings that a client is made with
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         server.kill()
