@@ -168,13 +168,6 @@ def test_twelve_layouts_load_what_twelve_saved(ranks, saved_by_twelve, saved, lo
     loads_exactly(ranks, saved_by_twelve(saved), loaded)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("saved", TWELVE)
-def test_all_twelve_load_what_each_of_twelve_saved(ranks, saved_by_twelve, saved):
-    for loaded in TWELVE:
-        loads_exactly(ranks, saved_by_twelve(saved), loaded)
-
-
 def loads_exactly(ranks, path: Path, name: str) -> None:
     """Every element of masters, moments and weights is what was saved, and no rank reads a byte of the tensors twice."""
     world, layout = TWELVE[name]

@@ -1,12 +1,8 @@
-"""Checkpoints in object storage, on a real server process that speaks S3: saved, listed, loaded, retired; uploads that die are nothing."""
+"""Checkpoints in object storage, on a real server process that speaks S3: saved, listed, loaded, retired (tests/fault_storage.py has
+uploads that die)."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 
 import pytest
@@ -18,10 +14,10 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
 from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
-from phalanx.checkpoint.objects import ObjectStorage
 from phalanx.checkpoint.places import place
 from phalanx.train.main import train
-from tests.checkpoints import Failing, expected, load_here, make_run, make_state, save_here, set_state
+from tests.checkpoints import expected, load_here, make_run, make_state, save_here, set_state
+from tests.fault_storage import object_server
 from tests.test_checkpoint import TINY
 from tests.test_loop import make_run as small_run
 from tests.test_loop import rows_of
@@ -30,19 +26,8 @@ from tests.test_loop import rows_of
 @pytest.fixture(scope="module")
 def bucket():
     """s3://bucket on a server of this test alone."""
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    line = next(line for line in server.stderr if "Running on" in line)
-    threading.Thread(target=server.stderr.read, daemon=True).start()  # it writes a line per request
-    settings = {"AWS_ENDPOINT_URL": re.search(r"http://\S+", line)[0], "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-                "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    place("s3://bucket/x").fs.mkdir("bucket")
-    yield "s3://bucket"
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
-    server.kill()
-    server.wait()
+    with object_server() as name:
+        yield name
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +55,6 @@ def test_saved_there_and_loaded_from_there(bucket, tiny, tmp_path):
     load_weights(path, other.buffers, other.mesh)
     with pytest.raises(CheckpointError, match="there is no checkpoint in s3://bucket/mistyped|there is no checkpoint s3://bucket/mistyped"):
         find(f"{bucket}/mistyped")
-
-
-class FailingObjects(Failing, ObjectStorage):
-    """Each request may be the last."""
-
-
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
-def test_an_upload_that_dies_at_any_request_is_nothing(bucket, tiny, every):
-    """`raise` (and the tidying up after it), and `refuse`: nothing more gets through, as when the process is gone."""
-    root = place(f"{bucket}/b{every}/checkpoints")
-    counting = FailingObjects(0)
-    save_here(tiny, root, 10, storage=counting)
-    for how in ("raise", "refuse"):
-        for k in range(1, counting.count + 1, every):
-            with pytest.raises(CheckpointError, match="No space left"):
-                save_here(tiny, root, 20, storage=FailingObjects(k, how))
-            assert [p.name for p in list_checkpoints(root)] == ["step-00000010"] and verify(latest(root)) == [], (how, k)
-    assert save_here(tiny, root, 20).written and [verify(p) for p in list_checkpoints(root)] == [[], []]
 
 
 def test_damage_and_retries(bucket, tiny):

@@ -1,31 +1,50 @@
-"""Nothing is lost: a sample of tests/faults.py here, all of it with `make soak`."""
+"""Nothing is lost: a sample of each section of tests/faults.py here, all of it with `make soak`."""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from phalanx.comm.heartbeat import Beat, verdict
-from tests.faults import CASES
+from tests.faults import SECTIONS, Result, joined, main, missing, parts_of, table
 from tests.pool import warm_imports
 
+PARTS = [pytest.param(part, id=f"{s}: {name}") for s, name, part in parts_of(SECTIONS, True)]
+SOAK = [pytest.mark.soak, pytest.mark.timeout(900)]
+PARTS += [pytest.param(part, id=f"all, {s}: {name}", marks=SOAK) for s, name, part in parts_of(SECTIONS, False)]
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("which", ["sample", pytest.param("all", marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
-def test_nothing_is_lost(tmp_path, name, which):
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_is_lost(tmp_path, part):
     warm_imports()
-    _, sample, whole = CASES[name]
-    tally = (sample if which == "sample" else whole)(tmp_path)
+    tally = part(tmp_path)
     assert tally.faults > 0 and tally.runs > 0 and tally.differing == 0, tally
 
 
-def test_the_table_has_every_case():
+def test_the_table_has_every_section_without_a_failure():
     rows = (Path(__file__).resolve().parent.parent / "docs/faults.md").read_text().splitlines()
-    shown = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[2:5] for row in rows if row.startswith("| ") and " --- " not in row}
-    assert set(shown) - {"case"} == set(CASES)
-    assert all(int(faults) > 0 and int(differing) == 0 for name, (faults, _, differing) in shown.items() if name != "case")
+    shown = {row.split(" | ")[0].removeprefix("| "): row.split(" | ") for row in rows if row.startswith("| ") and " --- " not in row}
+    assert set(shown) - {"case"} == {s.name for s in SECTIONS}
+    for name, (_, _, _, faults, _, differing, failed, _) in shown.items():
+        assert name == "case" or (int(faults) > 0 and int(differing) == 0 and int(failed) == 0), name
+
+
+def test_parts_of_several_machines_are_joined(tmp_path):
+    """The later file's result of a part counts; an error is a failure of the table, and what nobody did is told."""
+    first = [Result("kill -9 at any time", "seed 0", 5, 1, 2, 1.0, "", "here"), Result("kill -9 at any time", "seed 1", 4, 1, 0, 1.0, "", "here")]
+    second = [Result("kill -9 at any time", "seed 0", 6, 1, 0, 2.0, "", "there"), Result("damaged checkpoint", "seed 7", 0, 0, 0, 1.0, "no", "there")]
+    for name, results in (("a", first), ("b", second)):
+        (tmp_path / name).write_text(json.dumps([asdict(r) for r in results]))
+    results = joined([str(tmp_path / "a"), str(tmp_path / "b")])
+    text = table(results)
+    assert "| seeds 0 to 1 | 10 | 2 | 0 | 0 | 3 |" in text and "| seeds 7 | 0 | 0 | 0 | 1 | 1 |" in text
+    assert "- here\n- there\n" in text and "kill -9 at any time: seed 2" in missing(results)
+    assert main([str(tmp_path / "out.md"), "--join", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert (tmp_path / "out.md").read_text() == text
 
 
 def beat(rank: int, number: int, step: int = 7, place: str = "train/step.py:60 in update", waits: bool = False, failed: bool = False) -> Beat:
