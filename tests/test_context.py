@@ -196,6 +196,29 @@ def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, d
             assert (sum(f[-1] for f in found) - s.grad).abs().max() <= bound * s.grad.abs().max()
 
 
+@pytest.mark.parametrize("length, count", [(16, 2), (17, 3), (50, 4)])
+def test_segments_read_what_the_mask_shows(length, count):
+    """Documents as runs of queries and of keys, for kernels that have no masks: of every pair of parts, one-token documents included."""
+    pick = torch.Generator().manual_seed(length)
+    rows = torch.cat([(torch.rand(length, generator=pick) < 0.3).cumsum(0) + 100 * i for i in range(2)]).unique(return_inverse=True)[1]
+    flat = torch.arange(2 * length)
+    batch = Batch(flat, flat, flat % length, flat // length, 2, length, rows, most_documents=len(rows.unique()) + 3)
+    for mine, source in product(Part(0, count).all, Part(0, count).all):
+        block = context.block_of(mine, source, length, None, True)
+        if block is None:
+            continue
+        part = batch.cut(mine)
+        mask, blind = context.mask_of(part, source, block, None, torch.float64)
+        segments, found_blind = context.segments_of(part, source, block)
+        queries, keys = (torch.searchsorted(ends, torch.arange(int(ends[-1])), right=True) for ends in (segments.of_queries, segments.of_keys))
+        queries, keys = (side.view(2, -1) for side in (queries, keys))
+        seen = queries.unsqueeze(-1) == keys.unsqueeze(-2)
+        if mine == source:
+            seen &= torch.ones(seen.shape[1:], dtype=torch.bool).tril()
+        assert torch.equal(seen.unsqueeze(1), mask == 0) and torch.equal(found_blind, blind)
+        assert max(segments.of_queries.diff()) <= segments.most_queries and max(segments.of_keys.diff()) <= segments.most_keys
+
+
 @pytest.mark.parametrize("causal, masked", [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("name", ["PLAIN", "CPU"])
 def test_backends(name, causal, masked):

@@ -52,6 +52,73 @@ def choose_backend(q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels =
     return FLASH if alike else EFFICIENT
 
 
+@dataclass(frozen=True)
+class Segments:
+    """Runs of flat queries and of flat keys that read each other: run i is of[i] .. of[i + 1], int32; either may be empty. `most_`: a bound."""
+
+    of_queries: Tensor
+    of_keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+def segments_backend(segments: Segments, wheel: bool) -> Backend:
+    """Attention inside segments: q (B, heads, S, K) lies flat as B * S tokens, k and v alike; values may be narrower. Causal: the segments
+    have as many queries as keys. Of queries whose segment has no keys the output and the log-sum-exp mean nothing, and dq is zero."""
+    ends = (segments.of_queries, segments.of_keys, segments.most_queries, segments.most_keys)
+    return _segments_by_wheel(ends) if wheel else _segments_by_torch(ends)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(B, heads, S, K) -> (B * S, heads, K)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unflat(x: Tensor, like: Tensor) -> Tensor:
+    """(B * S, heads, K) -> (B, heads, S, K), B of `like`."""
+    return x.unflatten(0, (len(like), -1)).transpose(1, 2)
+
+
+def _segments_by_torch(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
+    def widened(v: Tensor, q: Tensor) -> Tensor:
+        return F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Any, ...]:
+        flat = (_flat(q), _flat(k), _flat(widened(v, q)))
+        out, lse, *random, _ = aten._flash_attention_forward(*flat, *ends, 0.0, causal, False, scale=scale)  # lse (heads, T)
+        return _unflat(out, q)[..., : v.shape[-1]], lse.unflatten(1, (len(q), -1)).transpose(0, 1), *random
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, causal: bool, scale: float,
+                 *random: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        flat = (_flat(t).contiguous() for t in (widened(dout, q), q, k, widened(v, q), widened(out, q)))
+        lse = lse.transpose(0, 1).flatten(1).contiguous()
+        dq, dk, dv = aten._flash_attention_backward(*flat, lse, *ends, 0.0, causal, *random, scale=scale)
+        return _unflat(dq, q), _unflat(dk, k), _unflat(dv, v)[..., : v.shape[-1]]
+
+    return Backend(forward, backward)
+
+
+def _segments_by_wheel(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), ends))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse, *_ = _flash_attn_fwd(_flat(q), _flat(k), _flat(v), **named, softmax_scale=scale, causal=causal, return_lse=True)
+        return _unflat(out, q), lse.unflatten(1, (len(q), -1)).transpose(0, 1)
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, causal: bool,
+                 scale: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        flat, lse = (_flat(t) for t in (q, k, v, out, dout)), lse.transpose(0, 1).flatten(1).contiguous()
+        fixed = torch.are_deterministic_algorithms_enabled()
+        dq, dk, dv = _flash_attn_bwd(*flat, lse, **named, softmax_scale=scale, causal=causal, deterministic=fixed)[:3]
+        return _unflat(dq, q), _unflat(dk, k), _unflat(dv, v)
+
+    return Backend(forward, backward)
+
+
 def repeated(x: Tensor, heads: int) -> Tensor:
     """Keys or values for each query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

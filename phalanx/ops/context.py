@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -27,8 +28,9 @@ from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops import attention as whole
 from phalanx.ops.attention import CAUSAL, Kind
-from phalanx.ops.backends import choose_backend
+from phalanx.ops.backends import Segments, choose_backend, segments_backend
 from phalanx.ops.exchange import gather, swap
+from phalanx.ops.flash import use_flash, use_torch_flash
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.sinks import join_sinks, sinks_grad
@@ -164,6 +166,31 @@ def _make_mask(batch: Batch, source: Part, block: Block, window: int | None, dty
         mine, theirs = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, theirs))
         seen = seen & (mine[..., block.queries].unsqueeze(-1) == theirs[..., block.keys].unsqueeze(-2))
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf), ~seen.any(-1)
+
+
+def segments_of(batch: Batch, source: Part, block: Block) -> tuple[Segments, Tensor]:
+    """The documents of a block as segments, and which of its queries (sequences, 1, queries) read nothing of it.
+
+    A run of a part is in the order of the sequence, so the tokens that it has of a document lie together. And of another part's keys a
+    block has those alone that are before all of its queries (zig-zag): only in this part's own block is anything inside a document hidden.
+    """
+    of_queries, of_keys, blind = batch.derive(("segments of a block", source), lambda: _find_segments(batch, source, block))
+    sizes = (block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
+    return Segments(of_queries, of_keys, *sizes), blind
+
+
+def _find_segments(batch: Batch, source: Part, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
+    sides = ((batch.documents, block.queries), (theirs, block.keys))
+    queries, keys = (doc.view(batch.num_sequences, -1)[:, run].flatten() for doc, run in sides)  # type: ignore[union-attr]
+    counts = [_counts(side, batch.room_for_documents) for side in (queries, keys)]
+    ends = [F.pad(each.cumsum(0), (1, 0)).int() for each in counts]
+    return ends[0], ends[1], (counts[1][queries] == 0).view(batch.num_sequences, 1, -1)
+
+
+def _counts(documents: Tensor, room: int) -> Tensor:
+    """Tokens of each document (not torch.bincount, which waits for the device)."""
+    return torch.zeros(room, dtype=torch.int64, device=documents.device).scatter_add_(0, documents, torch.ones_like(documents))
 
 
 # ---- how keys and values travel --------------------------------------------------------------------------------------------------
@@ -311,6 +338,10 @@ def how_to_read(reading: Reading, source: int, block: Block, q: Tensor, v: Tenso
     """The backend of a block, its mask and which of its queries read nothing (or None), and whether it is causal."""
     if block.how != "mask":
         return choose_backend(q, v, None, reading.kernels), None, None, block.how == "causal"
+    own = source == reading.axis.index
+    if reading.window is None and use_torch_flash(reading.kernels, q, v):  # what hides anything is documents alone
+        segments, blind = segments_of(reading.batch, reading.batch.part.all[source], block)
+        return segments_backend(segments, use_flash(reading.kernels, q, v)), None, None if own else blind, own
     mask, blind = mask_of(reading.batch, reading.batch.part.all[source], block, reading.window, q.dtype)
     return choose_backend(q, v, mask, reading.kernels), mask, blind, False
 

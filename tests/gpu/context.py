@@ -45,6 +45,48 @@ def block_check(name: str, width: int, value: int, kv_heads: int, length: int, d
     return check
 
 
+def segments_check(wheel: bool, width: int, value: int, kv_heads: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
+    """Two sequences of 1,024 tokens in documents; then other keys, which some documents lack, and some of which no query reads."""
+    own, more = ([0, 300, 1, 723, 1000, 24, 0], [0, 64, 0, 200, 0, 24, 1760])
+
+    def masks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, other = (torch.arange(7).repeat_interleave(torch.tensor(sizes)).view(2, -1) for sizes in (own, more))
+        seen = (ids[:, :, None] == ids[:, None]).tril(), ids[:, :, None] == other[:, None]
+        return tuple(torch.zeros(s.shape).masked_fill(~s, -math.inf)[:, None].double().to(device) for s in seen)  # type: ignore[return-value]
+
+    def check(device: torch.device) -> str:
+        if wheel and (why := unusable("attention", device.index or 0)):
+            return f"not run: {why}"
+        n = 1024
+        shapes = ((8, n, width), (kv_heads, n, width), (kv_heads, n, value), (kv_heads, n, width), (kv_heads, n, value), (8, n, value))
+        q, k, v, k2, v2, dout = (normal(2, *shape, seed=i, dtype=dtype).to(device) for i, shape in enumerate(shapes))
+        scale, (first, second), results = 1 / math.sqrt(width), masks(device), []
+        blind = torch.isinf(second).all(-1)
+        ways = [((segments_backend(own, own, device, wheel), None), (segments_backend(own, more, device, wheel), None))]
+        ways.append(((backends.PLAIN, first), (backends.PLAIN, second)))
+        for (a, mask_a), (b, mask_b) in ways:
+            if a is backends.PLAIN:
+                q, k, v, k2, v2, dout = (t.double() for t in (q, k, v, k2, v2, dout))
+            joint = Joint(triton=q.dtype != torch.float64)
+            out, lse, *kept = a.forward(q, k, v, mask_a, mask_a is None, scale)
+            joint.add(slice(None), out, lse, None)
+            out, lse, *kept_b = b.forward(q, k2, v2, mask_b, False, scale)
+            joint.add(slice(0, n), out, lse, blind)
+            out = joint.out.to(q.dtype)
+            dq, dk, dv = a.backward(dout, q, k, v, out, joint.lse, mask_a, mask_a is None, scale, *kept)
+            more_q, dk2, dv2 = b.backward(dout, q, k2, v2, out, joint.lse, mask_b, False, scale, *kept_b)
+            results.append([out, dq.to(joint.lse.dtype) + more_q, dk, dv, dk2, dv2])
+        pairs = enumerate(zip(*results))
+        return f"{max(within(f'segments {i}', a, b.cpu(), 4 * ROUNDINGS[dtype]) for i, (a, b) in pairs):.1e}"
+
+    return check
+
+
+def segments_backend(own: list[int], other: list[int], device: torch.device, wheel: bool) -> backends.Backend:
+    ends = [torch.tensor([0, *sizes]).cumsum(0).int().to(device) for sizes in (own, other)]
+    return backends.segments_backend(backends.Segments(*ends, 1024, 1024 if own is other else 2048), wheel)
+
+
 def context_checks() -> dict[str, Callable[[torch.device], str]]:
     found = {}
     for name in ("FLASH", "CUDNN", "WHEEL", "EFFICIENT"):
@@ -53,4 +95,7 @@ def context_checks() -> dict[str, Callable[[torch.device], str]]:
     found["block of attention EFFICIENT, fp32"] = block_check("EFFICIENT", 64, 64, 2, 1000, torch.float32)
     found["block of attention EFFICIENT, 192 and 128"] = block_check("EFFICIENT", 192, 128, 8, 1024, torch.bfloat16)
     found["block of attention WHEEL, 192 and 128"] = block_check("WHEEL", 192, 128, 8, 1024, torch.bfloat16)
+    for wheel, width, value, kv_heads in ((False, 128, 128, 2), (False, 64, 64, 8), (False, 192, 128, 8), (True, 128, 128, 2), (True, 192, 128, 8)):
+        name = f"documents of a block, {'flash-attn-4' if wheel else 'torch'}, {kv_heads} kv heads of {width} and {value}"
+        found[name] = segments_check(wheel, width, value, kv_heads, torch.bfloat16)
     return found
