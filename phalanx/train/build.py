@@ -266,7 +266,7 @@ def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:
         spec, low = p.spec, getattr(p, "low", None)  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.trained))
+        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns))
         p.spec, p.low = spec, low  # type: ignore[attr-defined]
 
 
