@@ -36,7 +36,7 @@ from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.mesh import Mesh
-from phalanx.train.build import State, build
+from phalanx.train.build import State, build, init_weights
 from phalanx.train.checks import Facts, check
 from phalanx.train.generate import load_for_inference, next_logits
 from phalanx.train.plan import make_plan, storing_all, without_layout
@@ -203,6 +203,7 @@ def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
             flat.weight_kept.fill_(5.0)
             flat.master.fill_(5.0)
         load_weights(folder.parent / "init" / "1" / "step-00000002" / "weights", state.buffers, state.mesh)
+        init_weights(state, exported=False)
     state.train()
     return state
 

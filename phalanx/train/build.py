@@ -270,10 +270,11 @@ def to_device(params: list[nn.Parameter], device: torch.device) -> None:
         p.spec, p.low = spec, low  # type: ignore[attr-defined]
 
 
-def init_weights(state: State) -> None:
-    """Fill masters and weights from (seed, global name, position): the same bits in every layout."""
+def init_weights(state: State, exported: bool = True) -> None:
+    """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported` those alone that no
+    Hugging Face folder has."""
     for flat in state.buffers.flat:
-        for slot in flat.bucket.slots:
+        for slot in (s for s in flat.bucket.slots if exported or not s.spec.exported):
             storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype, device=flat.weight.device)
             for piece in slot.spec.pieces:
                 fill(piece.of(storage), piece, state.plan.run.train.seed)
