@@ -86,28 +86,28 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
     return Run(model=MODELS[model], train=TrainConfig(**options))
 
 
-def sample_batch(ids: list[int], documents: bool) -> Batch:
+def sample_batch(ids: list[int], documents: bool, length: int = SEQ) -> Batch:
     """Sequences made from their sample ids alone, some labels ignored (more in later samples: counts differ between micro-batches)."""
-    rows = [torch.randint(0, VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i)) for i in ids]
+    rows = [torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(i)) for i in ids]
     tokens = torch.stack(rows)
     labels = tokens[:, 1:].clone()
     for row, i in enumerate(ids):
         labels[row, : i % 5] = IGNORE
-    positions = torch.arange(SEQ).repeat(len(ids))
+    positions = torch.arange(length).repeat(len(ids))
     docs = None
     if documents:
-        cuts = torch.tensor([[(t >= 3 + i % 7) + (t >= 11) for t in range(SEQ)] for i in ids])
+        cuts = torch.tensor([[(t >= 3 + i % 7) + (t >= 11) for t in range(length)] for i in ids])
         docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 3).reshape(-1)
         starts = torch.cat([torch.tensor([0]), (docs[1:] != docs[:-1]).nonzero()[:, 0] + 1])
         positions = torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
-    samples = torch.tensor(ids).repeat_interleave(SEQ)
-    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), SEQ, docs)
+    samples = torch.tensor(ids).repeat_interleave(length)
+    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs)
 
 
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    first = step * n + mesh.dp.index * (n // dp)
-    return [sample_batch(list(range(i, i + size)), documents).cut(mesh.part) for i in range(first, first + n // dp, size)]
+    first, length = step * n + mesh.dp.index * (n // dp), run.train.seq_length
+    return [sample_batch(list(range(i, i + size)), documents, length).cut(mesh.part) for i in range(first, first + n // dp, size)]
 
 
 def set_weights(state: State) -> None:
@@ -128,7 +128,7 @@ Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]
 def parts_of(state: State, what: str) -> Parts:
     """This rank's boxes of every global tensor of its shards ('grad' or 'master'); elements of other ranks are NaN."""
     found: Parts = []
-    for flat in (f for f in state.buffers.flat if f.bucket.trained or what == "master"):
+    for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
         whole[flat.lo : flat.hi] = (flat.own_grad if what == "grad" else flat.master).double()
         for slot in flat.bucket.slots:

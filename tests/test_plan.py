@@ -204,6 +204,10 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
     return held(state), max(most, key=lambda h: sum(h.values())), sent
 
 
+def frozen(run: Run, *globs: str) -> Run:
+    return replace(run, train=replace(run.train, freeze=list(globs)))
+
+
 def tiny(family: str, **layout) -> Run:
     run = load_run(f"recipes/tiny_{family}.yaml")
     return replace(run, layout=LayoutConfig(**layout), train=replace(run.train, precision="fp32", device="cpu"))
@@ -227,6 +231,12 @@ LAYOUTS = {
     ),
     "level 1, dp4 in pairs": (small("bf16", sharding=1, shard_group=2), 4),
     "level 3, dp4 in bf16": (small("bf16", sharding=3, bucket_mb=0), 4),
+    "level 3, dp4 in bf16, attention and the embedding frozen": (
+        frozen(small("bf16", sharding=3, bucket_mb=0), "*attn*", "*embed_tokens*"), 4
+    ),
+    "level 2, tp2 dp2 in bf16, attention and the embedding frozen": (
+        frozen(small("bf16", tp=2, sharding=2, bucket_mb=0), "*attn*", "*embed_tokens*"), 4
+    ),
     "level 3, tp2 pp2 dp2, kept until the step's end": (small(tp=2, pp=2, sharding=3, bucket_mb=0, reshard_after_forward=False), 8),
     "level 3, tied gpt2 pp2 x 2 virtual stages, dp2, prefetch 2": (
         replace(load_run("recipes/tiny_gpt2.yaml"), layout=LayoutConfig(pp=2, virtual_stages=2, sharding=3, bucket_mb=0, prefetch=2)), 4

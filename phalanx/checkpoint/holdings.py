@@ -106,13 +106,13 @@ def state_to_load(shards: list[Shard]) -> dict[str, list[Item]]:
 
 
 def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
-    """This rank's share of what is not trained (it has no moments): of each bucket its part, whatever the sharding."""
-    untrained = [f for f in buffers.flat if not f.bucket.trained]
+    """This rank's share of what is frozen or not trained (it has no moments): of each bucket its part, whatever the sharding."""
+    untrained = [f for f in buffers.flat if not f.bucket.learns]
     return [i for f in untrained for i in items_in(f.bucket, f.master, f.lo, *f.own) if i.piece.is_writer(mesh.at)]
 
 
 def kept_to_load(buffers: Buffers) -> list[Item]:
-    return [i for f in buffers.flat if not f.bucket.trained for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
+    return [i for f in buffers.flat if not f.bucket.learns for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
 
 
 def masters_to_load(buffers: Buffers) -> list[Item]:

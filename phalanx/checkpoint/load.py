@@ -51,17 +51,16 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
     items, kept = state_to_load(optimizer.shards), kept_to_load(buffers)
-    wanted, wanted_kept = wanted_names(mesh, items["master"]), wanted_names(mesh, kept)
-    index = together(mesh.world, lambda: fitting(state_index(path, manifest), wanted, str(path)))
-    index_kept = together(mesh.world, lambda: fitting(state_index(path, manifest, "kept"), wanted_kept, str(path)))
+    masters = [*items[KINDS[0]], *kept]
+    wanted = wanted_names(mesh, masters)
+    moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted))
     for shard in optimizer.shards:
         for kind in KINDS:
             getattr(shard, kind).zero_()  # padding is zero, whatever was there
-    for flat in (f for f in buffers.flat if not f.bucket.trained):
+    for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
-    receipts = manifest.receipts("state")
-    agree(mesh.world, lambda: _fill_state(items, index, path / "state", receipts))
-    agree(mesh.world, lambda: _fill_state({KINDS[0]: kept}, index_kept, path / "state", receipts))
+    had = {kind: [i for i in items[kind] if i.name in moving] for kind in KINDS[1:]}  # what was frozen then starts with moments of zero
+    agree(mesh.world, lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state")))
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(numbers["optimizer.step"][0])
     for name, value in scaler.state().items():
@@ -73,6 +72,12 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size))
     _publish(buffers)
     return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}
+
+
+def _state_index(path: Path, manifest: Manifest, wanted: Shapes) -> tuple[frozenset[str], Index]:
+    """Names of the tensors that have moments, and where each box of all tensors of the state lies."""
+    moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
+    return frozenset(moving), fitting({**moving, **kept}, wanted, str(path))
 
 
 def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:

@@ -55,16 +55,16 @@ class FlatBucket:
     tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and stay whole at every level;
                    0: in whatever order is fastest
 
-    Without training there are no gradients, and the weights are their own masters. So it is with parameters that are not trained:
-    they are whole on every rank, in the master dtype.
+    Without training there are no gradients, and the weights are their own masters. So it is with frozen parameters, and with those that
+    are not trained: these are whole on every rank, in the master dtype.
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0):
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
-        elif not training:
+        elif bucket.frozen or not training:
             precision = Precision(precision.compute, precision.compute)
-        self.bucket, self.mesh, self.training, device = bucket, mesh, training and bucket.trained, mesh.device
+        self.bucket, self.mesh, self.training, device = bucket, mesh, training and bucket.learns, mesh.device
         self.axis, self.cut = mesh.along(bucket.axis), sharding.cut(bucket, mesh.grid, training)
         self.groups = mesh.groups(bucket.axis) if self.cut.inner > 1 else Groups(mesh.alone, self.axis, mesh.alone)
         at = self.groups.inner.index, self.groups.outer.index
@@ -302,7 +302,7 @@ class Buffers:
         return [
             Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero(f), zero(f), f.out)
             for f in self.flat
-            if f.bucket.trained
+            if f.bucket.learns
         ]
 
     def masters_from_weights(self) -> None:

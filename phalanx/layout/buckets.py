@@ -38,6 +38,12 @@ class Bucket:
     users: frozenset[tuple[int, int]]
     axis: SumAxis = "dp"
     trained: bool = True
+    frozen: bool = False
+
+    @property
+    def learns(self) -> bool:
+        """Whether its parameters get gradients."""
+        return self.trained and not self.frozen
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
         size = self.numel // shards
@@ -58,19 +64,19 @@ def cut_runs(block_numels: list[int], limit: int) -> list[range]:
 
 def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], grid: Grid) -> list[Bucket]:
     """Buckets for parameters given with their users, in model order; those with equal users, kind and pp replicas share one."""
-    groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, frozenset[Replica]], list[int]] = {}
+    groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, bool, frozenset[Replica]], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
-        groups.setdefault((users, spec.summed_over, spec.trained, tied), []).append(i)
+        groups.setdefault((users, spec.summed_over, spec.trained, spec.frozen, tied), []).append(i)
     buckets: list[Bucket] = []
-    for (users, axis, trained, _), members in groups.items():
+    for (users, axis, trained, frozen, _), members in groups.items():
         offset, slots = 0, list[Slot]()
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += -(-numel // ALIGN) * ALIGN
         unit = ALIGN * grid.sum_size(axis)
-        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained))
+        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained, frozen))
     return buckets
 
 

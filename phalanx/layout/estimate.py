@@ -109,7 +109,8 @@ def measure(forward: Callable[[Tensor], Tensor], x: Callable[[], Tensor], params
         output = y.untyped_storage().nbytes()
         kept = seen.live - output
         # autograd.backward would leave the modes before it starts, but what is recomputed inside it needs them
-        _engine_run_backward((y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if y.requires_grad:
+            _engine_run_backward((y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return Use(kept, max(0, seen.peak - kept), output)
 
 
@@ -117,7 +118,7 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
     """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `moment` (0: as master) are
     bytes per element.
 
-    Where weights have the master dtype they are their own masters, as what is not trained always is.
+    Where weights have the master dtype they are their own masters, as what is frozen or not trained always is.
     """
     found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
     for b in buckets:
@@ -125,7 +126,7 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
         part = b.numel // cut.inner
         updated = part // cut.outer if cut.outside else part
         found["weights"] += (part if cut.cuts_weights else b.numel) * (weight if b.trained else master)
-        if b.trained:
+        if b.learns:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
             found["masters"] += 0 if weight == master else updated * master
             found["moments"] += 2 * updated * (moment or master)

@@ -78,6 +78,7 @@ class ParamSpec:
     trained       False: state of the model that follows from what it sees, not from gradients; kept whole on every rank, in the
                   masters' dtype
     exported      whether Hugging Face checkpoints have it
+    frozen        whether it stays as it is (train.freeze): its weights are as those of others, but it has no gradient and no moments
     """
 
     shape: tuple[int, ...]
@@ -85,6 +86,12 @@ class ParamSpec:
     summed_over: SumAxis = "dp"
     trained: bool = True
     exported: bool = True
+    frozen: bool = False
+
+    @property
+    def learns(self) -> bool:
+        """Whether it gets a gradient."""
+        return self.trained and not self.frozen
 
     @property
     def name(self) -> str:

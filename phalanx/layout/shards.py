@@ -21,6 +21,7 @@ class Cut:
     level    0: all of everything on each rank; 1: optimizer state in parts; 2: gradients too; 3: weights too
     outside  the optimizer state of a part is cut once more, over the groups
     in_order gradients are added up over micro-batches before ranks, whatever the level: they stay whole
+    learns   there are gradients at all
     """
 
     numel: int
@@ -29,10 +30,16 @@ class Cut:
     outer: int
     outside: bool = False
     in_order: bool = False
+    learns: bool = True
 
     @property
     def cuts_gradients(self) -> bool:
-        return self.level >= 2 and not self.in_order
+        return self.level >= 2 and self.learns and not self.in_order
+
+    @property
+    def chained(self) -> bool:
+        """Whether gradients are summed over a group first, and then over groups."""
+        return self.level >= 1 and self.outer > 1 and self.learns and not self.in_order
 
     @property
     def cuts_weights(self) -> bool:
@@ -76,9 +83,11 @@ class Sharding:
         return max(1, self.group * grid.tp // (grid.ep * grid.etp))
 
     def cut(self, bucket: Bucket, grid: Grid, training: bool = True) -> Cut:
-        """Where a part would be the whole, and where nothing is trained, a bucket is not sharded: level 0."""
+        """Where a part would be the whole, and where nothing is trained, a bucket is not sharded: level 0. Frozen weights are cut at level 3."""
         size = grid.sum_size(bucket.axis)
-        if not (training and bucket.trained):
-            return Cut(bucket.numel, 0, 1, size)
+        if not (training and bucket.trained) or (bucket.frozen and self.level < 3):
+            return Cut(bucket.numel, 0, 1, size, learns=bucket.learns)
         inner = self.group_size(bucket.axis, grid)
+        if bucket.frozen:
+            return Cut(bucket.numel, 3 if inner > 1 else 0, inner, size // inner, learns=False)
         return Cut(bucket.numel, self.level if inner > 1 else 0, inner, size // inner, self.outside, self.in_order)

@@ -12,7 +12,7 @@ import torch
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
-from phalanx.layout.param import Replica
+from phalanx.layout.param import ParamSpec, Replica
 from phalanx.nn.tape import Tape
 from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch
@@ -53,11 +53,17 @@ class Env:
     expert_room: float = math.inf
     low: LowPrecision | None = None
     cp_attention: Form = "ring"
+    freeze: tuple[str, ...] = ()
     tape: Tape = field(default_factory=Tape, compare=False, repr=False)
 
     @property
     def tp(self) -> Axis:
         return self.axes.tp
+
+    def freezes(self, spec: ParamSpec) -> bool:
+        """Whether all global tensors in it have names that train.freeze fits (the config's check sees to it that none or all do)."""
+        names = [piece.name for piece in spec.pieces]
+        return spec.exported and bool(names) and all(any(fnmatchcase(name, glob) for glob in self.freeze) for name in names)
 
     def twin(self, op: str) -> Kernels:
         """Which twin of an op (a name of ops.kernels.OPS or ops.wheels.WHEELS) its callers ask for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ class Module(nn.Module):
         self.env = env
 
     def param(self, spec: ParamSpec) -> nn.Parameter:
-        made = nn.Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"), requires_grad=spec.trained)
+        spec = replace(spec, frozen=self.env.freezes(spec))
+        made = nn.Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"), requires_grad=spec.learns)
         made.spec = spec  # type: ignore[attr-defined]
         return made
 

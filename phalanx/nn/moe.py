@@ -277,7 +277,7 @@ class MoE(Module):
     @torch.no_grad()
     def settle(self, counts: Tensor, skip: Tensor) -> None:
         """After a step with these loads (E,) of the whole global batch: the bias moves, unless the step was skipped."""
-        if self.bias is not None:
+        if self.bias is not None and not self.bias.spec.frozen:  # type: ignore[attr-defined]
             moved = ops.updated_bias(self.bias, counts, self.balance.bias_rate)  # type: ignore[arg-type]
             self.bias.copy_(torch.where(skip > 0, self.bias, moved))
         if self.load is not None:

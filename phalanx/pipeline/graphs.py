@@ -41,7 +41,8 @@ class Eager:
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         """Gradient of the run's input. `last`: nothing of this micro-batch is left on this rank after it."""
-        y.backward(dy)
+        if y.requires_grad:  # not where all that the model's first run has is frozen
+            y.backward(dy)
         return x.grad
 
     def end(self) -> None:
@@ -132,7 +133,7 @@ class Graphs(Eager):
             return super().backward(where, mb, x, y, dy, last)
         kind, slot = self._taken[mb]
         run = slot.runs[where]
-        if run.backward is None:
+        if run.backward is None and run.y.requires_grad:
             if dy is None:
                 raise RuntimeError("the gradient of a run that is being captured must be given")
             run.dy = dy if self._stays(slot, dy) else dy.clone()
@@ -141,7 +142,8 @@ class Graphs(Eager):
             self._let_go(slot, run)
         elif run.dy is not None and dy is not None and dy.data_ptr() != run.dy.data_ptr():
             run.dy.copy_(dy)
-        run.backward.replay()
+        if run.backward is not None:
+            run.backward.replay()
         if last:
             del self._taken[mb]
             self._free[kind].append(slot)

@@ -24,7 +24,7 @@ def passing_bytes(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[
 
 
 def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision) -> dict[str, float]:
-    """Bytes that a rank sends in a step for its trained buckets, by axis: over dp (of experts over edp), and where pieces are replicated.
+    """Bytes that a rank sends in a step for its buckets, by axis: over dp (of experts over edp), and where pieces are replicated.
 
     Gradients are reduced as often as the program says, and weights gathered so often; what groups share goes once per step.
     """
@@ -32,6 +32,9 @@ def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[I
     sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)
     for b in (b for b in buckets if b.trained):
         cut, reduces = plan.sharding.cut(b, plan.grid), calls[Reduce(b.id)]
+        if b.frozen:
+            sent["dp"] += calls[Gather(b.id)] * _gathered(cut, kind)
+            continue
         sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], kind) + _between_groups(cut, kind)
         parts = cut.inner * (cut.outer if cut.outside else 1)
         for piece in (piece for slot in b.slots for piece in slot.spec.pieces):
@@ -50,8 +53,12 @@ def _within_groups(cut: Cut, reduces: int, gathers: int, kind: Precision) -> flo
     """Each reduction scatters the gradients; weights are gathered after the update, or at level 3 whenever blocks need them."""
     if cut.level == 0:
         return 0.0
-    weights = ring_bytes("all_gather", cut.numel * kind.compute.itemsize, cut.inner)
-    return reduces * ring_bytes("reduce_scatter", cut.numel * kind.master.itemsize, cut.inner) + (gathers if cut.cuts_weights else 1) * weights
+    gathered = (gathers if cut.cuts_weights else 1) * _gathered(cut, kind)
+    return reduces * ring_bytes("reduce_scatter", cut.numel * kind.master.itemsize, cut.inner) + gathered
+
+
+def _gathered(cut: Cut, kind: Precision) -> float:
+    return ring_bytes("all_gather", cut.numel * kind.compute.itemsize, cut.inner)
 
 
 def _between_groups(cut: Cut, kind: Precision) -> float:

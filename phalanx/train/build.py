@@ -266,14 +266,15 @@ def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:
         spec, low = p.spec, getattr(p, "low", None)  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.trained))
+        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns))
         p.spec, p.low = spec, low  # type: ignore[attr-defined]
 
 
-def init_weights(state: State) -> None:
-    """Fill masters and weights from (seed, global name, position): the same bits in every layout."""
+def init_weights(state: State, exported: bool = True) -> None:
+    """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported` those alone that no
+    Hugging Face folder has."""
     for flat in state.buffers.flat:
-        for slot in flat.bucket.slots:
+        for slot in (s for s in flat.bucket.slots if exported or not s.spec.exported):
             storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype, device=flat.weight.device)
             for piece in slot.spec.pieces:
                 fill(piece.of(storage), piece, state.plan.run.train.seed)

@@ -84,6 +84,8 @@ class TrainConfig:
     """Further ops to make again, by name: norm, qkv, rope, attention, up, activation, dropout, experts, block."""
     recompute_budget_gib: float | None = None
     """GiB that a rank may use in all, as `phalanx plan` forecasts it: what is made again is then chosen block by block, at the least cost."""
+    freeze: list[str] = field(default_factory=list)
+    """Globs of Hugging Face names of tensors that stay as they are, such as "*.mlp.*": without gradients and optimizer state."""
     offload_layers: int = 0
     """Layers of each stage, from its first, whose activations wait in host memory between forward and backward, copied beside compute."""
     kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"

@@ -142,6 +142,7 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
         return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:
         load_weights(run.init_from, state.buffers, state.mesh)
+        init_weights(state, exported=False)
         log.info(f"start from the weights of {run.init_from}")
     else:
         init_weights(state)

@@ -175,7 +175,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     moment = moment_dtype(plan.run.optim)
     held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment.itemsize if moment else 0)
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
-        shared += 2 * max((b.numel for b in buckets if b.trained), default=0) * kind.master.itemsize
+        shared += 2 * max((b.numel for b in buckets if b.learns), default=0) * kind.master.itemsize
         held["gradients"] *= 1 + waiting(plan.leaves)
     moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
     here, away = peak_moved(program.lists[pp], moved)

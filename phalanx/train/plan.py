@@ -143,8 +143,7 @@ class Plan:
     def flow(self, bucket: Bucket) -> Flow:
         """What the schedule must do with a bucket."""
         cut = self.sharding.cut(bucket, self.grid)
-        chained = cut.level >= 1 and cut.outer > 1 and not cut.in_order  # a sum over the group that one over groups follows
-        return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or chained)
+        return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or cut.chained)
 
     @property
     def runs_per_stage(self) -> tuple[int, ...]:
@@ -268,7 +267,7 @@ class Plan:
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
             tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage, low=low_precision(self.run),
             kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
-            cp_attention=self.cp_attention,
+            cp_attention=self.cp_attention, freeze=tuple(train.freeze),
         )  # fmt: skip
 
     def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:

@@ -8,6 +8,7 @@ from itertools import groupby
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.part import Part
 from phalanx.layout.grid import Grid
+from phalanx.nn.env import Env
 from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import Trace
 from phalanx.train.config import Run
@@ -16,7 +17,7 @@ from phalanx.train.fit import Saving, savings_of
 from phalanx.train.flops import flops_of
 from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.train.order import total_samples
-from phalanx.train.plan import Plan, low_names, make_plan
+from phalanx.train.plan import Plan, global_numel, low_names, make_blocks, make_plan, spec_of
 
 WIDTH = 100
 FITS_ON = ("L4", "L40S", "A100", "H100", "H200", "B200")
@@ -48,7 +49,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
     ramp = f", from {train.rampup.start:,} at the start" if train.rampup else ""
     rows = {
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width {run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
-        "parameters": f"{num_parameters(plan):,}",
+        "parameters": f"{num_parameters(plan):,}" + (f", {frozen:,} of them frozen" if (frozen := num_frozen(plan)) else ""),
         "ranks": f"{grid.world:,} = {grid.text}, sharding level {sharding_text(run)}{expert_view(run, grid)}",
         **({"context": context_text(plan)} if grid.cp > 1 else {}),
         "precision": f"{train.precision}{low_text(run)}, recompute {recompute_text(run)}",
@@ -90,6 +91,13 @@ def expert_view(run: Run, grid: Grid) -> str:
 
 def num_parameters(plan: Plan) -> int:
     return sum(f.numel for f in plan.facts)
+
+
+def num_frozen(plan: Plan) -> int:
+    """Parameters that train.freeze keeps as they are."""
+    blocks = make_blocks(plan.run.model, Env(freeze=tuple(plan.run.train.freeze)), range(len(plan.facts)))
+    specs = {id(p): spec_of(p) for block in blocks for p in block.parameters()}
+    return sum(global_numel(spec) for spec in specs.values() if spec.frozen and spec.trained)
 
 
 def stage_table(plan: Plan) -> str:

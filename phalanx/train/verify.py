@@ -371,7 +371,7 @@ def random_weights(state: State) -> None:
 def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
     """This rank's boxes of every global tensor in its shards."""
     found: Boxes = {}
-    for flat in (f for f in state.buffers.flat if f.bucket.trained or what == "master"):
+    for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
         whole[flat.lo : flat.hi] = flat.own_grad if what == "grad" else flat.master
         for slot in flat.bucket.slots:
@@ -439,7 +439,7 @@ def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, .
     """Every global tensor in model order; those that follow from what the model sees, and so have no gradient, only if `untrained`."""
     blocks = (b for run in make_plan(alone, 1).blocks_of(Coords()).values() for b in run)
     specs = (p.spec for block in blocks for p in block.parameters())  # type: ignore[attr-defined]
-    return {piece.name: piece.shape for spec in specs if spec.trained or untrained for piece in spec.pieces}
+    return {piece.name: piece.shape for spec in specs if spec.learns or untrained for piece in spec.pieces}
 
 
 def compare_tensors(mine: Record, truth: Record, number: int, shapes: dict[str, tuple[int, ...]], world: Axis) -> Iterator[Difference]:

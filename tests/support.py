@@ -1,0 +1,414 @@
+"""The support matrix: every pair of features in one run, compared with one process, or refused by the config's rules.
+
+    python -m tests.support docs/support.md --jobs 8 --results pairs.jsonl
+
+runs the pairs that pairs.jsonl does not have yet, and writes the page from all of them. tests/test_support.py runs some.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+import traceback
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from importlib import metadata
+from itertools import combinations_with_replacement, islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from phalanx.base import tree
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.checkpoint.convert import export
+from phalanx.checkpoint.load import load_state, load_weights
+from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
+from phalanx.checkpoint.storage import Storage
+from phalanx.comm.mesh import Mesh
+from phalanx.train.build import State, build, init_weights
+from phalanx.train.checks import Facts, check
+from phalanx.train.generate import load_for_inference, next_logits
+from phalanx.train.plan import make_plan, storing_all, without_layout
+from phalanx.train.replicas import check_replicas
+from phalanx.train.saves import numbers_of
+from phalanx.train.shadow import apart
+from phalanx.train.step import accumulate, evaluate_step, shadow_of, update
+from tests.parity import assemble, compare, parts_of, set_weights, step_batches
+from tests.pool import RankPool, warm_imports
+from tests.support_features import FEATURES, Feature, Trial, exclude, trial
+
+STEPS = 2
+NEAR = {"fp32": 2.0**-16, "bf16": 2.0**-7, "fp16": 2.0**-10}  # of a tensor's gradient, beside 2 x what one process has
+NEAR_FP8 = 0.02  # codes of blocks that are cut otherwise
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+ALLOWED = (
+    ("layout.cp_attention", "attention to one part of the keys at a time is fused and has no dropout of probabilities"),
+    ("layout.cp_ulysses", "must divide the number of key-value heads of a tensor-parallel rank"),
+)
+"""The refusals that are there to stay."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was changed to make a refused run work."""
+
+    kind: Literal["green", "refused", "apart", "failed"]
+    text: str = ""
+    instead: str = ""
+    rule: tuple[str, str] | None = None
+    world: int = 0
+    seconds: float = 0.0
+
+
+# ---- one pair ------------------------------------------------------------------------------------------------------------------
+
+
+def judge(ranks: RankPool, a: Feature, b: Feature) -> Outcome:
+    """Run the pair, or what the rules say works instead."""
+    why, start = exclude(a, b), time.monotonic()
+    if why is not None:
+        return Outcome("apart", why)
+    try:
+        t = trial(a, b)
+        problems = broken(t)
+        kind: Any = "refused" if problems else "green"
+        instead, t = mended(t, problems)
+        confirm(ranks, t)
+        text = " ".join(f"{p.field}={p.value!r}: {p.rule}." for p in problems)
+        rule = (problems[0].field, problems[0].rule) if problems else None
+        return Outcome(kind, text, instead, rule, t.world, time.monotonic() - start)
+    except Exception:  # whatever goes wrong is what the page must tell
+        return Outcome("failed", traceback.format_exc(limit=8)[-3000:], world=0, seconds=time.monotonic() - start)
+
+
+def broken(t: Trial) -> list[Problem]:
+    run = replace(t.run, layout=replace(t.run.layout, bucket_mb=max(1, t.run.layout.bucket_mb)))
+    return check(run, Facts(world_size=t.world, files=False))
+
+
+def mended(t: Trial, problems: list[Problem]) -> tuple[str, Trial]:
+    """The trial with the first values that its problems offer, until there is none left."""
+    told = []
+    while problems:
+        first = problems[0]
+        if not first.valid or len(told) > 4:
+            raise ConfigError(problems)
+        told.append(f"{first.field}={first.valid[0]}")
+        t = replace(t, run=tree.replace_at(t.run, first.field, first.valid[0]))
+        problems = broken(t)
+    return " ".join(told), t
+
+
+def confirm(ranks: RankPool, t: Trial) -> None:
+    """AssertionError or RanksFailed unless the layout does what one process does."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = one_process(t)
+        [truth] = ranks.run("tests.support:train_and_more", 1, alone, Path(folder) / "alone")
+        found = ranks.run("tests.support:train_and_more", t.world, t, Path(folder) / "ranks")
+        agree(ranks, t, alone, found, truth)
+        if "resume" in t.also:
+            for what, n, source in ((alone, 1, "ranks"), (t, t.world, "alone")):
+                agree(ranks, t, alone, ranks.run("tests.support:resume", n, what, Path(folder) / source), truth["more"])
+        if "export" in t.also:
+            same_exports(Path(folder) / "ranks", Path(folder) / "alone")
+
+
+def agree(ranks: RankPool, t: Trial, alone: Trial, found: list[dict], truth: dict) -> None:
+    whole = {**truth, "grads": [assemble([g]) for g in truth["grads"]], "weights": assemble([truth["weights"]])}
+    if not t.near:
+        compare(found, whole, len(truth["grads"]))
+        for result in found:
+            for name, values in truth["beside"].items():
+                np.testing.assert_allclose(result["beside"][name], values, rtol=1e-9, err_msg=name)
+        return
+    [ideal] = ranks.run("tests.support:train_and_more", 1, exactly(alone), None)
+    stay_near(t, found, whole, assemble([ideal["grads"][0]]))
+
+
+def stay_near(t: Trial, found: list[dict], alone: dict, ideal: dict[str, np.ndarray]) -> None:
+    """No tensor's first gradient is further from float64 than twice what one process in the same precision is, and a rounding."""
+    room = NEAR_FP8 if t.run.train.fp8 else NEAR[t.run.train.precision]
+    times = 4 if t.run.train.kernels == "triton" else 2  # Triton's interpreter cuts numbers to bf16, a GPU rounds
+    grads = assemble([r["grads"][0] for r in found])
+    largest = max(np.linalg.norm(g) for g in ideal.values())
+    for name, exact in ideal.items():
+        size = max(np.linalg.norm(exact), 1e-2 * largest)
+        off, usual = (np.linalg.norm(g[name] - exact) / size for g in (grads, alone["grads"][0]))
+        assert off <= times * usual + room, f"gradient of {name} is off by {off:.3g}, on one process by {usual:.3g}"
+    for result in found:
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=4 * room, err_msg="losses")
+
+
+def one_process(t: Trial) -> Trial:
+    run = without_layout(storing_all(t.run))
+    train = replace(run.train, kernels="auto", deterministic=False)
+    return replace(t, run=replace(run, train=train, layout=replace(run.layout, sharding=0, prefetch=1, reshard_after_forward=True)), world=1)
+
+
+def exactly(alone: Trial) -> Trial:
+    return replace(alone, run=replace(alone.run, train=replace(alone.run.train, precision="fp64", fp8=None)), also=())
+
+
+# ---- what each rank runs -------------------------------------------------------------------------------------------------------
+
+
+def train_and_more(rank: int, world: int, t: Trial, folder: Path | None) -> dict:
+    """Some steps and what the trial does beside them; `more` holds a further step, of a trial that is to be resumed before it."""
+    state = started(rank, world, t, folder)
+    beside: dict[str, Any] = {}
+    if "shadow" in t.also:
+        batches = step_batches(t.run, state.mesh, 0, t.documents)
+        beside["shadow"] = apart(state, shadow_kept(state, batches))
+        beside["shadow"] = beside["shadow"].nan_to_num(7.0).numpy()  # type: ignore[union-attr]
+        state.buffers.zero_grads()
+    result = {**steps(state, t, range(STEPS)), "beside": beside}
+    if "evaluate" in t.also:
+        loss, tokens = evaluate_step(state, step_batches(t.run, state.mesh, 9, t.documents))
+        beside["evaluate"] = np.array([loss.item(), tokens.item()])
+    if "replicas" in t.also:
+        check_replicas(state)
+    if folder is not None and {"resume", "export"} & set(t.also):
+        save_to(state, folder)
+    if "resume" in t.also:
+        result["more"] = {**steps(state, t, range(STEPS, STEPS + 1)), "beside": {}}
+    return result
+
+
+def shadow_kept(state: State, batches: list) -> dict:
+    kept = shadow_of(state, batches)
+    accumulate(state, batches)
+    return kept
+
+
+def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
+    plan = make_plan(t.run, world)
+    state = build(plan, Mesh(plan.grid, rank))
+    set_weights(state)
+    state.buffers.publish()
+    if "init" in t.also and folder is not None:
+        save_to(state, folder.parent / "init" / str(world))
+        for flat in state.buffers.flat:
+            flat.weight_kept.fill_(5.0)
+            flat.master.fill_(5.0)
+        load_weights(folder.parent / "init" / "1" / "step-00000002" / "weights", state.buffers, state.mesh)
+        init_weights(state, exported=False)
+    state.train()
+    return state
+
+
+def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
+    losses, norms, grads = [], [], []
+    for step in numbers:
+        batches = step_batches(t.run, state.mesh, step, t.documents)
+        if "ramp-up" in t.also and step:
+            batches = batches + step_batches(t.run, state.mesh, step + 20, t.documents)
+        tokens = accumulate(state, batches)
+        spoilt = "skip" in t.also and step == 1
+        if spoilt:
+            spoil(state)
+        else:
+            grads.append(parts_of(state, "grad"))
+        result = update(state, tokens, lr=1e-2)
+        losses.append((result.loss.item(), 0.0 if result.ahead is None else result.ahead.item()))
+        norms.append(result.grad_norm.item())
+        assert bool(result.skipped) == spoilt, f"step {step} skipped: {int(result.skipped)}"
+    state.buffers.ready()
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master")}
+
+
+def spoil(state: State) -> None:
+    """An infinite gradient on the last rank."""
+    if state.mesh.rank == state.mesh.world.size - 1:
+        next(f for f in reversed(state.buffers.flat) if len(f.own_grad)).own_grad[:1] = torch.inf
+
+
+def save_to(state: State, folder: Path) -> None:
+    run = state.plan.run
+    snapshot = Snapshot(STEPS, STEPS * run.train.global_batch, run.model, {}, {})
+    content = collect(snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, MAX_FILE_BYTES, more=numbers_of(state))
+    write(content, Target(folder, Storage()), state.mesh.world)
+
+
+def resume(rank: int, world: int, t: Trial, folder: Path) -> dict:
+    """The step after those of a checkpoint."""
+    state = started(rank, world, replace(t, also=()), None)
+    load_state(folder / "step-00000002", state.buffers, state.optimizer, state.scaler, state.mesh, t.run.model, numbers_of(state))
+    if state.low is not None:
+        state.low.loaded()
+    return {**steps(state, t, range(STEPS, STEPS + 1)), "beside": {}}
+
+
+def same_exports(folder: Path, other: Path) -> None:
+    """Hugging Face folders in fp32 of what both saved make the same logits."""
+    found = []
+    for path in (folder, other):
+        plan, mesh, stages = load_for_inference(export(path / "step-00000002", path / "export", "fp32"))
+        found.append(next_logits(plan, mesh, stages, PROMPT).numpy())
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4 * np.abs(found[1]).max())
+
+
+# ---- all pairs -----------------------------------------------------------------------------------------------------------------
+
+
+def pairs() -> Iterator[tuple[Feature, Feature]]:
+    """Each pair once; a feature with itself is the feature alone."""
+    yield from combinations_with_replacement(FEATURES, 2)
+
+
+def judge_all(names: Iterable[tuple[str, str]], jobs: int, minutes: float, results: Path) -> None:
+    """Judge pairs on so many pools of ranks, and append each outcome to the results as it comes."""
+    start, waiting = time.monotonic(), iter(names)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as workers, results.open("a", encoding="utf-8") as file:
+        running = {workers.submit(judge_named, *pair) for pair in islice(waiting, 2 * jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                file.write(json.dumps(future.result()) + "\n")
+                file.flush()
+            if time.monotonic() - start < 60 * minutes:
+                running |= {workers.submit(judge_named, *pair) for pair in islice(waiting, len(done))}
+        for _ in range(4 * jobs):  # each process closes its pool
+            workers.submit(close_pool)
+
+
+@lru_cache(maxsize=1)
+def pool() -> RankPool:
+    """Of this process."""
+    warm_imports()
+    return RankPool()
+
+
+def close_pool() -> None:
+    pool().close()
+
+
+def judge_named(a: str, b: str) -> dict:
+    found = {f.name: f for f in FEATURES}
+    outcome = judge(pool(), found[a], found[b])
+    if outcome.kind == "failed":
+        close_pool()  # whatever state it is in
+    return {"a": a, "b": b, **asdict(outcome)}
+
+
+def known(results: Path) -> dict[tuple[str, str], Outcome]:
+    """Outcomes by names; of a pair judged twice the later one."""
+    if not results.exists():
+        return {}
+    found = {}
+    for line in results.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        pair, rule = (row.pop("a"), row.pop("b")), tuple(row.pop("rule") or ()) or None
+        found[pair] = Outcome(**row, rule=rule)
+    return found
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------------
+
+SIGNS = {"green": "+", "apart": "\u00b7", "failed": "!"}
+INTRO = """# What works with what
+
+Generated by `python -m tests.support docs/support.md` from the outcomes of its runs; not written by hand. `{green}` pairs of features were run,
+each in one small model on the fewest ranks that have both, and did what one process does: losses, norms, every gradient and all weights
+after two steps, in float64 to 1e-9. In fp32, bf16 and fp16, and with Triton's kernels (interpreted), no gradient is further from float64 than
+twice what one process in the same precision is. FP8 recipes are emulated in float64 where nothing else is said: a single differing code would show.
+
+{counts}
+
+Rows and columns are features, by number. `+`: green; `\u00b7`: no run has both (two values of one setting, or no family of models has both);
+a letter: refused by the config's check, for the reason below; `!`: failed. On the diagonal a feature is alone.
+"""
+
+
+def page(outcomes: dict[tuple[str, str], Outcome], made: str) -> str:
+    rules = list(dict.fromkeys(o.rule for o in outcomes.values() if o.rule))
+    letters = {rule: chr(ord("a") + i) for i, rule in enumerate(rules)}
+    kinds = [o.kind for o in outcomes.values()]
+    counts = f"{len(kinds)} pairs of {len(FEATURES)} features: {kinds.count('green')} green, {kinds.count('refused')} refused"
+    counts += f" by {len(rules)} rules, {kinds.count('failed')} failed; of {kinds.count('apart')} no run has both."
+    missing = len(list(pairs())) - len(kinds)
+    counts += f" {missing} were not run (`?`)." if missing else ""
+    parts = [INTRO.format(green=kinds.count("green"), counts=counts), "```text\n" + table(outcomes, letters) + "\n```\n"]
+    parts += ["## Refused\n", *(refusal(letter, rule, outcomes) for rule, letter in letters.items())]
+    failed = {pair: o for pair, o in outcomes.items() if o.kind == "failed"}
+    if failed:
+        parts += ["## Failed\n", "\n".join(f"- {a} with {b}: `{last_line(o.text)}`" for (a, b), o in failed.items()) + "\n"]
+    return "\n".join([*parts, made])
+
+
+def table(outcomes: dict[tuple[str, str], Outcome], letters: dict[Any, str]) -> str:
+    width = max(len(f.name) for f in FEATURES)
+    lines: list[str] = []
+    numbers = [f"{i + 1:2d}" for i in range(len(FEATURES))]
+    head = [" " * (width + 4) + spaced([n[d] for n in numbers]) for d in (0, 1)]
+    for i, row in enumerate(FEATURES):
+        if i == 0 or row.group != FEATURES[i - 1].group:
+            lines += ["", row.group.upper(), *head]
+        signs = [sign(outcomes.get((FEATURES[j].name, row.name)), letters) for j in range(i + 1)]
+        lines.append(f"{i + 1:2d} {row.name:{width}} {spaced(signs)}")
+    return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+
+def spaced(signs: list[str]) -> str:
+    """A gap between the columns of two groups."""
+    return "".join((" " if i and f.group != FEATURES[i - 1].group else "") + s for i, (f, s) in enumerate(zip(FEATURES, signs)))
+
+
+def sign(outcome: Outcome | None, letters: dict[Any, str]) -> str:
+    if outcome is None:
+        return "?"
+    return letters[outcome.rule] if outcome.kind == "refused" else SIGNS[outcome.kind]
+
+
+def refusal(letter: str, rule: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> str:
+    found = [(a, b, o) for (a, b), o in outcomes.items() if o.rule == rule]
+    a, b, first = found[0]
+    lines = [f"**{letter}** `{rule[0]}` {rule[1]}.\n"]
+    lines += [f"- {a} with {b}; `{o.instead}` works instead." for a, b, o in found]
+    return "\n".join(lines) + "\n"
+
+
+def last_line(text: str) -> str:
+    return next((line for line in reversed(text.strip().splitlines()) if line.strip()), "").strip()[:200].replace("`", "'")
+
+
+def how_made(seconds: float) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {metadata.version('triton')}"
+    made = f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, {versions}, CPU ranks over gloo, {seconds / 60:.0f} minutes of runs"
+    return f"## How it was made\n\n{made}.\n"
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("page", type=Path, help="the Markdown file to write")
+    parser.add_argument("--results", type=Path, default=Path("support.jsonl"), help="outcomes so far; new ones are added")
+    parser.add_argument("--jobs", type=int, default=1, help="pools of ranks that run at once (each has up to 8 processes)")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no more runs after so many minutes")
+    parser.add_argument("--again", choices=("failed", "refused"), nargs="*", default=[], help="judge these again")
+    options = parser.parse_args()
+    outcomes = known(options.results)
+    names = [(a.name, b.name) for a, b in pairs()]
+    todo = [pair for pair in names if pair not in outcomes or outcomes[pair].kind in options.again]
+    judge_all(todo, options.jobs, options.minutes, options.results)
+    outcomes = known(options.results)
+    here = {pair: outcomes[pair] for pair in names if pair in outcomes}
+    options.page.write_text(page(here, how_made(sum(o.seconds for o in here.values()))), encoding="utf-8")
+    print(f"{len(names) - len(here)} of {len(names)} pairs are still to be run")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is first imported
+    main()

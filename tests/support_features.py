@@ -1,0 +1,262 @@
+"""The features of the support matrix, each a named change of one tiny run, and the run that has two of them on the fewest ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from phalanx.data.config import DataConfig
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
+from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
+from phalanx.optim.config import OptimConfig
+from phalanx.train.config import Fp8Config, Run, TrainConfig
+from phalanx.train.memory import OVERHEAD, rank_uses
+from phalanx.train.plan import make_plan
+
+DENSE = ("llama", "qwen3", "mistral", "qwen2")
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+FAMILIES = (*DENSE, "gpt2", *EXPERTS)
+Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
+
+
+def model_of(family: str, unit: int, length: int) -> Any:
+    """Two layers whose linears are multiples of `unit` on each of two tp ranks; odd vocabulary. Families that have experts have four."""
+    common: dict[str, Any] = dict(vocab_size=131, hidden_size=2 * unit, num_hidden_layers=2)
+    heads = dict(**common, intermediate_size=2 * unit, num_attention_heads=8, num_key_value_heads=4, head_dim=unit // 2)
+    chosen = dict(num_experts_per_tok=2, router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
+    latent = dict(q_lora_rank=unit, kv_lora_rank=unit, qk_nope_head_dim=unit, qk_rope_head_dim=unit, v_head_dim=unit, num_attention_heads=4)
+    match family:
+        case "llama":
+            return LlamaConfig(**heads)
+        case "qwen3":
+            return Qwen3Config(**heads)
+        case "mistral":
+            return MistralConfig(**heads, sliding_window=5)
+        case "qwen2":
+            return Qwen2Config(**heads, sliding_window=9, max_window_layers=1)
+        case "gpt2":
+            own = dict(hidden_size=4 * unit, num_attention_heads=8, intermediate_size=2 * unit, max_position_embeddings=length)
+            return GPT2Config(**{**common, **own})
+        case "mixtral":
+            return MixtralConfig(**heads, **chosen, num_local_experts=4)
+        case "qwen3_moe":
+            return Qwen3MoEConfig(**heads, **chosen, num_experts=4, moe_intermediate_size=2 * unit, decoder_sparse_step=2)
+        case "gpt_oss":
+            return GptOssConfig(**heads, **chosen, num_local_experts=4, sliding_window=5)
+        case "deepseek_v3":
+            return DeepseekV3Config(**common, **latent, **chosen, intermediate_size=2 * unit, first_k_dense_replace=1, n_routed_experts=4,
+                                    moe_intermediate_size=2 * unit, n_group=2, topk_group=1, router_bias_update_rate=0.05)  # fmt: skip
+    raise KeyError(family)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A change of the run.
+
+    families   that have it; the first that both features of a pair have is taken
+    kind       of several features of one kind a run has one
+    model, layout, train, optim, fp8   values of these sections
+    least      sharding level that it needs at least
+    dp, data   ranks of dp, and of dp and cp together, that it needs at least
+    micro      micro-batches of a rank; documents: several in a sequence; budget: of memory for activations, half of what they take
+    unit       sizes of linears are multiples of it; also: what is done beside training
+    near       compared with float64 as one process in the same precision is, rather than to 1e-9
+    """
+
+    name: str
+    group: str
+    kind: str = ""
+    families: tuple[str, ...] = FAMILIES
+    model: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    fp8: dict[str, Any] = field(default_factory=dict)
+    least: int = 0
+    dp: int = 1
+    data: int = 1
+    micro: int = 1
+    documents: bool = False
+    budget: bool = False
+    unit: int = 8
+    also: Also | None = None
+    near: bool = False
+
+
+def family(name: str) -> Feature:
+    return Feature(name, "Models", "family", (name,))
+
+
+def model(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "", **changes: Any) -> Feature:
+    return Feature(name, "Models", kind, families, model=changes)
+
+
+def ranks(name: str, kind: str, families: tuple[str, ...] = FAMILIES, dp: int = 1, data: int = 1, micro: int = 1, **layout: Any) -> Feature:
+    return Feature(name, "Layout", kind, families, layout=layout, dp=dp, data=data, micro=micro)
+
+
+def sharded(name: str, kind: str = "level", least: int = 0, data: int = 2, **layout: Any) -> Feature:
+    return Feature(name, "Sharding", kind, layout=layout, least=least, data=data, micro=2)
+
+
+def recipe(name: str, unit: int = 16) -> Feature:
+    return Feature(f"FP8 {name}", "Precision", "recipe", fp8={"recipe": name}, unit=unit)
+
+
+def made_again(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "recompute", budget: bool = False, **train: Any) -> Feature:
+    return Feature(name, "Memory", kind, families, train=train, budget=budget)
+
+
+def beside(name: str, also: Also, **changes: Any) -> Feature:
+    return Feature(name, "Beside training", "beside", also=also, **changes)
+
+
+ROTARY = tuple(f for f in FAMILIES if f != "gpt2")
+KEYS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")  # families with heads of keys and values of their own number
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+
+SMALL_BUCKETS = 0  # MiB: each block has its own; the config's rules want at least 1, which would hold the whole of these models
+
+FEATURES = (
+    *(family(name) for name in FAMILIES),
+    model("tied embeddings", (*DENSE, "gpt2", *EXPERTS), tie_word_embeddings=True),
+    model("one key-value head", KEYS, num_key_value_heads=1),
+    model("sliding window", ("mistral", "qwen2", "gpt_oss")),
+    model("attention sinks", ("gpt_oss",)),
+    model("scaled rotary embedding", ROTARY, rope_scaling=YARN),
+    model("further tokens (MTP)", ("deepseek_v3",), num_nextn_predict_layers=1),
+    model("capacity of experts", EXPERTS, expert_capacity_factor=1.0, expert_capacity_drop="position"),
+    model("balance of each sequence", EXPERTS, "balance", router_aux_loss_scope="sequence"),
+    model("balance of the global batch", EXPERTS, "balance", router_aux_loss_scope="global_batch"),
+    model("dropout", ("gpt2",), dropout=0.1),
+    model("attention dropout", ("gpt2",), attention_dropout=0.1),
+    ranks("tp", "", tp=2),
+    ranks("tp in the matmuls", "", tp=2, tp_overlap="on"),
+    ranks("pp, GPipe", "schedule", micro=2, pp=2, schedule="gpipe"),
+    ranks("pp, 1F1B", "schedule", micro=2, pp=2),
+    ranks("pp, interleaved", "schedule", micro=2, pp=2, virtual_stages=2),
+    ranks("pp, stages given", "stages", micro=2, pp=2, stages=()),
+    ranks("dp", "", dp=2),
+    ranks("cp, ring", "cp", cp=2, cp_attention="ring"),
+    ranks("cp, all-gather", "cp", cp=2, cp_attention="allgather"),
+    ranks("cp, heads (Ulysses)", "cp", cp=2, cp_ulysses=2),
+    ranks("cp, heads and ring", "cp", cp=4, cp_ulysses=2),
+    ranks("ep, all-to-all", "dispatch", EXPERTS, ep=2, dispatch="alltoall"),
+    ranks("ep, all-gather", "dispatch", EXPERTS, ep=2, dispatch="allgather"),
+    ranks("ep, all-gather in memory", "dispatch", EXPERTS, ep=2, dispatch="allgather", ep_overlap="on"),
+    ranks("ep, push", "dispatch", EXPERTS, ep=2, dispatch="push"),
+    ranks("etp", "", EXPERTS, etp=2),
+    sharded("level 0", sharding=0),
+    sharded("level 1", sharding=1),
+    sharded("level 2", sharding=2),
+    sharded("level 3", sharding=3),
+    sharded("level 3, weights kept", sharding=3, reshard_after_forward=False),
+    sharded("no prefetch", "", 2, prefetch=0),
+    sharded("groups", "groups", 1, 4, shard_group=2),
+    sharded("groups, optimizer over all", "groups", 1, 4, shard_group=2, shard_across="optimizer"),
+    Feature("large buckets", "Sharding", layout={"bucket_mb": 100}),
+    Feature("packed documents", "Data", documents=True),
+    Feature("accumulation", "Data", micro=3),
+    Feature("2 sequences a micro-batch", "Data", train={"micro_batch": 2}),
+    made_again("recompute pointwise", recompute="pointwise"),
+    made_again("recompute selective", recompute="selective"),
+    made_again("recompute full", recompute="full"),
+    made_again("recompute by op", recompute_ops=["norm", "qkv", "up"]),
+    made_again("recompute experts", EXPERTS, recompute_ops=["experts"]),
+    made_again("recompute by budget", budget=True),
+    made_again("frozen attention", kind="freeze", freeze=["*attn*"]),
+    made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_tokens*", "model.layers.0.*"]),
+    made_again("offload", kind="", offload_layers=1),
+    Feature("fp32", "Precision", "precision", train={"precision": "fp32"}, near=True),
+    Feature("bf16", "Precision", "precision", train={"precision": "bf16"}, near=True),
+    Feature("fp16", "Precision", "precision", train={"precision": "fp16", "loss_scale": 1024.0}, near=True),
+    recipe("tensorwise"),
+    recipe("delayed"),
+    recipe("rowwise"),
+    recipe("blockwise", 128),
+    recipe("mxfp8", 32),
+    recipe("nvfp4"),
+    Feature("moments in bf16", "Precision", optim={"moments": "bf16"}),
+    Feature("deterministic", "Precision", train={"deterministic": True}, micro=2),
+    Feature("Triton kernels", "Precision", "kernels", train={"kernels": "triton"}, near=True),
+    Feature("learning rates by name", "Optimizer", optim={"lr_scale": {"*mlp*": 0.5, "*norm*": 0.0}}),
+    Feature("no clipping", "Optimizer", optim={"clip_grad": 0.0}),
+    beside("a growing batch", "ramp-up"),
+    beside("evaluation", "evaluate"),
+    beside("save, resume on one rank", "resume"),
+    beside("export", "export"),
+    beside("start from Hugging Face", "init"),
+    beside("FP8 shadow steps", "shadow", fp8={"shadow_interval": 1}, unit=16),
+    beside("comparing replicas", "replicas"),
+    beside("a bad step skipped", "skip"),
+)  # fmt: skip
+
+@dataclass(frozen=True)
+class Trial:
+    """A run with two features, on `world` ranks; the rest as of Feature."""
+
+    run: Run
+    world: int
+    documents: bool
+    also: tuple[Also, ...]
+    near: bool
+
+
+def exclude(a: Feature, b: Feature) -> str | None:
+    """Why no run can have both, if so: they are values of one setting, or no family has both."""
+    if a is b:
+        return None
+    given = a.layout.get("sharding"), b.layout.get("sharding")
+    if (a.kind and a.kind == b.kind) or any(level is not None and level < max(a.least, b.least) for level in given):
+        return "two values of one setting"
+    return None if set(a.families) & set(b.families) else "no family of models has both"
+
+
+def trial(a: Feature, b: Feature) -> Trial:
+    """The run with both features, or with one if they are the same."""
+    layout, train, fp8 = ({**getattr(a, part), **getattr(b, part)} for part in ("layout", "train", "fp8"))
+    layout = {"bucket_mb": SMALL_BUCKETS, "sharding": max(1, a.least, b.least), **layout}
+    tp, cp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    dp = max(a.dp, b.dp, -(-max(a.data, b.data) // cp))
+    while dp * cp * tp % (layout.get("ep", 1) * layout.get("etp", 1)):
+        dp += 1
+    also = tuple(dict.fromkeys(x.also for x in (a, b) if x.also))
+    near, documents, unit = a.near or b.near, a.documents or b.documents, max(a.unit, b.unit)
+    length = unit * tp * 2 * cp if fp8 else 16  # each rank's tokens are whole blocks of scales
+    sequences = train.get("micro_batch", 1)
+    made = changed_model(a, b, unit, length, near)
+    if "stages" in layout:  # all but one have one block
+        blocks, count = made.num_hidden_layers + 2 + (made.predict_layers > 0), pp * layout.get("virtual_stages", 1)
+        layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
+    options = {"global_batch": dp * max(a.micro, b.micro) * sequences, "micro_batch": sequences, "seq_length": length, "steps": 10,
+               "precision": "fp32" if near else "fp64", "fp8": Fp8Config(**{"recipe": "tensorwise", **fp8}) if fp8 else None}  # fmt: skip
+    run = Run(
+        model=made, train=TrainConfig(**{**options, **train}), layout=LayoutConfig(**layout), optim=OptimConfig(**{**a.optim, **b.optim}),
+        data=DataConfig(mock=True, document_attention=documents),
+    )  # fmt: skip
+    world = tp * cp * pp * dp
+    return Trial(with_budget(run, world) if a.budget or b.budget else run, world, documents, also, near)
+
+
+def changed_model(a: Feature, b: Feature, unit: int, length: int, near: bool) -> Any:
+    family = next(f for f in a.families if f in b.families)
+    made = model_of(family, unit, length)
+    changes = {k: v for k, v in {**a.model, **b.model}.items() if hasattr(made, k)}  # gpt2 is tied as it is
+    made = replace(made, **changes)
+    return every_expert(made) if near and made.routed_experts else made
+
+
+def every_expert(made: Any) -> Any:
+    """Each token goes to all experts: rounding chooses none."""
+    whole = {"n_group": 1, "topk_group": 1} if hasattr(made, "n_group") else {}
+    return replace(made, num_experts_per_tok=made.routed_experts, **whole)
+
+
+def with_budget(run: Run, world: int) -> Run:
+    """A budget half-way between all stored and whole layers made again."""
+    micro = run.train.global_batch // run.train.micro_batch
+    plans = [make_plan(replace(run, train=replace(run.train, recompute=how)), world) for how in ("none", "full")]
+    needs = [max(use.total for use in rank_uses(plan, micro)[0]) for plan in plans]
+    return replace(run, train=replace(run.train, recompute_budget_gib=(OVERHEAD + sum(needs) / 2) / 2**30))
