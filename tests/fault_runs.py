@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+import phalanx.train.loop as loop
 from phalanx.base.batch import Batch
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
@@ -31,6 +36,7 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest, list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest, verify
+from phalanx.comm.axis import Axis
 from phalanx.data.loader import Prefetcher
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config
@@ -253,6 +259,35 @@ def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, in
         assert how is cut_off or any(f"peer lost: {name}" in said(run) for name in names), f"{how.__name__} {victim}\n{said(run)}"
         assert how is not stuck or "train/loop.py" in said(run), said(run)
     return len(hows)
+
+
+def skips(run: Run, world: int, pick: random.Random, seconds: float) -> int:
+    """One rank leaves out one collective in the middle of the run: all end with 6, and the one is named with what it called instead.
+    Gloo aborts a process that was sent more than it asked for, with words of its own (NCCL does not)."""
+    victim, step, number = pick.randrange(world), pick.randrange(3, run.train.steps - 1), pick.randrange(200)
+
+    def before() -> None:
+        train_step, local, seen = loop.train_step, Axis._local, list[int]()
+
+        def step_of(*arguments: Any) -> Any:
+            seen.append(0)
+            return train_step(*arguments)
+
+        def leave_out(axis: Axis, op: str, x: Tensor) -> bool:
+            if axis.size > 1 and op != "send" and len(seen) >= step:
+                seen[-1] += 1
+                if sum(seen[step - 1 :]) == 1 + number % max(1, seen[step - 2]):  # as many calls as the step before had
+                    return True
+            return local(axis, op, x)
+
+        loop.train_step, Axis._local = step_of, leave_out  # type: ignore[assignment, method-assign]
+
+    codes = end(begin(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, before, victim, tcp=True))
+    by_gloo = -signal.SIGABRT in codes and "Is there a distributed collective mismatch in your code?" in said(run)
+    assert set(codes) <= {6, -signal.SIGABRT} and (by_gloo or -signal.SIGABRT not in codes), f"{victim}: {codes}\n{said(run)}"
+    named = rf"peer lost: rank {victim} \(host \S+, process \d+\) went another way than the others: rank \d called"
+    assert by_gloo or re.search(named, said(run)), f"rank {victim} left out call {number}\n{said(run)}"
+    return 1
 
 
 def stopped(run: Run, world: int, victim: int, step: int) -> list[int]:

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, stops, sweep, two_hangs
+from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, skips, stops, sweep, two_hangs
 from tests.fault_storage import bit_flips, requests_that_fail, twelve_by_twelve
 from tests.pool import warm_imports
 from tests.test_checkpoint import TWELVE
@@ -64,6 +64,8 @@ SECTIONS = [  # the longest first
             "the others end with 6 after `train.timeout_s`, or at once, and name it and where it stood",
             seeds(two_hangs, 1, SEVERAL), seeds(hangs, 10, SEVERAL)),
     Section("kill -9 at any time", "of one rank or of all, during start, steps, saves and end", seeds(kills, 1), seeds(kills, 80)),
+    Section("a rank leaves out a collective", "all end with 6; it is named, with what it and the others called (or gloo aborts over the sizes)",
+            {"seed 14": partial(disturbed, fault=skips, seed=14, layouts=SEVERAL)}, seeds(skips, 20, SEVERAL)),
     Section("SIGTERM or SIGUSR1 to one rank", "all save the same step, no step is done twice", seeds(stops, 1), seeds(stops, 20)),
     Section("damaged checkpoint", "bits flipped, files cut, removed, swapped, mixed; the one before is used",
             seeds(damage, 2), seeds(damage, 40)),

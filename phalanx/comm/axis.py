@@ -124,13 +124,17 @@ class Axis:
         self.name, self.ranks, self.index, self.group = name, ranks, index, group
         self.size = len(ranks)
         self.watch = watch or Watch()
+        self._title = f"{name} of {self.size} ranks from {ranks[0]}"
         self.memory: Symmetric | None = None  # where set, matmuls overlap with their exchanges
 
     def _local(self, op: str, x: Tensor) -> bool:
         """Whether the call is to stay on this rank: size 1, or a test drops it."""
         if self.size == 1:
             return True
-        return self.watch.on and self.watch.dropped(op, self.name, x.numel() * x.element_size())
+        if self.watch.on and self.watch.dropped(op, self.name, x.numel() * x.element_size()):
+            return True
+        self.watch.last.note(self._title, op, x.numel())
+        return False
 
     def _repeated(self, x: Tensor) -> Tensor:
         """What stands for a gathered x when the call stays on this rank."""

@@ -1,4 +1,4 @@
-"""Watching communication: counts of calls and bytes per axis, and faults for tests that prove that each collective matters."""
+"""Watching communication: a rank's last calls; counts of calls and bytes per axis, and faults for tests that prove that each collective matters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from phalanx.comm.calls import Calls
 
 
 class Site(NamedTuple):
@@ -21,8 +23,9 @@ class Site(NamedTuple):
 
 @dataclass
 class Watch:
-    """Owned by one mesh. Off by default: then a collective costs one attribute read more.
+    """Owned by one mesh. Off by default: then a collective costs one line in `last`.
 
+    last   the calls of this rank, for those who want to know why ranks wait for each other
     calls  number of calls and bytes handed in, per site
     drop   a site whose calls are to be replaced by local stand-ins (a rank then sees only its own part)
     """
@@ -30,6 +33,7 @@ class Watch:
     on: bool = False
     drop: Site | None = None
     calls: dict[Site, tuple[int, int]] = field(default_factory=dict)
+    last: Calls = field(default_factory=Calls)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

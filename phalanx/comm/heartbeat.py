@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from phalanx.base.errors import PeerLost
+from phalanx.comm.calls import Call, Calls, culprit
 
 T = TypeVar("T")
 SHOWN = 8  # ranks in one message
@@ -58,9 +59,11 @@ class Heartbeat:
 
     rank, world   this rank and how many there are; of one rank nobody is lost
     timeout_s     of collectives: beats are a twentieth of it apart, at most a second
+    calls         of this rank; told when it waits for long, or has lost a peer
     """
 
-    def __init__(self, rank: int, world: int, timeout_s: float):
+    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None):
+        self.calls = calls or Calls()
         self.world, self.step, self.interval = world, 0, min(1.0, max(0.25, timeout_s / 20))
         self._me = Beat(rank, socket.gethostname(), os.getpid())
         self.timeout_s, self._looked = timeout_s, 0.0
@@ -95,12 +98,15 @@ class Heartbeat:
         self.step = step
 
     def _run(self) -> None:
-        number = 0
+        number, made = 0, -1
         while True:
             number += 1
-            stack = frames_in(sys._current_frames().get(self._main or 0))
+            place, waits = place_of(frames_in(sys._current_frames().get(self._main or 0)))
             try:
-                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, *place_of(stack)))
+                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, place, waits))
+                if waits and made == self.calls.made:
+                    self._say_calls()
+                made = self.calls.made
             except (RuntimeError, dist.DistError):
                 pass  # the store may be gone with its rank; what matters is said by those who lose a collective
             if self._over.wait(self.interval):
@@ -108,6 +114,9 @@ class Heartbeat:
 
     def _say(self, beat: Beat) -> None:
         self._store.set(f"heartbeat/{beat.rank}", json.dumps(asdict(beat)))
+
+    def _say_calls(self) -> None:
+        self._store.set(f"calls/{self._me.rank}", json.dumps(self.calls.last()))
 
     def look(self) -> None:
         """While this rank waits for something that may take long, such as others' writing: PeerLost if one has been silent for timeout_s."""
@@ -138,26 +147,44 @@ class Heartbeat:
     def _blame(self, mine: tuple[str, bool]) -> str:
         """In words, who is to blame. Ranks that do the same at the same time do not blame each other: each says first that it has failed."""
         self._say(Beat(self._me.rank, self._me.host, self._me.pid, 0, self.step, *mine, failed=True))
+        self._say_calls()
         before = self._all()
         time.sleep(2.5 * self.interval)
-        return verdict(before, self._all())
+        return verdict(before, self._all(), self._all_calls)
+
+    def _all_calls(self) -> dict[int, list[Call]]:
+        keys = {rank: f"calls/{rank}" for rank in range(self.world)}
+        return {rank: [Call(*c) for c in json.loads(self._store.get(key))] for rank, key in keys.items() if self._store.check([key])}
 
     def _all(self) -> list[Beat]:
         keys = [f"heartbeat/{rank}" for rank in range(self.world)]
         return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
 
 
-def verdict(before: list[Beat], after: list[Beat]) -> str:
-    """From two looks at all ranks' beats: who is silent, else who did not move and waits for nobody, else where all of them wait."""
+def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[Call]]] = dict) -> str:
+    """From two looks at all ranks' beats: who is silent, else who did not move and waits for nobody, else who called another collective
+    than the others, else where all of them wait."""
     earlier = {beat.rank: beat for beat in before}
     alive = [b for b in after if not b.failed]
     silent = [b for b in alive if b.rank in earlier and b.number == earlier[b.rank].number]
+    parted = went(after, culprit(calls()))
     if silent:
-        return f"{listed(silent)} {'is' if len(silent) == 1 else 'are'} silent: stopped, dead or cut off; last seen in {stood(silent)}"
+        died = f"{listed(silent)} {'is' if len(silent) == 1 else 'are'} silent: stopped, dead or cut off; last seen in {stood(silent)}"
+        return f"{parted}; {died}" if parted else died
     busy = [b for b in alive if not b.waits and b.rank in earlier and (b.step, b.place) == (earlier[b.rank].step, earlier[b.rank].place)]
     if busy:
         return f"{listed(busy)} did not come to where the others wait: {'it is' if len(busy) == 1 else 'they are'} in {stood(busy)}"
-    return f"every rank answers, so a connection between them failed, or they wait for different things: {listed(after)} in {stood(after)}"
+    answer = "every rank answers, so a connection between them failed, or they wait for different things"
+    return parted or f"{answer}: {listed(after)} in {stood(after)}"
+
+
+def went(beats: list[Beat], found: tuple[tuple[int, ...], str] | None) -> str:
+    """Of ranks that called another collective than the others, in words."""
+    if found is None:
+        return ""
+    who = [b for b in beats if b.rank in found[0]]
+    how = "went another way than the others" if len(who) == 1 else "went different ways"
+    return f"{listed(who)} {how}: {found[1]}; {'it stands' if len(who) == 1 else 'they stand'} in {stood(who)}"
 
 
 def listed(beats: list[Beat]) -> str:

@@ -94,7 +94,7 @@ def train(run: Run, placement: Placement) -> None:
         mesh = join(run, placement)
         after.callback(leave_world)
         after.callback(mesh.close)
-        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s))
+        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
