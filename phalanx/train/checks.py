@@ -273,12 +273,12 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         rule, because = "needs weights and gradients that stay where they are (layout.sharding 0 or 1)", {"layout.sharding": run.layout.sharding}
         found.append(problem("train", c, "cuda_graphs", rule, because, ("auto", "off")))
     if c.cuda_graphs == "on" and run.model.routed_experts and run.layout.dispatch == "alltoall":
-        rule, because = "needs sizes that the host need not wait for", {"layout.dispatch": "alltoall"}
-        found.append(problem("train", c, "cuda_graphs", rule, because, ("auto", "off")))
+        rule = "needs sizes that the host need not wait for"
+        found.append(problem("train", c, "cuda_graphs", rule, {"layout.dispatch": "alltoall"}, ("auto", "off")))
     if c.cuda_graphs == "on" and run.model.routed_experts and (c.kernels == "plain" or "grouped" in c.plain_ops):
         rule = "needs experts' products that do not count their rows on the host"
-        because = {"train.kernels": c.kernels, "train.plain_ops": ", ".join(c.plain_ops)}
-        found.append(problem("train", c, "cuda_graphs", rule, because, ("auto", "off")))
+        chosen = {"train.kernels": c.kernels, "train.plain_ops": ", ".join(c.plain_ops)}
+        found.append(problem("train", c, "cuda_graphs", rule, chosen, ("auto", "off")))
     if c.kernels == "wheels":
         found += check_wheels(run, facts, no_gpu)
     known = (*OPS, *WHEELS)
