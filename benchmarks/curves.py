@@ -53,13 +53,18 @@ def write_config(folder: Path, options: argparse.Namespace, gpu: bool, **widths:
     prefix, tokenizer = demo_data(folder / "data", files, vocab_size=model["vocab_size"])
     values = {
         "model": {"family": "llama", **model, **widths}, "train": {**train, "steps": options.steps, "seed": options.seed},
-        "optim": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": max(1, options.steps // 10)},
+        "optim": {"lr": options.lr, "min_lr": options.lr / 10, "warmup_steps": options.warmup or max(1, options.steps // 10)},
         "data": {"paths": [str(prefix)], "split": "1,0,0", "tokenizer": str(tokenizer)},
         "log": {"interval": 50, "report": False},
     }  # fmt: skip
     path = folder / "curves.yaml"
     path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
     return path
+
+
+def add_rate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
 
 
 def trained(config: Path, folder: Path, precision: str, limit_s: float, name: str = "", more: Sequence[str] = (),
@@ -131,6 +136,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=160, help="most of those sources that are read")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1234)
+    add_rate(parser)
     parser.add_argument("--limit", type=float, default=400, help="seconds that one run may take")
     parser.add_argument("--precisions", nargs=2, default=["bf16", "fp32"], help="the second one is the truth")
     parser.add_argument("--commit", default="unknown")

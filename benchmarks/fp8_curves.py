@@ -18,16 +18,20 @@ from queue import Queue
 from typing import Any
 
 import torch
-from curves import LAST, gaps, smoothed, trained, write_config  # type: ignore[import-not-found]
+from curves import LAST, add_rate, gaps, smoothed, trained, write_config  # type: ignore[import-not-found]
 
 GPU_WIDTHS = {"intermediate_size": 1792}  # of 128, as blockwise wants; 101.3 M parameters
 CPU_WIDTHS = {"hidden_size": 128, "intermediate_size": 256}
+AGAIN = "bf16-again"  # bf16 whose norms add up in another order: how far apart two runs are that differ in rounding alone
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float, gpu: int | None) -> dict[str, Any]:
     """A run of one recipe; bf16 is the truth."""
-    more = [] if recipe == "bf16" else [f"train.fp8={{recipe: {recipe}, shadow_interval: {max(1, steps // 2)}}}"]
+    if recipe == AGAIN:
+        more = ["train.plain_ops=[norm]"]
+    else:
+        more = [] if recipe == "bf16" else [f"train.fp8={{recipe: {recipe}, shadow_interval: {max(1, steps // 2)}}}"]
     return trained(config, folder, "bf16", limit_s, name=recipe, more=more, gpu=gpu)
 
 
@@ -72,8 +76,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=160)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1234)
+    add_rate(parser)
     parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="*", default=[AGAIN, *RECIPES])
     parser.add_argument("--gpus", type=int, default=1, help="runs at once, each on a GPU of its own")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
