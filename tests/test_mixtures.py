@@ -528,7 +528,7 @@ loader = train_loader(DataConfig(paths=sys.argv[1]), seq_length=2048, seed=1, vo
 [place] = loader.locate([123])
 batch = loader.read([place])
 print(time.perf_counter() - began, (memory("VmHWM") - before) / 1024)
-print(loader.sources[0].origin(place.window)[1], loader.use(1)[0].tokens, *batch.tokens.tolist())
+print(loader.sources[0].origin(place.window)[1][0][0], loader.use(1)[0].tokens, *batch.tokens.tolist())
 """
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.base.part import WHOLE, Part
 
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
-ROWS = ("tokens", "labels", "positions", "samples", "documents")  # of `whole`, in this order
+ROWS = ("tokens", "labels", "positions", "samples", "documents", "real")  # of `whole`, those that there are, in this order
 
 
 def room_for_documents(count: int, tokens: int) -> int:
@@ -36,10 +36,11 @@ class Batch:
     samples     (T,) int64  global sample id of each token: a key of dropout, the same in every layout
     seq_length  tokens of a whole sequence
     documents   (T,) int64  number of the document that each token belongs to, or None: attention then spans the sequence
+    real        (T,) int64  1 for tokens, 0 for padding, which is no document's and has no loss; None: there is no padding
     loss_seed   () gradient of the summed loss, when the step knows it before forward: the head then makes its gradients in forward
     most_documents  a bound on the number of documents of the whole sequences, where they are counted; 0: there may be as many as tokens
     part        which places of each sequence these are
-    whole       (4 or 5, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where these are whole
+    whole       (4 to 6, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where these are whole
     The ints are host facts: whether a batch is uniform is never read from the device.
     """
 
@@ -54,6 +55,7 @@ class Batch:
     most_documents: int = 0
     part: Part = WHOLE
     whole: Tensor | None = None
+    real: Tensor | None = None
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -83,8 +85,26 @@ class Batch:
         return replace(self, labels=labels, loss_seed=seed, _derived={})
 
     @property
+    def _rows(self) -> list[str]:
+        return [name for name in ROWS if getattr(self, name) is not None]
+
+    @property
+    def num_real(self) -> Tensor | int:
+        """Tokens of the whole micro-batch that are not padding."""
+        whole = self.uncut.real
+        return self.all_tokens if whole is None else self.derive("real tokens", lambda: whole.sum())
+
+    @property
+    def runs(self) -> tuple[Tensor, int]:
+        """What statistics of a sequence are taken over: the number (T,) of each token's document, or else sequence, and how many there may be."""
+        if self.documents is not None:
+            return self.documents, self.room_for_documents
+        number = self.derive("sequences", lambda: torch.arange(self.num_tokens, device=self.tokens.device) // self.length)
+        return number, self.num_sequences
+
+    @property
     def room_for_documents(self) -> int:
-        return self.most_documents or self.num_tokens
+        return self.most_documents or self.all_tokens
 
     @property
     def length(self) -> int:
@@ -115,7 +135,7 @@ class Batch:
         """This part of a batch of whole sequences."""
         if part.count == 1:
             return self
-        whole = torch.stack([getattr(self, name) for name in ROWS if getattr(self, name) is not None])
+        whole = torch.stack([getattr(self, name) for name in self._rows])
         return replace(self, whole=whole)._another(part)
 
     @property
@@ -123,7 +143,7 @@ class Batch:
         """The batch of whole sequences that this is a part of; what it derives is kept with what this derives."""
         if self.whole is None:
             return self
-        rows: dict[str, Any] = dict(zip(ROWS, self.whole))
+        rows: dict[str, Any] = dict(zip(self._rows, self.whole))
         return self.derive("uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, _derived={}))
 
     def among(self, run: int) -> Batch:
@@ -134,7 +154,7 @@ class Batch:
 
     def _another(self, part: Part) -> Batch:
         """Another part of the same sequences."""
-        taken: dict[str, Any] = dict(zip(ROWS, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
+        taken: dict[str, Any] = dict(zip(self._rows, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
         return replace(self, **taken, part=part, _derived={})
 
     def take(self, x: Tensor, part: Part | None = None) -> Tensor:

@@ -235,6 +235,17 @@ def _print_summary(summary: Any) -> None:
         click.echo(pairs(part=name, documents=documents, tokens=tokens))
 
 
+@data.command("pack")
+@CONFIG
+@OVERRIDES
+def data_pack(config: str, overrides: tuple[str, ...]) -> None:
+    """Pack the documents of CONFIG's token files into sequences, longest first, and store that beside them for data.packing=offline."""
+    from phalanx.cli.show import pack_text
+
+    for line in pack_text(config, overrides):
+        click.echo(line)
+
+
 @data.command("train-tokenizer")
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Folder for tokenizer.json and tokenizer_config.json.")

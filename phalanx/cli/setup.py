@@ -49,7 +49,7 @@ def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int
     if loaded.run is None:
         return fail(loaded.problems, None)
     layout = loaded.run.layout
-    world = ranks or max(1, layout.tp * layout.pp)
+    world = ranks or max(1, layout.tp * layout.cp * layout.pp)
     problems = all_problems(loaded, Facts(world_size=world, local_ranks=world, files=False))
     if problems:
         fail(problems, None)
@@ -78,7 +78,7 @@ def default_ranks(run: Run, machine: Facts) -> int:
     """All GPUs; on the CPU the smallest world that fits the layout."""
     if machine.device == "cuda" and machine.device_count:
         return machine.device_count
-    return max(1, run.layout.tp * run.layout.pp)
+    return max(1, run.layout.tp * run.layout.cp * run.layout.pp)
 
 
 def local_ranks(placement: Placement | None, world: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -95,6 +96,28 @@ def run_data_text(
     names = tokenizer or run.data.tokenizer
     which = None if rank is None else [grid.coords(rank).dp]
     return step_text(run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None)
+
+
+def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
+    """Store a packing of each part of each corpus that a config reads; a line about each."""
+    from phalanx.cli.progress import progress
+    from phalanx.cli.setup import prepare_elsewhere
+    from phalanx.data.check import check_files
+    from phalanx.data.packing import make_packing, packing_path, write_packing
+    from phalanx.data.sources import corpus_parts
+    from phalanx.data.text import use_text
+    from phalanx.train.checks import raise_problems
+
+    run = prepare_elsewhere(config, (*overrides, "data.packing=offline"), None).run
+    raise_problems(check_files(run.data))
+    with progress("prepare") as show:
+        data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show)
+    length, window = run.train.seq_length, run.data.packing_window
+    for corpus, start, stop in corpus_parts(data, valid=run.train.eval_interval is not None):
+        packing = make_packing(corpus, start, stop, length, window, decreasing=True)
+        path = packing_path(corpus.prefix, start, stop, length)
+        write_packing(path, packing, corpus, start, stop, window)
+        yield f"{path}: {packing.text}"
 
 
 def checkpoints_text(run: str) -> str:

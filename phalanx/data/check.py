@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
+from phalanx.base.rules import at_least, default_of, exists, missing_data, no_effect, problem, within
 from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
 from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
 from phalanx.data.index import strip_suffix
@@ -20,7 +20,7 @@ VALID = "valid"  # name of the validation part of the training corpora
 def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Problem]:
     """evaluates: the run has evaluations. files: look whether the files are there (a laptop that plans may not have them)."""
     found = check_source(config) + check_blend(config) + check_sources(config) + check_text(config)
-    found += check_split(config, evaluates) + check_valid(config, evaluates)
+    found += check_split(config, evaluates) + check_valid(config, evaluates) + check_packing(config)
     found += within("data", config, "max_epochs", "(0, inf)", (1.0, None))
     if config.mock:
         found += no_effect("data", config, ("max_epochs",), "token files", {"data.mock": True})
@@ -40,6 +40,16 @@ def check_source(config: DataConfig) -> list[Problem]:
     if not config.mock and not given:
         rule = "needs a path to token files (or data.text for text files, data.mock=true for made-up tokens)"
         found.append(problem("data", config, "paths", rule))
+    return found
+
+
+def check_packing(config: DataConfig) -> list[Problem]:
+    found = at_least("data", config, 1, "packing_window")
+    if config.packing == "off":
+        found += no_effect("data", config, ("packing_window",), "packing", {"data.packing": "off"})
+    if config.mock and config.packing == "offline":
+        rule = "needs token files: there is nothing beside which a packing of made-up tokens could be stored"
+        found.append(problem("data", config, "packing", rule, {"data.mock": True}, ("online", "off")))
     return found
 
 

@@ -75,10 +75,20 @@ class DataConfig:
     """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
     """A tokenizer file, a folder that holds one, `bytes` (each byte a token) or `null:N` (text of ids); it travels into every checkpoint."""
-    document_attention: bool = False
-    """Keep attention inside documents and restart positions at each of them."""
+    packing: Literal["off", "online", "offline"] = "off"
+    """Whole documents put together into sequences, the rest filled up, in place of a stream of tokens cut into windows. online: packed
+    first-fit when the run starts; offline: as `phalanx data pack` has stored it."""
+    packing_window: int = 16384
+    """How many neighbouring documents are packed together; more fill sequences better and take longer."""
+    document_attention: bool | None = None
+    """Keep attention inside documents and restart positions at each of them. unset: with packing, yes; without, no."""
     max_epochs: float | None = None
     """Refuse a run that would read its data more often than this; unset: no limit (a number of tokens has the limit 1)."""
+
+    @property
+    def inside_documents(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.packing != "off" if self.document_attention is None else self.document_attention
 
     def __post_init__(self) -> None:
         for name in ("paths", "text"):

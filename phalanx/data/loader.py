@@ -49,11 +49,12 @@ class Place(NamedTuple):
 class Loader:
     """Micro-batches of a blend of sources; holds no position, so any sample can be asked for at any time, from any thread."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[Weight], *, seq_length: int, document_attention: bool = False):
-        """DataError for weights that make no blend (wrong number of them, negative, all zero, too small)."""
+    def __init__(self, sources: Sequence[Source], weights: Sequence[Weight], *, seq_length: int, document_attention: bool = False,
+                 packed: bool = False):  # fmt: skip
+        """packed: sequences may end in padding. DataError for weights that make no blend (wrong number of them, negative, all zero, too small)."""
         if len(weights) != len(sources):
             raise DataError(f"data.weights has {len(weights)} entries for {len(sources)} sources: {', '.join(s.name for s in sources)}")
-        self.sources, self.seq_length, self.document_attention = list(sources), seq_length, document_attention
+        self.sources, self.seq_length, self.document_attention, self.packed = list(sources), seq_length, document_attention, packed
         self._positions: dict[int, torch.Tensor] = {}  # of uniform micro-batches, by number of sequences: always the same
         try:
             self.blend = Blend(weights)
@@ -70,7 +71,9 @@ class Loader:
     @property
     def order(self) -> str:
         """A fingerprint of the order of samples: while it is the same, so is the meaning of a place in the data."""
-        shares = [(source.windows, share) for source, share in zip(self.sources, self.blend.shares)]
+        shares = [
+            (source.windows, share, *(packing.checksum for packing in source.packings)) for source, share in zip(self.sources, self.blend.shares)
+        ]
         return hashlib.sha256(repr([self.seq_length, shares]).encode()).hexdigest()[:16]
 
     def locate(self, samples: Sequence[int]) -> list[Place]:
@@ -86,7 +89,8 @@ class Loader:
         """The micro-batch of these global sample numbers, on the CPU (see `base.batch.Batch`).
 
         Labels are the next tokens. With document attention positions restart at each document, `documents` counts documents
-        through the micro-batch, and the last token of a document has no loss: what comes next is not its continuation.
+        through the micro-batch, and the last token of a document has no loss: what comes next is not its continuation. The padding of
+        a packed sequence is a document of its own, without loss; the last token of a packed document never has one.
         """
         return self.read(self.locate(samples))
 
@@ -98,6 +102,7 @@ class Loader:
             window = self.sources[place.source].window(place.window)
             tokens[row] = window[:-1]
             labels[row] = window[1:]
+        real = self._mark_padding(places, labels) if self.packed else None
         samples = np.array([place.sample for place in places], np.int64)
         documents = None
         if self.document_attention:
@@ -112,8 +117,20 @@ class Loader:
             num_sequences=count,
             seq_length=length,
             documents=documents,
+            real=real,
             most_documents=0 if documents is None else room_for_documents(int(documents[-1]) + 1, documents.numel()),
         )
+
+    def _mark_padding(self, places: Sequence[Place], labels: np.ndarray) -> torch.Tensor:
+        """Which tokens are real (1) and which padding (0); takes the loss from padding and from the last token of each document."""
+        real = np.zeros(labels.shape, np.int64)
+        for row, place in enumerate(places):
+            source = self.sources[place.source]
+            filled = source.filled(place.window)
+            real[row, :filled] = 1
+            labels[row, filled:] = IGNORE
+            labels[row, source.starts(place.window) - 1] = IGNORE
+        return torch.from_numpy(real.reshape(-1))
 
     def _uniform_positions(self, count: int) -> torch.Tensor:
         if count not in self._positions:
@@ -140,7 +157,7 @@ class Loader:
 def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int) -> Loader:
     """The loader of a run of `samples` samples. DataError for files that are missing, damaged or too small for it."""
     sources, weights = open_part(config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size, samples=samples)
-    loader = Loader(sources, weights, seq_length=seq_length, document_attention=config.document_attention)
+    loader = _loader(config, sources, weights, seq_length)
     check_epochs(loader.use(samples), config.max_epochs)
     return loader
 
@@ -152,9 +169,12 @@ def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size:
     if config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
     for name, given in config.valid.items():
-        parts[name] = open_whole(given, seq_length=seq_length, vocab_size=vocab_size)
-    attention = config.document_attention
-    return {name: Loader(*part, seq_length=seq_length, document_attention=attention) for name, part in parts.items()}
+        parts[name] = open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size)
+    return {name: _loader(config, *part, seq_length) for name, part in parts.items()}
+
+
+def _loader(config: DataConfig, sources: Sequence[Source], weights: Sequence[Weight], seq_length: int) -> Loader:
+    return Loader(sources, weights, seq_length=seq_length, document_attention=config.inside_documents, packed=config.packing != "off")
 
 
 class Prefetcher:

@@ -17,13 +17,16 @@ from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.index import Corpus, check_vocab
 from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
+from phalanx.data.packing import Packing, make_packing, read_packing
 
 PARTS = ("train", "validation", "test")
+
 
 class Source(Protocol):
     """A numbered, endless row of samples, each a window of tokens that is a pure function of the sample's number.
 
     name, tokens: for people. windows: samples before the source starts over (an epoch); None if it never does.
+    packings: how its documents were packed, of each of its corpora; none: windows are cut out of a stream.
     """
 
     @property
@@ -32,6 +35,8 @@ class Source(Protocol):
     def tokens(self) -> int | None: ...
     @property
     def windows(self) -> int | None: ...
+    @property
+    def packings(self) -> tuple[Packing, ...]: ...
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The windows that these samples are."""
@@ -42,11 +47,15 @@ class Source(Protocol):
         ...
 
     def starts(self, w: int) -> NDArray[np.int64]:
-        """Ascending places in 1..seq_length of window w where a document starts."""
+        """Ascending places in 1..seq_length of window w where a document starts, or the padding."""
         ...
 
-    def origin(self, w: int) -> tuple[Corpus, int] | None:
-        """The corpus that window w lies in and its first token there; None for tokens that are in no file."""
+    def filled(self, w: int) -> int:
+        """Tokens of window w, of seq_length; the rest is padding."""
+        ...
+
+    def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
+        """The corpus that window w lies in, and the runs (first token, tokens) that it is made of; None for tokens that are in no file."""
         ...
 
 
@@ -76,22 +85,86 @@ class FileSource:
     def windows(self) -> int:
         return max(0, self.tokens - 1) // self.seq_length
 
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        return ()
+
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return locate(numbers, self.windows, self.key)
 
     def window(self, w: int) -> NDArray[Any]:
         first = self.start + w * self.seq_length
-        tokens = self.corpus.tokens(first, first + self.seq_length + 1)
-        if int(tokens.max()) >= self.vocab_size or (tokens.dtype.kind == "i" and int(tokens.min()) < 0):
-            check_vocab(self.corpus, self.vocab_size, first, first + self.seq_length + 1)  # says which one
-        return tokens
+        return checked_tokens(self.corpus, self.vocab_size, first, first + self.seq_length + 1)
 
     def starts(self, w: int) -> NDArray[np.int64]:
         first = self.start + w * self.seq_length
         return self.corpus.document_starts(first + 1, first + self.seq_length + 1) - first
 
-    def origin(self, w: int) -> tuple[Corpus, int] | None:
-        return self.corpus, self.start + w * self.seq_length
+    def filled(self, w: int) -> int:
+        return self.seq_length
+
+    def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
+        return self.corpus, [(self.start + w * self.seq_length, self.seq_length)]
+
+
+def checked_tokens(corpus: Corpus, vocab_size: int, first: int, stop: int) -> NDArray[Any]:
+    """Tokens first .. stop - 1 of a corpus. DataError if one is outside the vocabulary."""
+    tokens = corpus.tokens(first, stop)
+    if len(tokens) and (int(tokens.max()) >= vocab_size or (tokens.dtype.kind == "i" and int(tokens.min()) < 0)):
+        check_vocab(corpus, vocab_size, first, stop)  # says which one
+    return tokens
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """Documents of a corpus as a packing puts them together: window w is bin w, filled up with tokens 0. With a `key` as FileSource."""
+
+    corpus: Corpus
+    packing: Packing
+    vocab_size: int
+    key: int | None
+
+    @property
+    def name(self) -> str:
+        return self.corpus.prefix
+
+    @property
+    def seq_length(self) -> int:
+        return self.packing.capacity
+
+    @property
+    def tokens(self) -> int:
+        return self.packing.tokens
+
+    @property
+    def windows(self) -> int:
+        return self.packing.num_bins
+
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        return (self.packing,)
+
+    def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return locate(numbers, self.windows, self.key)
+
+    def window(self, w: int) -> NDArray[Any]:
+        tokens, at = np.zeros(self.seq_length + 1, np.int64), 0
+        for first, count, goes_on in self.packing.pieces(w):
+            more = count + goes_on  # what follows a piece of a longer document is the label of its last token
+            tokens[at : at + more] = checked_tokens(self.corpus, self.vocab_size, first, first + more)
+            at += count
+        return tokens
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        pieces = self.packing.pieces(w)
+        ends = np.cumsum([count for _, count, _ in pieces])
+        return ends[~np.array([goes_on for _, _, goes_on in pieces])]
+
+    def filled(self, w: int) -> int:
+        return sum(count for _, count, _ in self.packing.pieces(w))
+
+    def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
+        return self.corpus, [(first, count) for first, count, _ in self.packing.pieces(w)]
 
 
 @dataclass(frozen=True)
@@ -99,7 +172,7 @@ class JoinedSource:
     """The windows of several corpora as one row, with one permutation through all of them (a single corpus: as FileSource)."""
 
     name: str
-    parts: tuple[FileSource, ...]
+    parts: tuple[FileSource | PackedSource, ...]
     key: int | None
 
     @cached_property
@@ -114,6 +187,10 @@ class JoinedSource:
     def windows(self) -> int:
         return self._ends[-1]
 
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        return tuple(packing for part in self.parts for packing in part.packings)
+
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return locate(numbers, self.windows, self.key)
 
@@ -125,11 +202,15 @@ class JoinedSource:
         part, own = self._part(w)
         return part.starts(own)
 
-    def origin(self, w: int) -> tuple[Corpus, int] | None:
+    def filled(self, w: int) -> int:
+        part, own = self._part(w)
+        return part.filled(own)
+
+    def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         part, own = self._part(w)
         return part.origin(own)
 
-    def _part(self, w: int) -> tuple[FileSource, int]:
+    def _part(self, w: int) -> tuple[FileSource | PackedSource, int]:
         """The corpus of window w, and the window's number there."""
         i = bisect_right(self._ends, w)
         return self.parts[i], w - (self._ends[i - 1] if i else 0)
@@ -147,6 +228,7 @@ class MockSource:
     vocab_size: int
     key: int
     number_from: int = 0  # numbers of the samples start here: validation uses others than training
+    packed: bool = False  # of whole documents: where one would begin that does not end in the sequence, there is padding
 
     @property
     def name(self) -> str:
@@ -159,6 +241,10 @@ class MockSource:
     @property
     def windows(self) -> int | None:
         return None
+
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        return ()
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return numbers
@@ -177,7 +263,10 @@ class MockSource:
         bits = hash64(np.arange(self.seq_length + 1).astype(np.uint64), self._key(w))
         return np.flatnonzero(self._begins(bits)[1:]) + 1
 
-    def origin(self, w: int) -> tuple[Corpus, int] | None:
+    def filled(self, w: int) -> int:
+        return int(self.starts(w).max(initial=0)) or self.seq_length if self.packed else self.seq_length
+
+    def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         return None
 
     def _key(self, w: int) -> int:
@@ -217,7 +306,10 @@ def use_of_sources(sources: Sequence[Source], blend: Blend, samples: int, seq_le
     rows = []
     for source, share, used in zip(sources, blend.shares, blend.counts(samples)):
         epochs = used / source.windows if source.windows else None
-        rows.append(SourceUse(source.name, share / sum(blend.shares), source.tokens, source.windows, used, used * seq_length, epochs))
+        places = sum(packing.num_bins for packing in source.packings) * seq_length
+        fill = Fraction(source.tokens or 0, places) if places else 1
+        tokens = round(used * seq_length * fill)
+        rows.append(SourceUse(source.name, share / sum(blend.shares), source.tokens, source.windows, used, tokens, epochs))
     return rows
 
 
@@ -259,29 +351,52 @@ def open_part(
     source has no training sample, or if numbers of tokens do not fit the sources or the run.
     """
     if config.mock:
-        mock = MockSource(seq_length, vocab_size, make_key(seed), number_from=part << 48)
+        mock = MockSource(seq_length, vocab_size, make_key(seed), part << 48, config.packing != "off")
         return [mock], [1.0]
 
-    def cut(prefix: str, key: int | None) -> FileSource:
+    def cut(prefix: str, key: int | None) -> FileSource | PackedSource:
         corpus = Corpus(prefix)
-        start, stop = cut_at_documents(corpus, config.split)[part]
-        return FileSource(corpus, start, stop, seq_length, vocab_size, key)
+        return open_source(config, corpus, *cut_at_documents(corpus, config.split)[part], seq_length, vocab_size, key)
 
     prefixes, inline = prefixes_and_weights(config.paths)
     given = inline or config.weights
     if given and len(given) != len(prefixes):
         raise DataError(f"data.weights has {len(given)} entries, data.paths has {len(prefixes)}")
     keys = [make_key(seed, number) if part == 0 else None for number in range(max(len(prefixes), len(config.sources)))]
-    sources: list[FileSource] | list[JoinedSource]
+    sources: Sequence[FileSource | PackedSource | JoinedSource]
     if config.sources:
-        sources = [JoinedSource(name, tuple(cut(p, None) for p in c.paths), key) for (name, c), key in zip(config.sources.items(), keys)]
+        joined = [JoinedSource(name, tuple(cut(p, None) for p in c.paths), key) for (name, c), key in zip(config.sources.items(), keys)]
+        sources = joined
         total = None if samples is None or part else samples * seq_length
-        weights = source_weights(list(config.sources.values()), [s.tokens for s in sources], total)
-        check_budgets(config, sources, total)
+        weights = source_weights(list(config.sources.values()), [s.tokens for s in joined], total)
+        check_budgets(config, joined, total)
     else:
         sources = [cut(prefix, key) for prefix, key in zip(prefixes, keys)]
         weights = list(given) or [s.tokens for s in sources]
     return _with_samples(sources, weights, seq_length, f"the {PARTS[part]} part of data.split={config.split!r}", needs_all=part == 0)
+
+
+def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int]]:
+    """Each run of tokens that a run draws samples from: the training part of each corpus and, with `valid`, what evaluations read."""
+    prefixes = [*prefixes_and_weights(config.paths)[0], *(p for source in config.sources.values() for p in source.paths)]
+    parts = []
+    for corpus in map(Corpus, dict.fromkeys(prefixes)):
+        train, validation, _ = cut_at_documents(corpus, config.split)
+        parts += [(corpus, *part) for part in ((train, validation) if valid else (train,)) if part[1] > part[0]]
+    if valid:
+        named = dict.fromkeys(p for given in config.valid.values() for p in prefixes_and_weights(given)[0])
+        parts += [(corpus, 0, corpus.num_tokens) for corpus in map(Corpus, named) if corpus.num_tokens]
+    return parts
+
+
+def open_source(config: DataConfig, corpus: Corpus, start: int, stop: int, seq_length: int, vocab_size: int,
+                key: int | None) -> FileSource | PackedSource:  # fmt: skip
+    """Tokens [start, stop) of a corpus, which are document borders, as data.packing wants them."""
+    if config.packing == "off":
+        return FileSource(corpus, start, stop, seq_length, vocab_size, key)
+    if config.packing == "offline" and stop > start:
+        return PackedSource(corpus, read_packing(corpus, start, stop, seq_length), vocab_size, key)
+    return PackedSource(corpus, make_packing(corpus, start, stop, seq_length, config.packing_window, decreasing=False), vocab_size, key)
 
 
 def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:
@@ -324,16 +439,16 @@ def check_budgets(config: DataConfig, sources: Sequence[JoinedSource], total: in
         raise DataError(f"data.sources: the run takes {total:,} tokens, of which {sums} leave nothing for {others}")
 
 
-def open_whole(given: Sequence[str], *, seq_length: int, vocab_size: int) -> tuple[list[Source], list[Weight]]:
-    """Sources and weights of whole corpora in file order, as named validation sets are used."""
+def open_whole(config: DataConfig, given: Sequence[str], *, seq_length: int, vocab_size: int) -> tuple[list[Source], list[Weight]]:
+    """Sources and weights of whole corpora in file order, as named validation sets are used; packed if the config says so."""
     prefixes, weights = prefixes_and_weights(given)
     corpora = [Corpus(prefix) for prefix in prefixes]
-    sources = [FileSource(corpus, 0, corpus.num_tokens, seq_length, vocab_size, None) for corpus in corpora]
+    sources = [open_source(config, corpus, 0, corpus.num_tokens, seq_length, vocab_size, None) for corpus in corpora]
     return _with_samples(sources, list(weights) or [source.tokens for source in sources], seq_length, "it", needs_all=False)
 
 
 def _with_samples(
-    sources: Sequence[FileSource | JoinedSource], weights: Sequence[Weight], seq_length: int, what: str, needs_all: bool
+    sources: Sequence[FileSource | PackedSource | JoinedSource], weights: Sequence[Weight], seq_length: int, what: str, needs_all: bool
 ) -> tuple[list[Source], list[Weight]]:
     kept = [(source, weight) for source, weight in zip(sources, weights) if source.windows]
     too_short = [source for source in sources if not source.windows]

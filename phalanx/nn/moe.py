@@ -184,7 +184,9 @@ class MoE(Module):
         begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room)
         early = None if tape.makes_again("experts") else begin(self._filled(x, batch))
         logits = wide_matmul(x, self.gate, self.gate_bias)
-        wanted = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route"))
+        wanted, real = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route")), self._real(batch)
+        if real is not None:  # padding goes to no expert
+            wanted = ops.dropping(wanted, real.unsqueeze(-1) > 0, experts)
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
         chosen = self._filled(choice.experts_TK, batch, experts)
         if early is not None:
@@ -227,18 +229,25 @@ class MoE(Module):
         """As many rows of tokens on every rank, as exchanges want them: where sequences do not divide by cp, some fill up."""
         return batch.pad(x, self.env.tp.size, value)
 
+    def _real(self, batch: Batch) -> Tensor | None:
+        """(T,) which of this rank's tokens are no padding; None: all."""
+        return None if batch.real is None else self.env.tp.own_rows(batch.real)
+
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sample and place in it of this rank's tokens: what a forced choice is drawn by."""
         tp = self.env.tp
         return tp.own_rows(batch.samples), tp.own_rows(batch.places)
 
     def _within_capacity(self, choice: Choice, batch: Batch) -> Choice:
-        """Without the pairs that find no room. Room is counted by sequence, so it does not depend on who holds which part of one."""
-        count = self.router.num_experts
+        """Without the pairs that find no room. Room is counted by document or else by sequence, so it does not depend on who holds what."""
+        count, factor = self.router.num_experts, self.balance.capacity
         whole = replace(choice, experts_TK=self._everyones(choice.experts_TK, batch), weights_TK=self._everyones(choice.weights_TK.detach(), batch))
-        sequence = torch.arange(batch.all_tokens, device=batch.tokens.device) // batch.seq_length
-        limit = ops.expert_capacity(self.router, batch.seq_length, self.balance.capacity)  # type: ignore[arg-type]
-        kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, batch.num_sequences)
+        sequence, sequences = batch.uncut.runs
+        limit: int | Tensor = ops.expert_capacity(self.router, batch.seq_length, factor)  # type: ignore[arg-type]
+        if batch.documents is not None:
+            lengths = torch.zeros(sequences, dtype=torch.int64, device=sequence.device).scatter_add_(0, sequence, torch.ones_like(sequence))
+            limit = ops.expert_capacities(self.router, lengths, factor)  # type: ignore[arg-type]
+        kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, sequences)
         return ops.dropping(choice, self.env.tp.own_rows(batch.take(kept)), count)
 
     def _everyones(self, x: Tensor, batch: Batch) -> Tensor:
@@ -248,27 +257,29 @@ class MoE(Module):
 
     def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
         """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
-        b = self.balance
-        balance, z = self._balance_loss(choice, batch), ops.z_loss(logits) / batch.all_tokens
+        b, real = self.balance, self._real(batch)
+        balance, z = self._balance_loss(choice, batch), ops.z_loss(logits, real) / batch.num_real
         with torch.no_grad():
+            tokens: int | Tensor = len(logits) if real is None else real.sum()
             counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
-            means = torch.stack([ops.entropy(choice), balance * len(logits), z * batch.all_tokens])
+            means = torch.stack([ops.entropy(choice, real), balance * tokens, z * batch.num_real])
             sums = torch.cat((means.double(), lost.double()))
-        return Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, len(logits)))
+        return Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, tokens))
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
         """() the same on all ranks that share the micro-batch; its gradient goes to this rank's scores."""
         count = self.router.num_experts
         by_sequence = self.balance.scope == "sequence"
-        sequence = self.env.tp.own_rows(torch.arange(batch.num_tokens, device=batch.tokens.device) // batch.length) if by_sequence else None
-        local = ops.balance_sums(choice, sequence, batch.num_sequences if by_sequence else 1)
+        sequence = self.env.tp.own_rows(batch.runs[0]) if by_sequence else None
+        local = ops.balance_sums(choice, sequence, batch.runs[1] if by_sequence else 1, self._real(batch))
         packed = torch.cat((local.counts_SE, local.scores_SE.detach(), local.tokens_S.unsqueeze(1)), 1)
         counts, scores, tokens = self.env.axes.sharing.all_reduce(packed).wait().split((count, count, 1), 1)
         if self.load is not None:
             counts = self.load.to(counts.dtype).unsqueeze(0)
-        return ops.balance_loss(local, BalanceSums(counts, scores, tokens.squeeze(1))).mean()
+        losses = ops.balance_loss(local, BalanceSums(counts, scores, tokens.squeeze(1)))
+        return losses @ shares_of_runs(batch).to(losses.dtype) if by_sequence else losses.sum()
 
-    def _count(self, counts: Tensor, sums: Tensor, tokens: int) -> None:
+    def _count(self, counts: Tensor, sums: Tensor, tokens: int | Tensor) -> None:
         if self.tally is not None:
             self.tally[: len(counts)] += counts
             self.tally[len(counts) : -1] += sums
@@ -288,6 +299,18 @@ def spread(choice: Choice, count: int) -> Tensor:
     """(T, E) what each expert weighs for a token: 0 of those not chosen, and of pairs that were dropped."""
     weights = choice.weights_TK
     return weights.new_zeros(len(weights), count + 1).scatter(1, choice.experts_TK, weights)[:, :count]
+
+
+def shares_of_runs(batch: Batch) -> Tensor:
+    """(S,) float64: what each sequence (or document) counts in the micro-batch's loss: its tokens with a loss, over those of all."""
+
+    def shares() -> Tensor:
+        number, runs = batch.uncut.runs
+        tokens = torch.zeros(runs, dtype=torch.float64, device=number.device)
+        tokens.scatter_add_(0, number, (batch.uncut.labels != IGNORE).double())  # whole numbers: any order gives the same
+        return tokens / tokens.sum().clamp_min(1)
+
+    return batch.derive("shares of runs", shares)
 
 
 def loss_weight(batch: Batch) -> Tensor:

@@ -149,13 +149,17 @@ class BalanceSums:
     """How many tokens."""
 
 
-def balance_sums(choice: Choice, sequence_T: Tensor | None = None, sequences: int = 1) -> BalanceSums:
-    """What the balancing losses are made of. `sequence_T` (T,) in [0, sequences): which sequence a token is of; without it, all are of one."""
+def balance_sums(choice: Choice, sequence_T: Tensor | None = None, sequences: int = 1, real_T: Tensor | None = None) -> BalanceSums:
+    """What the balancing losses are made of. `sequence_T` (T,) in [0, sequences): which sequence a token is of; without it, all are of one.
+    `real_T` (T,) 1 or 0: tokens with a 0 are no part of it (their pairs must be dropped); without it, all are."""
     scores = choice.scores_TE
     counts = expert_counts(choice.experts_TK, scores.shape[1], sequence_T, sequences).to(scores.dtype)
-    if sequence_T is None:
+    if sequence_T is None and real_T is None:
         return BalanceSums(counts, scores.sum(0, keepdim=True), scores.new_full((1,), len(scores)))
-    member_ST = (sequence_T == torch.arange(sequences, device=scores.device).unsqueeze(-1)).to(scores.dtype)
+    number_T = torch.zeros_like(choice.experts_TK[:, 0]) if sequence_T is None else sequence_T
+    member_ST = (number_T == torch.arange(sequences, device=scores.device).unsqueeze(-1)).to(scores.dtype)
+    if real_T is not None:
+        member_ST = member_ST * real_T
     return BalanceSums(counts, member_ST @ scores, member_ST.sum(-1))  # a product sums in a fixed order; index_add_ does not
 
 
@@ -168,7 +172,7 @@ def expert_counts(experts_TK: Tensor, experts: int, sequence_T: Tensor | None = 
 
 
 def balance_loss(local: BalanceSums, total: BalanceSums | None = None) -> Tensor:
-    """(S,) E * sum_i f_i P_i, f_i the fraction of choices that fell on expert i and P_i its mean probability; 1 when balanced.
+    """(S,) E * sum_i f_i P_i, f_i the fraction of choices that fell on expert i and P_i its mean probability; 1 when balanced, 0 of no tokens.
 
     Fedus et al., "Switch Transformers", 2021, equations 4 to 6; with the sums of one sequence, DeepSeek-V3's complementary loss
     (technical report, equations 17 to 20). `transformers`' load_balancing_loss_func is K times this.
@@ -176,14 +180,15 @@ def balance_loss(local: BalanceSums, total: BalanceSums | None = None) -> Tensor
     goes to the local scores alone, so the ranks' gradients add up to that of the one loss.
     """
     total = total or local
-    mean_scores = (total.scores_SE.detach() + (local.scores_SE - local.scores_SE.detach())) / total.tokens_S.unsqueeze(-1)
-    fractions = total.counts_SE / total.counts_SE.sum(-1, keepdim=True)
+    mean_scores = (total.scores_SE.detach() + (local.scores_SE - local.scores_SE.detach())) / total.tokens_S.unsqueeze(-1).clamp_min(1)
+    fractions = total.counts_SE / total.counts_SE.sum(-1, keepdim=True).clamp_min(1)
     return total.counts_SE.shape[-1] * (fractions * mean_scores).sum(-1)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
-    """() sum over tokens of logsumexp(logits)^2, in the wide dtype. Zoph et al., "ST-MoE", 2022, equation 5."""
-    return torch.logsumexp(wide(logits_TE), -1).square().sum()
+def z_loss(logits_TE: Tensor, real_T: Tensor | None = None) -> Tensor:
+    """() sum over (real) tokens of logsumexp(logits)^2, in the wide dtype. Zoph et al., "ST-MoE", 2022, equation 5."""
+    squares = torch.logsumexp(wide(logits_TE), -1).square()
+    return squares.sum() if real_T is None else (squares * real_T).sum()
 
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
@@ -195,9 +200,10 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     return bias_E + rate * torch.sign(load.mean() - load)
 
 
-def entropy(choice: Choice) -> Tensor:
-    """() sum over tokens of the entropy (nats) of their probabilities, in the wide dtype; no gradient."""
-    return torch.special.entr(choice.scores_TE.detach()).sum()
+def entropy(choice: Choice, real_T: Tensor | None = None) -> Tensor:
+    """() sum over (real) tokens of the entropy (nats) of their probabilities, in the wide dtype; no gradient."""
+    each = torch.special.entr(choice.scores_TE.detach())
+    return each.sum() if real_T is None else (each * real_T.unsqueeze(-1)).sum()
 
 
 def load_spread(counts_E: Tensor) -> Tensor:
@@ -214,22 +220,29 @@ def expert_capacity(router: Router, tokens: int, factor: float) -> int:
     return math.ceil(factor * tokens * router.top_k / router.num_experts)
 
 
-def within_capacity(choice: Choice, experts: int, limit: int, by: Literal["position", "probability"] = "position",
+def expert_capacities(router: Router, tokens_S: Tensor, factor: float) -> Tensor:
+    """(S,) the same of sequences whose lengths are on the device."""
+    return torch.ceil(factor * tokens_S.double() * router.top_k / router.num_experts).long()
+
+
+def within_capacity(choice: Choice, experts: int, limit: int | Tensor, by: Literal["position", "probability"] = "position",
                     sequence_T: Tensor | None = None, sequences: int = 1) -> Tensor:  # fmt: skip
     """(T, K) bool: the pairs kept when each of `experts` takes `limit` tokens of a sequence: the first ones, or those it weighs most.
 
-    `sequence_T` as in balance_sums. Equal weights: the earlier token is kept. Dropped + kept = T * K.
+    `sequence_T` as in balance_sums, `limit` perhaps (S,) of each. Equal weights: the earlier token is kept. Dropped + kept = T * K. Of
+    pairs that were dropped before it does not matter what is said.
     """
-    pairs = choice.experts_TK.flatten() if sequence_T is None else (choice.experts_TK + sequence_T.unsqueeze(-1) * experts).flatten()
+    span = experts + 1  # the last one: pairs dropped before
+    pairs = choice.experts_TK.flatten() if sequence_T is None else (choice.experts_TK + sequence_T.unsqueeze(-1) * span).flatten()
     if by == "position":
         best_first = torch.arange(len(pairs), device=pairs.device)
     else:
         best_first = choice.weights_TK.detach().flatten().sort(descending=True, stable=True).indices
     by_expert, order = pairs[best_first].sort(stable=True)
-    starts = torch.searchsorted(by_expert, torch.arange(sequences * experts, device=pairs.device))
+    starts = torch.searchsorted(by_expert, torch.arange(sequences * span, device=pairs.device))
     turn = torch.arange(len(pairs), device=pairs.device) - starts[by_expert]
     kept = torch.empty_like(pairs, dtype=torch.bool)
-    kept[best_first[order]] = turn < limit
+    kept[best_first[order]] = turn < (limit if isinstance(limit, int) else limit[by_expert // span])
     return kept.view_as(choice.experts_TK)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.base.batch import Batch
 from phalanx.base.part import Part
@@ -46,7 +46,14 @@ def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
         rows.append((f"validation {name}", _number(there), f"{samples * run.train.seq_length:,}", _epochs(epochs), ""))
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = ("  ".join(cell.rjust(w) if c else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths))) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*(line.rstrip() for line in lines), *packing_lines(loader, valid)])
+
+
+def packing_lines(loader: Loader, valid: dict[str, Loader]) -> list[str]:
+    """How full the sequences of each packed corpus are."""
+    named = [(source.name, source) for source in loader.sources]
+    named += [(f"validation {name}", source) for name, other in valid.items() for source in other.sources]
+    return [f"packed {name}: {packing.text}" for name, source in named for packing in source.packings]
 
 
 def plan_data(run: Run) -> str:
@@ -83,7 +90,8 @@ class Passage:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of a micro-batch: where it comes from. `file` is None for made-up tokens; `first` is a token of the file."""
+    """One sequence of a micro-batch: where it comes from. `file` is None for made-up tokens; `first` is a token of the file: of a packed
+    sequence that of its first document. `filled`: places that are no padding."""
 
     place: Place
     source: str
@@ -91,6 +99,7 @@ class Row:
     file: str | None
     first: int | None
     passages: tuple[Passage, ...]
+    filled: int
 
 
 @dataclass(frozen=True)
@@ -139,11 +148,15 @@ def consumed_before(run: Run, step: int) -> tuple[int, str]:
 def row_of(loader: Loader, place: Place) -> Row:
     source = loader.sources[place.source]
     epoch = place.number // source.windows if source.windows else 0
-    origin = source.origin(place.window)
+    origin, filled = source.origin(place.window), source.filled(place.window)
     if origin is None:
-        return Row(place, source.name, epoch, None, None, ())
-    corpus, first = origin
-    return Row(place, source.name, epoch, corpus.prefix, first, passages_of(corpus, first, loader.seq_length))
+        return Row(place, source.name, epoch, None, None, (), filled)
+    corpus, runs = origin
+    passages, at = list[Passage](), 0
+    for first, count in runs:
+        passages += [replace(p, at=at + p.at) for p in passages_of(corpus, first, count)]
+        at += count
+    return Row(place, source.name, epoch, corpus.prefix, runs[0][0], tuple(passages), filled)
 
 
 def passages_of(corpus: Corpus, first: int, count: int) -> tuple[Passage, ...]:
@@ -174,12 +187,21 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
             lines.append(f"  context-parallel ranks read {', '.join(f'{n:,}' for n in pairs)} keys, the most {most:.2f} of the mean")
         ids = micro.batch.tokens.view(-1, length).tolist()
         for row, tokens in zip(micro.rows, ids):
-            where = "made up" if row.first is None else f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
+            where = where_from(row, length)
             lines.append(f"  sample {row.place.sample:,}: source {row.source}, its sample {row.place.number:,}, epoch {row.epoch}, {where}")
             lines += [f"    {_passage_text(p)}: {_snippet(tokens[p.at : p.at + p.count], tokenizer)}" for p in row.passages]
             if not row.passages:
                 lines.append(f"    {_snippet(tokens, tokenizer)}")
     return "\n".join(lines)
+
+
+def where_from(row: Row, length: int) -> str:
+    padding = f", {length - row.filled:,} of padding" if row.filled < length else ""
+    if row.first is None:
+        return f"made up{padding}"
+    if row.passages[-1].at + row.passages[-1].count < length or any(p.offset + p.count < p.length for p in row.passages[:-1]):
+        return f"{row.file} {len(row.passages)} documents{padding}"
+    return f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
 
 
 def pairs_read(batch: Batch, cp: int) -> list[int]:

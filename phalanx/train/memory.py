@@ -146,27 +146,29 @@ def block_use(plan: Plan, number: int) -> BlockUse:
 def _batch(plan: Plan) -> Batch:
     """The largest part of a micro-batch on the meta device, of several the last, whose keys most read.
 
-    Its four tensors are there once per micro-batch of a step, and those of the whole sequences with context parallelism.
+    Its tensors are there once per micro-batch of a step, and those of the whole sequences with context parallelism.
     """
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
-    documents = ids if plan.run.data.document_attention else None
+    data = plan.run.data
+    documents, real = ids if data.inside_documents else None, ids if data.packing != "off" else None
     seed = torch.empty((), device="meta") if plan.loss_seed else None
-    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed)
+    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, real=real)
     parts = [batch.cut(part) for part in Part(0, plan.grid.cp).all]
     return max(reversed(parts), key=lambda b: b.num_tokens)
 
 
 def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, program: Program, num_micro_batches: int) -> RankUse:
-    kind, grid = precision(plan.run.train.precision), plan.grid
+    run, kind, grid = plan.run, precision(plan.run.train.precision), plan.grid
     buckets, _ = plan.buckets_of(plan.blocks_of(Coords(pp=pp)))
     passing = passing_bytes(plan, buckets, program.lists[pp], kind)
     of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
     message = blocks[0].bytes.output
-    batches = num_micro_batches * 8 * 4 * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
+    rows = 4 + run.data.inside_documents + (run.data.packing != "off")
+    batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
     sends = _num_sends(trace.program, pp)
-    layout = plan.run.layout
+    layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
         shared += 4 * plan.expert_exchange_bytes

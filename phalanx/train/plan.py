@@ -219,7 +219,7 @@ class Plan:
         """How keys and values travel over cp."""
         chosen = self.run.layout.cp_attention
         if chosen == "auto":
-            one_by_one = not self.run.data.document_attention and not getattr(self.run.model, "attention_dropout", 0.0)
+            one_by_one = not self.run.data.inside_documents and not getattr(self.run.model, "attention_dropout", 0.0)
             return "ring" if one_by_one else "allgather"
         return chosen
 

@@ -95,9 +95,14 @@ def shrink(run: Run, world: int) -> Small:
         run.train, global_batch=m * micro_batch * dp, micro_batch=micro_batch, seq_length=seq_length, precision="fp64", device="cpu", rampup=None,
         kernels="auto", cuda_graphs="auto", fp8=None,
     )  # fmt: skip
-    small = replace(run, model=model, layout=layout, train=train, data=DataConfig(mock=True, document_attention=run.data.document_attention))
+    small = replace(run, model=model, layout=layout, train=train, data=mock_of(run.data))
     ranks = pp * dp * cp * tp
     return Small(small, ranks, describe(run, world, small, ranks))
+
+
+def mock_of(data: DataConfig) -> DataConfig:
+    """Made-up tokens in sequences of the same kind: packed ones end in padding."""
+    return DataConfig(mock=True, document_attention=data.document_attention, packing="off" if data.packing == "off" else "online")
 
 
 def without_budget(run: Run, world: int) -> Run:
