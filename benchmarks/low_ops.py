@@ -3,7 +3,8 @@
 python benchmarks/low_ops.py [--sweep] [--out FILE]
 
 Casts in GB/s of the bytes that must be read and written at least. Products in TFLOP/s: torch's GEMMs (fast and precise sums), the same and
-an addition to an fp32 buffer as a weight's gradient needs, and ours, which add in the GEMM. --sweep tries tile sizes of ours.
+an addition to an fp32 buffer as a weight's gradient needs, cuBLASLt's (ops.cublaslt) and
+ours, which add in the GEMM. --sweep tries tile sizes of ours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
+from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
 from phalanx.ops.kernels.scaled_mm import Tiles
@@ -68,6 +70,12 @@ def tried(call: Callable[[], Any], flop: float, device: torch.device) -> tuple[f
     return 1e3 * seconds, flop / seconds / 1e12
 
 
+def by_cublaslt(out: torch.Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> None:
+    library = cublaslt(out.device.index or 0)
+    if library is None or not library.product(out, a, b, fast, add):
+        raise RuntimeError("cuBLASLt has no such GEMM" if library else "no cuBLASLt")
+
+
 def product_rows(device: torch.device) -> list[dict[str, Any]]:
     found = []
     for name, (outer, inner) in LINEARS.items():
@@ -88,6 +96,10 @@ def product_rows(device: torch.device) -> list[dict[str, Any]]:
                             ways["torch precise, bf16 + add"] = lambda a=a, b=b, y=buffer: y.add_(fast_product(a, b, torch.bfloat16, False))
                     elif not fast:
                         ways["torch"] = lambda a=a, b=b: torch._scaled_mm(a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=torch.bfloat16)
+                if recipe == "blockwise" or add:
+                    ways["cuBLASLt"] = lambda a=a, b=b, y=buffer, add=add: by_cublaslt(y, a, b, False, add)
+                if recipe != "blockwise" and add:
+                    ways["cuBLASLt fast"] = lambda a=a, b=b, y=buffer: by_cublaslt(y, a, b, True, True)
                 if recipe != "rowwise":
                     ways["ours"] = lambda a=a, b=b, y=buffer, add=add: scaled_mm.product(y, a, b, add)
                 for way, call in ways.items():

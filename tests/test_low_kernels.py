@@ -6,12 +6,14 @@ The interpreter does not round to 8 bits as a GPU does, so the kernels round bef
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.comm.axis import ModelAxes
+from phalanx.ops import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
 from phalanx.ops.low_matmul import DY, LowWeight, W, X
@@ -119,3 +121,24 @@ def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
     plain.both(X, x[:, :128], 0, True)
     assert torch.equal(low.counts[X, :, :-1].sum(0), plain.counts[X, :, :-1].sum(0))
     assert low.counts[X, :, -1].max().int().view(torch.float32) == x.abs().max()
+
+
+def test_what_is_asked_of_cublaslt():
+    """Truth: cuBLAS's list of 8-bit operands. The calls themselves need a GPU (tests/gpu/low.py)."""
+    e4, e5, wide, bf = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
+    good = cublaslt.Gemm(256, 512, 1024, (e5, e4, wide), ((0, 0), (0, 0)), False, True, (256, 256, 128))
+    squares = replace(good, dtypes=(e4, e4, bf), blocks=((1, 128), (128, 128)))
+    assert all(map(cublaslt.fits, (good, replace(good, blocks=((1, 0), (1, 0)), m=17), squares, replace(squares, blocks=((1, 128), (1, 128))))))
+    bad = dict(dtypes=(e5, e5, wide), k=1032, n=8, aligned=(256, 8, 256), blocks=((1, 0), (0, 0)), m=0)
+    assert not any(cublaslt.fits(replace(good, **{key: value})) for key, value in bad.items())
+    bad = dict(k=1024 + 128, m=192, n=192, blocks=((128, 128), (128, 128)))
+    assert not any(cublaslt.fits(replace(squares, **{key: value})) for key, value in bad.items())
+
+
+def test_scales_lie_as_cublaslt_reads_them():
+    for block in ((1, 128), (128, 128)):
+        x = some(256, 512)
+        q = quantize(x, block, E4M3, multipliers(block_amax(x, block), E4M3))
+        at = cublaslt.scales_in_order(q)
+        assert at.is_contiguous() and torch.equal(at, q.scales.t() if block[0] == 1 else q.scales)
+    assert cublaslt._alignment(torch.empty(64)[1:]) == 4
