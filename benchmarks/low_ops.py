@@ -20,11 +20,13 @@ import torch
 
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
+from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
+from phalanx.ops.kernels.quant import Tiles as CastTiles
 from phalanx.ops.kernels.scaled_mm import Tiles
-from phalanx.ops.low_matmul import LowWeight, X
+from phalanx.ops.low_matmul import DY, LowWeight, X
 from phalanx.ops.quant import COUNTS, E4M3, RECIPES, SLOTS, Scaled
 from phalanx.ops.scaled_mm import fast_product
 
@@ -52,6 +54,36 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
         q, _ = kernels.cast_both(x, E4M3, kernels.GIVEN, torch.ones(1, device=device), None, False)
         seconds = measure(lambda q=q: kernels.transposed(q.codes), device).median
         found.append({"what": "transpose of codes", "width": width, "ms": 1e3 * seconds, "GB/s": 2 * x.numel() / seconds / 1e9})
+    return found
+
+
+def gated_rows(device: torch.device) -> list[dict[str, Any]]:
+    """SwiGLU and the cast of what it makes, forward and backward: in two kernels, and as it is made. Bytes: read, and codes written twice."""
+    found = []
+    x, dy = torch.randn(TOKENS, 2 * 14336, device=device).bfloat16(), torch.randn(TOKENS, 14336, device=device).bfloat16()
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+        low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+        low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+        if recipe == "delayed":
+            low.multiplier = torch.ones(3, device=device)
+        for name, which, source in (("forward", X, Gated(x)), ("backward", DY, GatedGrad(dy, x))):
+            for how in ("one", "two"):
+                seconds = measure(lambda s=source, w=which, low=low, how=how: low.both(w, s if how == "one" else s.tensor(), 1, True), device).median
+                bytes_ = 2 * x.numel() + 2 * dy.numel() if which == X else 2 * (x.numel() + dy.numel()) + 2 * x.numel()
+                found.append({"what": f"SwiGLU {name} {recipe}, {how}", "width": 14336, "ms": 1e3 * seconds, "GB/s": bytes_ / seconds / 1e9})
+    return found
+
+
+def cast_sweep(device: torch.device) -> list[dict[str, Any]]:
+    """Tiles of casts with a given multiplier, counted."""
+    found = []
+    counts, one = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device), torch.ones(1, device=device)
+    for width in (4096, 14336):
+        x, both = torch.randn(TOKENS, width, device=device).bfloat16(), torch.randn(TOKENS, 2 * width, device=device).bfloat16()
+        for name, source in (("cast", x), ("SwiGLU", Gated(both)), ("SwiGLU's gradient", GatedGrad(x, both))):
+            for tile in ((32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8), (128, 128, 16), (32, 256, 8)):
+                call = lambda s=source, t=tile: kernels.cast_both(s, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=CastTiles(*t))  # noqa: E731
+                found.append({"what": f"{name} {tile}", "width": width, "ms": 1e3 * measure(call, device).median, "GB/s": 0.0})
     return found
 
 
@@ -134,9 +166,9 @@ def main() -> None:
     made["products"] = product_rows(device)
     for r in made["products"]:
         print(f"{r['linear']:14} {r['gemm']:17} {r['recipe']:11} {r['way']:26} {shown(r['result'])}", flush=True)
-    made["casts"] = cast_rows(device)
+    made["casts"] = cast_rows(device) + gated_rows(device) + (cast_sweep(device) if options.sweep else [])
     for r in made["casts"]:
-        print(f"cast {r['what']:26} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
+        print(f"cast {r['what']:34} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
     if options.sweep:
         made["sweep"] = sweep(device)
         for r in made["sweep"]:

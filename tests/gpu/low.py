@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
@@ -102,6 +103,23 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
     return check
 
 
+def gated_casts(recipe: str) -> Callable[[torch.device], str]:
+    """What SwiGLU makes, and its gradient, cast as it is made: against its own kernels and a cast of what they wrote, on the same GPU."""
+
+    def check(device: torch.device) -> str:
+        for rows, inner in ((272, 144), (1024, 1408)):
+            x, dy = spread_out(rows, 2 * inner).to(device), spread_out(rows, inner, seed=1).to(device)
+            for which, source in ((X, Gated(x)), (DY, GatedGrad(dy, x))):
+                fused, apart = low_of(recipe, "triton", device), low_of(recipe, "triton", device)
+                for i, (a, b) in enumerate(zip(fused.both(which, source, 1, True), apart.both(which, source.tensor(), 1, True))):
+                    same(f"{recipe} {rows} {inner} {which} {i}", a, Scaled(b.codes.cpu(), b.scales.cpu(), b.block))
+                if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
+                    raise AssertionError(f"{recipe} {rows} {inner}: amaxes differ")
+        return "to the bit"
+
+    return check
+
+
 def by_cublaslt(device: torch.device) -> str:
     """Every GEMM that cuBLASLt is asked for, and which of them it has: against float64 sums of the same codes."""
     library, told = cublaslt(device.index or 0), []
@@ -157,6 +175,7 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
+        found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
         if recipe != "delayed":
             found[f"low precision, product {recipe}"] = products(recipe, True)
