@@ -224,7 +224,7 @@ class _LowGatherMatmul(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
-        kept = Scaled(*ctx.saved_tensors, ctx.block)
+        kept = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         gathering = _gather(kept, tp) if need_w and tp.size > 1 else None
@@ -247,7 +247,7 @@ class _LowMatmulScatter(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
-        h = Scaled(*ctx.saved_tensors, ctx.block)
+        h = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         if not (need_h or need_w):

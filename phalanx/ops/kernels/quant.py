@@ -318,6 +318,7 @@ def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, o
             format: Format | None = None, tiles: Tiles | None = None) -> None:  # fmt: skip
     """One of the kernels above over all of x."""
     kernel: Any
+    sources: tuple[Tensor, ...]
     if isinstance(x, GatedGrad):
         kernel, sources, (rows, columns) = _cast_gated_grad, (x.dy.contiguous(), x.x.contiguous()), x.dy.shape
     elif isinstance(x, Gated):
