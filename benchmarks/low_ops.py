@@ -3,7 +3,8 @@
 python benchmarks/low_ops.py [--sweep] [--out FILE]
 
 Casts in GB/s of the bytes that must be read and written at least. Products in TFLOP/s: torch's GEMMs (fast and precise sums), the same and
-an addition to an fp32 buffer as a weight's gradient needs, and ours, which add in the GEMM. --sweep tries tile sizes of ours.
+an addition to an fp32 buffer as a weight's gradient needs, cuBLASLt's (ops.cublaslt) and
+ours, which add in the GEMM. --sweep tries tile sizes of ours.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import torch
 
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
+from phalanx.ops.activation import Gated, GatedGrad
+from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
+from phalanx.ops.kernels.quant import Tiles as CastTiles
 from phalanx.ops.kernels.scaled_mm import Tiles
-from phalanx.ops.low_matmul import LowWeight, X
+from phalanx.ops.low_matmul import DY, LowWeight, X
 from phalanx.ops.quant import COUNTS, E4M3, RECIPES, SLOTS, Scaled
 from phalanx.ops.scaled_mm import fast_product
 
@@ -53,6 +57,36 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+def gated_rows(device: torch.device) -> list[dict[str, Any]]:
+    """SwiGLU and the cast of what it makes, forward and backward: in two kernels, and as it is made. Bytes: read, and codes written twice."""
+    found = []
+    x, dy = torch.randn(TOKENS, 2 * 14336, device=device).bfloat16(), torch.randn(TOKENS, 14336, device=device).bfloat16()
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+        low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+        low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+        if recipe == "delayed":
+            low.multiplier = torch.ones(3, device=device)
+        for name, which, source in (("forward", X, Gated(x)), ("backward", DY, GatedGrad(dy, x))):
+            for how in ("one", "two"):
+                seconds = measure(lambda s=source, w=which, low=low, how=how: low.both(w, s if how == "one" else s.tensor(), 1, True), device).median
+                bytes_ = 2 * x.numel() + 2 * dy.numel() if which == X else 2 * (x.numel() + dy.numel()) + 2 * x.numel()
+                found.append({"what": f"SwiGLU {name} {recipe}, {how}", "width": 14336, "ms": 1e3 * seconds, "GB/s": bytes_ / seconds / 1e9})
+    return found
+
+
+def cast_sweep(device: torch.device) -> list[dict[str, Any]]:
+    """Tiles of casts with a given multiplier, counted."""
+    found = []
+    counts, one = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device), torch.ones(1, device=device)
+    for width in (4096, 14336):
+        x, both = torch.randn(TOKENS, width, device=device).bfloat16(), torch.randn(TOKENS, 2 * width, device=device).bfloat16()
+        for name, source in (("cast", x), ("SwiGLU", Gated(both)), ("SwiGLU's gradient", GatedGrad(x, both))):
+            for tile in ((32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8), (128, 128, 16), (32, 256, 8)):
+                call = lambda s=source, t=tile: kernels.cast_both(s, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=CastTiles(*t))  # noqa: E731
+                found.append({"what": f"{name} {tile}", "width": width, "ms": 1e3 * measure(call, device).median, "GB/s": 0.0})
+    return found
+
+
 def codes(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> Scaled:
     x = torch.randn(rows, columns, device=device).mul_(20).to(torch.float8_e4m3fn)
     shape = [1 if b == 0 else -(-n // b) for n, b in zip((rows, columns), block)]
@@ -66,6 +100,12 @@ def tried(call: Callable[[], Any], flop: float, device: torch.device) -> tuple[f
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:120]}"
     return 1e3 * seconds, flop / seconds / 1e12
+
+
+def by_cublaslt(out: torch.Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> None:
+    library = cublaslt(out.device.index or 0)
+    if library is None or not library.product(out, a, b, fast, add):
+        raise RuntimeError("cuBLASLt has no such GEMM" if library else "no cuBLASLt")
 
 
 def product_rows(device: torch.device) -> list[dict[str, Any]]:
@@ -88,6 +128,10 @@ def product_rows(device: torch.device) -> list[dict[str, Any]]:
                             ways["torch precise, bf16 + add"] = lambda a=a, b=b, y=buffer: y.add_(fast_product(a, b, torch.bfloat16, False))
                     elif not fast:
                         ways["torch"] = lambda a=a, b=b: torch._scaled_mm(a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=torch.bfloat16)
+                if recipe == "blockwise" or add:
+                    ways["cuBLASLt"] = lambda a=a, b=b, y=buffer, add=add: by_cublaslt(y, a, b, False, add)
+                if recipe != "blockwise" and add:
+                    ways["cuBLASLt fast"] = lambda a=a, b=b, y=buffer: by_cublaslt(y, a, b, True, True)
                 if recipe != "rowwise":
                     ways["ours"] = lambda a=a, b=b, y=buffer, add=add: scaled_mm.product(y, a, b, add)
                 for way, call in ways.items():
@@ -122,9 +166,9 @@ def main() -> None:
     made["products"] = product_rows(device)
     for r in made["products"]:
         print(f"{r['linear']:14} {r['gemm']:17} {r['recipe']:11} {r['way']:26} {shown(r['result'])}", flush=True)
-    made["casts"] = cast_rows(device)
+    made["casts"] = cast_rows(device) + gated_rows(device) + (cast_sweep(device) if options.sweep else [])
     for r in made["casts"]:
-        print(f"cast {r['what']:26} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
+        print(f"cast {r['what']:34} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
     if options.sweep:
         made["sweep"] = sweep(device)
         for r in made["sweep"]:

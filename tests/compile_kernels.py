@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
+from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, norm, permute, push, quant, rope, route, scaled_mm
 
 BF = "*bf16"
@@ -61,16 +62,22 @@ def low_precision() -> list[tuple]:
     """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
     found: list[tuple] = []
     sizes = dict(R="i32", C="i32")
-    for mode in range(5):
-        wide = mode == quant.GIVEN
-        code = "*fp8e5" if wide else "*fp8e4nv"
-        amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
-        outs = dict(out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
-        consts = dict(MODE=mode, OUT=True, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
-                      FLOOR=2.0**-100, EVERY=16, SLOTS=32, TILE=quant.TILE)  # fmt: skip
-        found.append((quant._cast, dict(x=BF, **amaxes, **outs, **sizes), consts, dict(num_warps=8)))
+    sources = {quant._cast: dict(x=BF), quant._cast_gated: dict(x=BF), quant._cast_gated_grad: dict(dy=BF, x=BF)}
+    like = torch.empty(0, 0, device="meta")
+    kinds = {quant._cast: like, quant._cast_gated: Gated(like), quant._cast_gated_grad: GatedGrad(like, like)}
+    for kernel, pointers in sources.items():
+        for mode in range(7):
+            if kernel is not quant._cast and mode == quant.SQUARES:
+                continue  # of weights alone
+            wide = mode == quant.GIVEN
+            code = "*fp8e5" if wide else "*fp8e4nv"
+            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
+            outs = dict(out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
+            t = quant.tiles_of(kinds[kernel], mode)
+            consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
+                          FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip
+            found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts, dict(num_warps=t.warps)))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
-    found.append((quant._amax_lines, dict(x=BF, rows_out="*i32", cols_out="*i32", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
     found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
     numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")
     for kinds, out, add in (((0, 0), "*fp32", True), ((0, 0), BF, False), ((1, 2), BF, False), ((1, 1), "*fp32", True)):

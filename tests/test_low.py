@@ -22,6 +22,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
+from phalanx.ops.kernels import OPS
 from phalanx.ops.quant import E2M1, E4M3, E5M2, RECIPES, Scaled, block_amax, cast, dequantize, multipliers, quantize, scaled_product
 from phalanx.optim.config import OptimConfig
 from phalanx.train.build import build
@@ -159,6 +160,7 @@ def low_run(recipe: str, model: str = "low", train: dict | None = None, fp8: dic
     return replace(run, layout=LayoutConfig(bucket_mb=0, **layout))
 
 
+PLAIN = [op for op in OPS if op not in ("swiglu", "quant")]  # the others take long in Triton's interpreter
 LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one process
     "tensorwise, tp2 pp2 dp2": (8, low_run("tensorwise", tp=2, pp=2)),
     "tensorwise, tp2, overlapped": (2, low_run("tensorwise", tp=2, tp_overlap="on")),
@@ -174,6 +176,7 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
     "rowwise, tp2 dp2": (4, low_run("rowwise", tp=2)),
     "rowwise, tp2, overlapped, a layer and names left out": (
         2, low_run("rowwise", fp8=dict(exclude=["*.o_proj.*", "*.0.mlp.*"]), tp=2, tp_overlap="on", train=dict(recompute="pointwise"))),
+    "rowwise, tp2 pp2, the MLP as one op": (4, low_run("rowwise", train=dict(kernels="triton", plain_ops=PLAIN), tp=2, pp=2)),
     "mxfp8, tp2 dp2": (4, low_run("mxfp8", "low-wide", train=dict(micro_batch=4, global_batch=8), tp=2)),
     "nvfp4, tp2 pp2": (4, low_run("nvfp4", "low-wide", tp=2, pp=2)),
     "blockwise, dp2 pp2": (4, low_run("blockwise", "low-wide", pp=2)),

@@ -6,15 +6,19 @@ The interpreter does not round to 8 bits as a GPU does, so the kernels round bef
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.comm.axis import ModelAxes
+from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops import cublaslt
+from phalanx.ops.activation import Gated, GatedGrad, swiglu
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels import scaled_mm
-from phalanx.ops.low_matmul import DY, LowWeight, W, X
+from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gated_mlp, use_low_gated_mlp
+from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
 
 SHAPES = [(16, 16), (48, 272), (272, 144)]
@@ -110,12 +114,74 @@ def test_product_is_that_of_the_plain_twin(m, n, k, recipe, add):
 
 
 def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
-    """Truth: the plain counts of those tiles alone: of 3 x 2 tiles every second is on the left."""
+    """Truth: the plain counts of those tiles alone: every second of a row of tiles, from row to row one further."""
     monkeypatch.setattr(kernels, "LARGE", 6)
     monkeypatch.setattr(kernels, "SAMPLED", 2)
-    x = some(272, 144)
+    x, tile = some(272, 144), kernels.tiles_of(some(272, 144), kernels.GIVEN)
     low, plain = weight_of("delayed", "triton", True), weight_of("delayed", "plain", True)
     low.both(X, x, 0, True)
-    plain.both(X, x[:, :128], 0, True)
-    assert torch.equal(low.counts[X, :, :-1].sum(0), plain.counts[X, :, :-1].sum(0))
+    parts = {(i, j): x[i * tile.rows :, j * tile.columns :][: tile.rows, : tile.columns] for i in range(5) for j in range(2)}
+    for (i, j), part in parts.items():
+        if (i + j) % 2 == 0:
+            plain.both(X, part, 0, True)
+    assert torch.equal(low.counts[X, :, :-1].sum(0), plain.counts[X, :, :-1].sum(0)) and sum(map(torch.numel, parts.values())) == x.numel()
     assert low.counts[X, :, -1].max().int().view(torch.float32) == x.abs().max()
+
+
+@pytest.mark.parametrize("turn", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("shape", [(48, 80), (80, 128)], ids=str)
+def test_what_swiglu_makes_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
+    """Truth: SwiGLU's own kernels and a cast of what they wrote: codes, scales, amaxes and counts to the bit."""
+    rows, inner = shape
+    x, dy = some(rows, 2 * inner), some(rows, inner, seed=1)
+    for which, source in ((X, Gated(x, "triton")), (DY, GatedGrad(dy, x, "triton"))):
+        fused, apart = weight_of(recipe, "triton", recipe == "delayed"), weight_of(recipe, "triton", recipe == "delayed")
+        for made, truth in zip(fused.both(which, source, 1, turn), apart.both(which, source.tensor(), 1, turn)):
+            same(made, truth)
+        assert torch.equal(fused.counts.sum(1)[:, :-1], apart.counts.sum(1)[:, :-1]) and fused.counts[which].sum() > 0
+        assert torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_a_gated_mlp_as_one_op_is_its_parts(recipe):
+    """Truth: the three ops one after another: outputs, gradients, counts to the bit. 80 tokens, 48 features in, 128 inner."""
+    found = []
+    for whole in (True, False):
+        x = some(80, 48).div(8).clamp(-4, 4).requires_grad_()
+        weights = []
+        for rows, columns in ((256, 48), (48, 128)):
+            w = (some(rows, columns, seed=3) / 64).clamp(-1, 1).requires_grad_()
+            w.grad_dtype, w.grad, w.low = torch.float32, torch.ones(rows, columns), weight_of(recipe, "triton", recipe == "delayed")
+            weights.append(w)
+        tp = Axis("tp")
+        assert use_low_gated_mlp(*weights, "triton", x)
+        if whole:
+            y = low_gated_mlp(x, *weights, tp, "triton")
+        else:
+            y = matmul_scatter(swiglu(gather_matmul(x, weights[0], tp), "triton"), weights[1], tp)
+        y.backward(some(80, 48, seed=7).clamp(-10, 10))
+        told = [t for w in weights for t in (w.grad, w.low.counts.sum(1)[:, :-1], w.low.counts[..., -1].amax(1))]
+        found.append([y.detach(), x.grad, *told])
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
+
+
+def test_what_is_asked_of_cublaslt():
+    """Truth: cuBLAS's list of 8-bit operands. The calls themselves need a GPU (tests/gpu/low.py)."""
+    e4, e5, wide, bf = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
+    good = cublaslt.Gemm(256, 512, 1024, (e5, e4, wide), ((0, 0), (0, 0)), False, True, (256, 256, 128))
+    squares = replace(good, dtypes=(e4, e4, bf), blocks=((1, 128), (128, 128)))
+    assert all(map(cublaslt.fits, (good, replace(good, blocks=((1, 0), (1, 0)), m=17), squares, replace(squares, blocks=((1, 128), (1, 128))))))
+    bad = dict(dtypes=(e5, e5, wide), k=1032, n=8, aligned=(256, 8, 256), blocks=((1, 0), (0, 0)), m=0)
+    assert not any(cublaslt.fits(replace(good, **{key: value})) for key, value in bad.items())
+    bad = dict(k=1024 + 128, m=192, n=192, blocks=((128, 128), (128, 128)))
+    assert not any(cublaslt.fits(replace(squares, **{key: value})) for key, value in bad.items())
+
+
+def test_scales_lie_as_cublaslt_reads_them():
+    for block in ((1, 128), (128, 128)):
+        x = some(256, 512)
+        q = quantize(x, block, E4M3, multipliers(block_amax(x, block), E4M3))
+        at = cublaslt.scales_in_order(q)
+        assert at.is_contiguous() and torch.equal(at, q.scales.t() if block[0] == 1 else q.scales)
+    assert cublaslt._alignment(torch.empty(64)[1:]) == 4

@@ -10,7 +10,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
-from phalanx.ops.low_matmul import low_of
+from phalanx.ops.low_matmul import low_gated_mlp, low_of, use_low_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 
 
@@ -26,9 +26,11 @@ class SwiGLU(Module):
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """x (T / tp, D) -> (T / tp, D), whatever the batch."""
-        whole = low_of(self.gate_up) is None and low_of(self.down) is None and not self.env.tape.makes_again("up")  # of one op, no half can be
-        if whole and use_gated_mlp(self.env.twin("mlp"), x, self.down):
+        low, twin, again = low_of(self.gate_up) or low_of(self.down), self.env.twin("swiglu"), self.env.tape.makes_again  # of one op, no half can be
+        if low is None and not again("up") and use_gated_mlp(self.env.twin("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
+        if low is not None and not (again("up") or again("activation")) and use_low_gated_mlp(self.gate_up, self.down, twin, x):
+            return low_gated_mlp(x, self.gate_up, self.down, self.env.tp, twin)
         gate_up = self.env.tape.op("up", lambda x: gather_matmul(x, self.gate_up, self.env.tp), x)
         hidden = self.env.tape.op("activation", lambda x: swiglu(x, self.env.twin("swiglu")), gate_up)
         return matmul_scatter(hidden, self.down, self.env.tp)

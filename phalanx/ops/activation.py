@@ -76,6 +76,48 @@ def _before(last: Tensor, rows: Tensor) -> Tensor:
     return (torch.arange(len(rows), device=rows.device) < last).view(-1, *(1,) * (rows.dim() - 1))
 
 
+@dataclass(frozen=True)
+class Gated:
+    """silu(gate) * up (T, F) of x = [gate, up] (T, 2F), not in memory: made by whoever casts it (kernels.quant), or by `tensor`."""
+
+    x: Tensor
+    kernels: Kernels = "auto"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1] // 2
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def tensor(self) -> Tensor:
+        return swiglu(self.x, self.kernels)
+
+
+@dataclass(frozen=True)
+class GatedGrad:
+    """The gradient (T, 2F) of [gate, up] from dy (T, F), likewise."""
+
+    dy: Tensor
+    x: Tensor
+    kernels: Kernels = "auto"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def tensor(self) -> Tensor:
+        backward = gated_backward
+        if use_triton(self.kernels, self.x):
+            from phalanx.ops.kernels.gated import gated_backward as backward
+        return backward(self.dy, self.x, SWIGLU)[0]
+
+
 class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor | None, gate: Gate, triton: bool) -> Tensor:  # type: ignore[override]

@@ -2,7 +2,8 @@
 
 Between ranks of tp codes travel, not values. A scale that is shared along a dim which is cut over ranks is made of the amax of all of
 them, so codes and scales are those of one process wherever no block of a fixed size is cut. Codes of a weight are made once per step
-(`LowWeight.refresh`), in both orientations: GEMMs of 8 bits want the dim that is summed over to be contiguous.
+(`LowWeight.refresh`), in both orientations: GEMMs of 8 bits want the dim that is summed over to be contiguous. A SwiGLU MLP is one op:
+what its activation makes, and its gradient, are codes from the start.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipliers, quantize, scaled_product
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 
+Source = Tensor | Gated | GatedGrad
 TENSORS = ("activations", "weights", "gradients")
 X, W, DY = range(3)
 Accumulate = Literal["mixed", "fast", "precise"]
@@ -63,12 +66,14 @@ class LowWeight:
                 old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
-    def both(self, which: int, x: Tensor, cut: int, turn: bool) -> tuple[Scaled, Scaled]:
+    def both(self, which: int, x: Source, cut: int, turn: bool) -> tuple[Scaled, Scaled]:
         """Codes of x (R, C) with blocks along its features, and along its rows; the latter of the transposed matrix (C, R) if `turn`.
 
         `cut`: the dim of x that is cut over tp.
         """
-        if self._triton(x):
+        if not isinstance(x, Tensor) and not (self._triton(x.x) and self._takes(x)):
+            x = x.tensor()
+        if not isinstance(x, Tensor) or self._triton(x):
             return self._cast(which, x, cut, turn)
         block = self.recipe.weight if which == W else self.recipe.tokens
         first = self.quantize(which, x, block, cut)
@@ -92,7 +97,12 @@ class LowWeight:
             self.counts[which, 0, :-1] += lost(x, q, format, multiplier)
         return q
 
-    def _cast(self, which: int, x: Tensor, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:
+    def _takes(self, x: Gated | GatedGrad) -> bool:
+        """Whether no block has values of gate and of up."""
+        size = self.recipe.tokens[1]
+        return size < 2 or not isinstance(x, GatedGrad) or x.dy.shape[1] % size == 0
+
+    def _cast(self, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:
         """As `both`, by Triton."""
         from phalanx.ops.kernels import quant as kernels
 
@@ -170,36 +180,57 @@ def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
     return tp.gather(q.codes.view(torch.uint8)), q.scales if q.block[0] == 0 else tp.all_gather(q.scales).wait()
 
 
+def _gather_multiply(q: Scaled, tp: Axis, low: LowWeight, weight: Scaled, fast: bool, y: Tensor) -> tuple[Any, Tensor]:
+    """y (T, out) = the codes of all ranks (n, in) times those of the weight (out, in); what `_gather` returned."""
+    codes, scales = _gather(q, tp)
+    for rows, part in codes.parts():
+        low.product(Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block), weight, y.dtype, fast, out=y[rows])
+    return codes, scales
+
+
+def _multiply_scatter(q: Scaled, tp: Axis, low: LowWeight, weight: Scaled, fast: bool, like: Tensor) -> Any:
+    """The scattering of codes (T, in) times those of the weight (out, in), summed over ranks, in the dtype of `like`."""
+    scattering = tp.scatter(len(q.codes), len(weight.codes), like)
+    for rows, out in scattering.parts():
+        low.product(q.rows(rows), weight, like.dtype, fast, out=out)
+    return scattering
+
+
+def _add_from_gathered(q: Scaled, columns: Scaled, gathered: tuple[Any, Tensor], tp: Axis, low: LowWeight, weight: Tensor,
+                       h: Scaled) -> Tensor | None:  # fmt: skip
+    """Account for the weight's gradient: dy of all ranks (q gathered, `columns` with blocks along tokens), h (in, T)."""
+    if tp.size == 1:
+        return low.add_weight_grad(weight, columns, h)
+    codes, scales = gathered if columns is q else _gather(columns, tp)
+    return low.add_weight_grad(weight, low.turned(Scaled(codes.wait().view(columns.codes.dtype), scales, columns.block)), h)
+
+
+def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, low: LowWeight) -> Scaled:
+    """x (in, T) of all ranks."""
+    return low.turned(Scaled(gathering[0].wait().view(kept.codes.dtype), gathering[1], kept.block)) if gathering else kept
+
+
 class _LowGatherMatmul(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
-        ctx.weight, ctx.bias, ctx.tp, ctx.low, ctx.like = weight, bias, tp, low, x.new_empty(0)
+        ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
         q, kept = low.both(X, x, cut=0, turn=tp.size == 1)
         ctx.block = kept.block
         ctx.save_for_backward(kept.codes, kept.scales)
         y = x.new_empty(len(x) * tp.size, weight.shape[0])
-        codes, scales = _gather(q, tp)
-        for rows, part in codes.parts():
-            whole = Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block)
-            low.product(whole, low.codes(weight)[0], x.dtype, low.fast_forward, out=y[rows])
+        _gather_multiply(q, tp, low, low.codes(weight)[0], low.fast_forward, y)
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
-        codes, scales = ctx.saved_tensors
-        x = Scaled(codes, scales, ctx.block)
+        kept = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
-        gathering = _gather(x, tp) if need_w and tp.size > 1 else None
+        gathering = _gather(kept, tp) if need_w and tp.size > 1 else None
         q, columns = low.both(DY, dy, cut=1, turn=True)
-        scattering = tp.scatter(len(dy), weight.shape[1], dy) if need_x else None
-        if scattering:
-            for rows, out in scattering.parts():
-                low.product(q.rows(rows), low.codes(weight)[1], dy.dtype, low.fast_backward, out=out)
-        if gathering:
-            x = low.turned(Scaled(gathering[0].wait().view(x.codes.dtype), gathering[1], x.block))
-        dw = low.add_weight_grad(weight, columns, x) if need_w else None
+        scattering = _multiply_scatter(q, tp, low, low.codes(weight)[1], low.fast_backward, dy) if need_x else None
+        dw = low.add_weight_grad(weight, columns, _whole_of(kept, gathering, low)) if need_w else None
         return scattering.wait() if scattering else None, dw, db, None, None
 
 
@@ -210,33 +241,53 @@ class _LowMatmulScatter(Function):
         q, kept = low.both(X, h, cut=1, turn=True)
         ctx.block = kept.block
         ctx.save_for_backward(kept.codes, kept.scales)
-        scattering = tp.scatter(len(h), weight.shape[0], h)
-        for rows, out in scattering.parts():
-            low.product(q.rows(rows), low.codes(weight)[0], h.dtype, low.fast_forward, out=out)
-        y = scattering.wait()
+        y = _multiply_scatter(q, tp, low, low.codes(weight)[0], low.fast_forward, h).wait()
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
-        kept = ctx.saved_tensors
-        h = Scaled(kept[0], kept[1], ctx.block)
+        h = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         if not (need_h or need_w):
             return None, None, db, None, None
         q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
-        (codes, scales), dh = _gather(q, tp), dy.new_empty(h.codes.shape[::-1]) if need_h else None
-        if dh is not None:
-            for rows, part in codes.parts():
-                whole = Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block)
-                low.product(whole, low.codes(weight)[1], dy.dtype, low.fast_backward, out=dh[rows])
-        dw = low.add_weight_grad(weight, columns, h) if need_w and tp.size == 1 else None
-        if need_w and tp.size > 1:
-            columns_codes, columns_scales = (codes, scales) if columns is q else _gather(columns, tp)
-            whole = Scaled(columns_codes.wait().view(columns.codes.dtype), columns_scales, columns.block)
-            dw = low.add_weight_grad(weight, low.turned(whole), h)
+        dh = dy.new_empty(h.codes.shape[::-1]) if need_h else None
+        gathered = _gather(q, tp) if dh is None else _gather_multiply(q, tp, low, low.codes(weight)[1], low.fast_backward, dh)
+        dw = _add_from_gathered(q, columns, gathered, tp, low, weight, h) if need_w else None
         return dh, dw, db, None, None
+
+
+class _LowGatedMLP(Function):
+    """_LowGatherMatmul, SwiGLU and _LowMatmulScatter after one another: the same codes, sums and gradients. `up_low`, `low`: of either weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, up_low: LowWeight, low: LowWeight, kernels: Kernels) -> Tensor:  # type: ignore[override]
+        ctx.gate_up, ctx.down, ctx.tp, ctx.lows, ctx.kernels = gate_up, down, tp, (up_low, low), kernels
+        q, x_kept = up_low.both(X, x, cut=0, turn=tp.size == 1)
+        both = x.new_empty(len(x) * tp.size, gate_up.shape[0])
+        _gather_multiply(q, tp, up_low, up_low.codes(gate_up)[0], up_low.fast_forward, both)
+        h, h_kept = low.both(X, Gated(both, kernels), cut=1, turn=True)
+        ctx.blocks = x_kept.block, h_kept.block
+        ctx.save_for_backward(x_kept.codes, x_kept.scales, both, h_kept.codes, h_kept.scales)
+        return _multiply_scatter(h, tp, low, low.codes(down)[0], low.fast_forward, x).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, down, tp, (up_low, low) = ctx.gate_up, ctx.down, ctx.tp, ctx.lows
+        x_codes, x_scales, both, h_codes, h_scales = ctx.saved_tensors
+        x, h = Scaled(x_codes, x_scales, ctx.blocks[0]), Scaled(h_codes, h_scales, ctx.blocks[1])
+        need_x, need_up, need_down = ctx.needs_input_grad[:3]
+        gathering = _gather(x, tp) if need_up and tp.size > 1 else None
+        q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
+        dh = dy.new_empty(h.codes.shape[::-1])
+        gathered = _gather_multiply(q, tp, low, low.codes(down)[1], low.fast_backward, dh)
+        d_down = _add_from_gathered(q, columns, gathered, tp, low, down, h) if need_down else None
+        q, columns = up_low.both(DY, GatedGrad(dh, both, ctx.kernels), cut=1, turn=True)
+        scattering = _multiply_scatter(q, tp, up_low, up_low.codes(gate_up)[1], up_low.fast_backward, dy) if need_x else None
+        d_up = up_low.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_low)) if need_up else None
+        return scattering.wait() if scattering else None, d_up, d_down, None, None, None, None
 
 
 def _rows_of(scales: Tensor, block: tuple[int, int], rows: slice) -> Tensor:
@@ -255,3 +306,14 @@ def low_gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, 
 def low_matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
     """As ops.matmul.matmul_scatter, of the codes of h and weight."""
     return _LowMatmulScatter.apply(h, weight, bias, tp, low)
+
+
+def use_low_gated_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
+    """Whether an MLP with these weights is one op: both are in low precision, and what it saves is saved, casts by Triton. `kernels`: of SwiGLU."""
+    lows = low_of(gate_up), low_of(down)
+    return all(low is not None and use_triton(low.kernels, x) for low in lows) and use_triton(kernels, x)
+
+
+def low_gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, kernels: Kernels = "auto") -> Tensor:
+    """As ops.gated_mlp.gated_mlp, of the codes of x and weights, both in low precision: gate_up (2F, D) stacked, down (D, F)."""
+    return _LowGatedMLP.apply(x, gate_up, down, tp, low_of(gate_up), low_of(down), kernels)

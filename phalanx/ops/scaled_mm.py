@@ -1,4 +1,5 @@
-"""Scaled products on a GPU: torch's own GEMMs where they have a recipe's scales, else a Triton one. ops.quant.scaled_product is their definition.
+"""Scaled products on a GPU: torch's own GEMMs for one scale per tensor or line, cuBLASLt itself (ops.cublaslt) for blocks and for what is added
+to a buffer, a Triton GEMM where neither has them. ops.quant.scaled_product is their definition.
 
 NVIDIA's tensor cores sum 8-bit products in registers of about 14 bits of fraction ("fast"); "precise" moves the sum to fp32 every so
 often (DeepSeek-V3, 2024, section 3.3.2).
@@ -11,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.quant import Scaled
 
 
@@ -24,15 +26,22 @@ def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tens
 
 
 def add_fast_product_(buffer: Tensor, a: Scaled, b: Scaled, fast: bool) -> None:
-    """buffer (M, N) += a b^T. Fast sums of codes with one scale, and products of blocks that torch has not, are added in our GEMM; the rest
-    goes through torch and one more pass over memory."""
+    """buffer (M, N) += a b^T, in the GEMM itself if cuBLASLt is to be had, or for fast sums of codes with one scale and blocks that torch has
+    not; the rest goes through torch and one more pass over memory."""
     blocks = 128 in (*a.block, *b.block)
+    if _by_cublaslt(buffer, a, b, fast and not blocks, add=True):
+        return
     if (fast and a.block == (0, 0)) or (blocks and not _torch_takes(a, b)):
         from phalanx.ops.kernels.scaled_mm import product
 
         product(buffer, a, b, add=True)
     else:
         buffer.add_(fast_product(a, b, torch.float32 if a.block == (0, 0) else torch.bfloat16, fast))
+
+
+def _by_cublaslt(out: Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> bool:
+    library = cublaslt(out.device.index or 0)
+    return library is not None and library.product(out, a, b, fast, add)
 
 
 def _torch(a: Scaled, b: Scaled, a_scales: Tensor, b_scales: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None) -> Tensor:
@@ -42,15 +51,18 @@ def _torch(a: Scaled, b: Scaled, a_scales: Tensor, b_scales: Tensor, dtype: torc
 
 
 def _block_product(a: Scaled, b: Scaled, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is None:
+        out = torch.empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
+    if _by_cublaslt(out, a, b, fast=False, add=False):
+        return out
     if dtype == torch.bfloat16 and _torch_takes(a, b):
         # scales of 1 x 128 with rows side by side in memory, those of 128 x 128 with columns
         a_scales, b_scales = (q.scales.contiguous() if q.block[0] == 128 else q.scales.t().contiguous().t() for q in (a, b))
         return _torch(a, b, a_scales, b_scales.t(), dtype, False, out)
     from phalanx.ops.kernels.scaled_mm import product
 
-    y = torch.empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device) if out is None else out
-    product(y, a, b, add=False)
-    return y
+    product(out, a, b, add=False)
+    return out
 
 
 def _torch_takes(a: Scaled, b: Scaled) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops.activation import Gated, GatedGrad
+from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
@@ -101,6 +103,48 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
     return check
 
 
+def gated_casts(recipe: str) -> Callable[[torch.device], str]:
+    """What SwiGLU makes, and its gradient, cast as it is made: against its own kernels and a cast of what they wrote, on the same GPU."""
+
+    def check(device: torch.device) -> str:
+        for rows, inner in ((272, 144), (1024, 1408)):
+            x, dy = spread_out(rows, 2 * inner).to(device), spread_out(rows, inner, seed=1).to(device)
+            for which, source in ((X, Gated(x)), (DY, GatedGrad(dy, x))):
+                fused, apart = low_of(recipe, "triton", device), low_of(recipe, "triton", device)
+                for i, (a, b) in enumerate(zip(fused.both(which, source, 1, True), apart.both(which, source.tensor(), 1, True))):
+                    same(f"{recipe} {rows} {inner} {which} {i}", a, Scaled(b.codes.cpu(), b.scales.cpu(), b.block))
+                if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
+                    raise AssertionError(f"{recipe} {rows} {inner}: amaxes differ")
+        return "to the bit"
+
+    return check
+
+
+def by_cublaslt(device: torch.device) -> str:
+    """Every GEMM that cuBLASLt is asked for, and which of them it has: against float64 sums of the same codes."""
+    library, told = cublaslt(device.index or 0), []
+    if library is None:
+        raise AssertionError("no cuBLASLt: weights' gradients are added by other GEMMs")
+    m, n, k = 256, 384, 1024
+    kinds = {"one scale": ("tensorwise", False), "lines": ("rowwise", False), "blocks": ("blockwise", False), "squares": ("blockwise", True)}
+    for name, (recipe, weight) in kinds.items():
+        r = RECIPES[recipe]
+        blocks, formats = (r.tokens, r.weight if weight else r.tokens), (r.forward if weight else r.backward, r.forward)
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+        qa, qb = (quantize(x, bl, f, multipliers(block_amax(x, bl), f)) for x, bl, f in zip((a, b), blocks, formats))
+        exact = scaled_product(qa, qb, torch.float64)
+        for add, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+            out = torch.full((m, n), 2.0, dtype=dtype, device=device)
+            if not library.product(out, on(device, qa), on(device, qb), False, add):
+                told.append(f"no {name}{' added' if add else ''}")
+                continue
+            off = ((out.double().cpu() - exact - 2.0 * add).abs().max() / exact.abs().max()).item()
+            if not off <= (2**-11 if add else 2**-8):
+                raise AssertionError(f"{name}, add={add}: off by {off:.2e}")
+            told.append(f"{name}{' added' if add else ''} {off:.0e}")
+    return ", ".join(told)
+
+
 def linear(recipe: str) -> Callable[[torch.device], str]:
     """A whole linear, forward and backward, against the CPU's plain twin of the same recipe: same codes, sums in another order."""
 
@@ -128,8 +172,10 @@ def linear(recipe: str) -> Callable[[torch.device], str]:
 
 def low_checks() -> dict[str, Callable[[torch.device], str]]:
     found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
+    found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
+        found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
         if recipe != "delayed":
             found[f"low precision, product {recipe}"] = products(recipe, True)

@@ -29,6 +29,38 @@ def _places(row, cols, F, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def clamped(raw_gate, raw_up, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr):
+    """Gate, and up with its shift."""
+    gate, up = raw_gate, raw_up
+    if CLAMP:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate, up + SHIFT
+
+
+@triton.jit
+def gated(gate, up, ALPHA: tl.constexpr):
+    """What the activation makes of `clamped` gate and up."""
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+
+
+@triton.jit
+def gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CLAMP: tl.constexpr):
+    """Gradients of gate and up from that of the activation; s = sigmoid(alpha gate)."""
+    dgate = d * up * s * (1.0 + ALPHA * gate * (1.0 - s))
+    dup = d * gate * s
+    if CLAMP:
+        dgate = tl.where(raw_gate <= LIMIT, dgate, 0.0)
+        dup = tl.where(tl.abs(raw_up) <= LIMIT, dup, 0.0)
+    return dgate, dup
+
+
+@triton.jit
+def sigmoid(gate, ALPHA: tl.constexpr):
+    return 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+
+
+@triton.jit
 def _forward(x, weights, last, y, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr,
              PAIRS: tl.constexpr, WEIGH: tl.constexpr, SOME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -38,12 +70,10 @@ def _forward(x, weights, last, y, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, S
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < F
     at_gate, at_up = _places(row, cols, F, PAIRS)
-    gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
-    up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
-    if CLAMP:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    out = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + SHIFT)
+    raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
+    raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
+    gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
+    out = gated(gate, up, ALPHA)
     if WEIGH:
         out = out * tl.load(weights + row).to(WIDE)
     tl.store(y + row * F + cols, out.to(y.dtype.element_ty), mask=mask)
@@ -70,20 +100,12 @@ def _backward(dy, x, weights, last, dx, dweights, F, ALPHA: tl.constexpr, LIMIT:
         at_gate, at_up = _places(row, cols, F, PAIRS)
         raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
         raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
-        gate, up = raw_gate, raw_up
-        if CLAMP:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        s = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
-        up = up + SHIFT
+        gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
+        s = sigmoid(gate, ALPHA)
         if WEIGH:
             sums += d * gate * s * up
             d = d * weight
-        dgate = d * up * s * (1.0 + ALPHA * gate * (1.0 - s))
-        dup = d * gate * s
-        if CLAMP:
-            dgate = tl.where(raw_gate <= LIMIT, dgate, 0.0)
-            dup = tl.where(tl.abs(raw_up) <= LIMIT, dup, 0.0)
+        dgate, dup = gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA, LIMIT, CLAMP)
         tl.store(dx + at_gate, dgate.to(dx.dtype.element_ty), mask=mask)
         tl.store(dx + at_up, dup.to(dx.dtype.element_ty), mask=mask)
     if WEIGH:
