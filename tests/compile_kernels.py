@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
 from phalanx.ops.activation import Gated, GatedGrad
-from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, norm, permute, push, quant, rope, route, scaled_mm
+from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, low_grouped, norm, permute, push, quant, rope, route, scaled_mm
 
 BF = "*bf16"
 
@@ -86,6 +86,33 @@ def low_precision() -> list[tuple]:
         consts = dict(A_KIND=kinds[0], B_KIND=kinds[1], ADD=add, TMA=True, BM=c.m, BN=c.n, BK=128, GROUP=c.group)
         run = dict(num_warps=c.warps, num_stages=c.stages)
         found.append((scaled_mm._scaled_gemm, dict(**codes, out=out, a_scales="*fp32", b_scales="*fp32", **numbers), consts, run))
+    return found + low_experts()
+
+
+def low_experts() -> list[tuple]:
+    """The same of experts."""
+    found: list[tuple] = []
+    for lines in (False, True):
+        pointers = dict(x=BF, ends="*i32", whole="*i32", rows_out="*i32", cols_out="*i32", C="i32", E="i32")
+        found.append((low_grouped._amax, pointers, dict(LINES=lines, APART=int(not lines), TILE=128, E_BLOCK=16), dict(num_warps=8)))
+    for mode in range(5):
+        wide, amax = mode == quant.GIVEN, "*fp32" if mode == quant.GIVEN else "*i32"
+        code = "*fp8e5" if wide else "*fp8e4nv"
+        pointers = dict(x=BF, ends="*i32", row_amax=amax, col_amax=amax, out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
+        consts = dict(MODE=mode, APART=int(mode == quant.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False, FLOOR=2.0**-100,
+                      EVERY=16, SLOTS=32, TILE=128, E_BLOCK=16)  # fmt: skip
+        found.append((low_grouped._cast, dict(**pointers, **dict.fromkeys("RCPE", "i32")), consts, dict(num_warps=8)))
+    for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
+        c = low_grouped.FAST if fast else low_grouped.CAREFUL
+        tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group), dict(num_warps=c.warps, num_stages=c.stages)
+        kinds, left = dict(PER_STEP=per_step, FAST=fast, E_BLOCK=16), "fp8e4nv" if by_row else "fp8e5"
+        scales = dict(a_scales="*fp32", b_scales="*fp32")
+        numbers = dict.fromkeys(("R", "N", "K", "E", "b_rows", "b_cols", "a_row", "a_col", "b_expert", "b_row", "b_col"), "i32")
+        codes = dict(a=f"tensordesc<{left}[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n},128]>", bias=BF, y=BF, ends="*i32")
+        found.append((low_grouped._gemm, dict(**codes, **scales, **numbers), dict(BY_ROW=by_row, RUN=run_of, BIAS=fast, **kinds, **tiles), run))
+        numbers = dict.fromkeys(("M", "N", "E", "dy_row", "dy_group", "x_row", "x_group"), "i32")
+        codes = dict(dy=f"tensordesc<{left}[{c.m},128]>", x=f"tensordesc<fp8e4nv[{c.n},128]>", dw="*fp32", ends="*i32")
+        found.append((low_grouped._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), kinds | tiles, run))
     return found
 
 

@@ -205,6 +205,7 @@ RULES = [
     (f"{FP8}=tensorwise train.seq_length=60 train.micro_batch=1", 1, "train.seq_length", 60, "must be a multiple of 16 with train.fp8.recipe=tensorwise", {"train.fp8.recipe", "train.micro_batch", "layout.tp", "layout.cp"}, (48, 64)),
     (f"{FP8}=blockwise train.micro_batch=4", 1, "train.fp8.recipe", "blockwise", "outputs and inputs of its linears", {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp"}, ("tensorwise", "delayed", "rowwise")),
     (f"{FP8}=rowwise layout.tp=4 model.intermediate_size=160", 4, "train.fp8.recipe", "rowwise", "outputs and inputs of its linears", {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp"}, ()),
+    (f"{QWEN3_MOE} {FP8}=rowwise layout.tp=2 layout.etp=4", 4, "train.fp8.recipe", "rowwise", "outputs and inputs of its linears", {"model.layers.0.mlp.experts.0.down_proj.weight", "nearest sizes", "layout.tp", "layout.etp"}, ()),
     # batch (16, 18, 20) and rampup
     ("train.global_batch=100 train.micro_batch=8", 4, "train.global_batch", 100, "multiple of micro_batch * dp", {"micro_batch * dp", "train.micro_batch", "dp"}, (96, 128)),
     ("train.micro_batch=0", 1, "train.micro_batch", 0, ">= 1", set(), (1, 2)),

@@ -17,6 +17,7 @@ from phalanx.nn.tape import Tape
 from phalanx.ops.context import Form
 from phalanx.ops.exchange import Dispatch
 from phalanx.ops.kernels import Kernels
+from phalanx.ops.low_grouped import LowExperts
 from phalanx.ops.low_matmul import Accumulate, LowWeight
 from phalanx.ops.quant import Recipe
 
@@ -78,9 +79,16 @@ class Env:
         once = list(dict.fromkeys(names))
         if self.low is None or not all(self.low.takes(name) for name in once):
             return None
-        first, *others = (name.removesuffix(".weight") for name in once)
-        name = "+".join((first, *(other.rsplit(".", 1)[-1] for other in others)))
-        return LowWeight(self.low.recipe, name, cut, self.axes, self.twin("quant"), self.low.accumulate)
+        return LowWeight(self.low.recipe, _together(once), cut, self.axes, self.twin("quant"), self.low.accumulate)
+
+    def low_experts(self, names: Iterable[str], count: int, cut: int) -> LowExperts | None:
+        """The same of a stack of `count` experts' matrices (`{}` in a name stands for their number), of which dim `cut` is cut over etp. All or
+        none are in low precision, so that all ranks of ep agree."""
+        once = list(dict.fromkeys(names))
+        if self.low is None or not all(self.low.takes(name.format(e)) for name in once for e in range(count)):
+            return None
+        name = _together([name.replace("{}.", "") for name in once])
+        return LowExperts(self.low.recipe, name, cut, self.axes, self.twin("quant"), self.low.accumulate)
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""
@@ -99,3 +107,9 @@ class Env:
         """Replicas of a parameter that blocks on these pipeline ranks share; None: a block that there is not."""
         members = tuple(sorted({s for s in stages if s is not None}))
         return (Replica("pp", members),) if len(members) > 1 else ()
+
+
+def _together(names: list[str]) -> str:
+    """One name for matrices that are stored together."""
+    first, *others = (name.removesuffix(".weight") for name in names)
+    return "+".join((first, *(other.rsplit(".", 1)[-1] for other in others)))

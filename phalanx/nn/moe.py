@@ -25,6 +25,8 @@ from phalanx.ops import route as ops
 from phalanx.ops.activation import SWIGLU, Gate, gated_rows
 from phalanx.ops.exchange import EXCHANGES, Dispatch
 from phalanx.ops.grouped import Later, grouped_matmul
+from phalanx.ops.low_grouped import LowExperts, low_grouped_matmul
+from phalanx.ops.low_matmul import low_of
 from phalanx.ops.matmul import local_matmul, wide_matmul
 from phalanx.ops.route import BalanceSums, Choice, Router
 
@@ -68,6 +70,11 @@ class ExpertNames:
     down_bias: str = ""
     activation: Gate = field(default=SWIGLU, kw_only=True)
 
+    @property
+    def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the matrices stored as gate and up, and as down."""
+        return (self.gate, self.up), (self.down,)
+
     def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, None]:
         """Storage of this part of gate and up, (N, 2F, D), all gates of an expert before its ups, and of down, (N, D, F)."""
         a, b, width, inner = part.first, part.stop, part.width, part.inner
@@ -88,6 +95,10 @@ class StackedNames:
     down_bias: str
     bias: str = ""
     activation: Gate = field(kw_only=True)
+
+    @property
+    def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (self.gate_up,), (self.down,)
 
     def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
         """Storage of this part of gate and up, (N, 2F, D) with rows in pairs, of down, (N, D, F), and of the bias of gate and up, (N, 2F)."""
@@ -121,6 +132,8 @@ class Experts(Module):
         super().__init__(env)
         gate_up, down, bias = names.matrices(Part.of(env, count, width, inner), std)
         self.gate_up, self.down = self.param(gate_up), self.param(down)
+        for dim, (stack, matrices) in enumerate(zip((self.gate_up, self.down), names.stacks)):  # gate and up by outputs, down by inputs
+            stack.low = env.low_experts(matrices, count, dim)  # type: ignore[attr-defined]
         self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
         self.activation: Gate = names.activation
 
@@ -130,9 +143,15 @@ class Experts(Module):
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
         tape, inputs = self.env.tape, () if weights is None else (weights,)
-        gate_up = tape.op("up", lambda x: grouped_matmul(x, self.gate_up, ends, self.env.twin("grouped"), self.bias, later), x)
+        gate_up = tape.op("up", lambda x: self._multiply(x, self.gate_up, ends, self.bias, later), x)
         hidden = tape.op("activation", partial(self._activate, ends), gate_up, *inputs)
-        return grouped_matmul(hidden, self.down, ends, self.env.twin("grouped"))
+        return self._multiply(hidden, self.down, ends)
+
+    def _multiply(self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
+        low = low_of(weight)
+        if isinstance(low, LowExperts):
+            return low_grouped_matmul(x, weight, ends, low, bias, later)
+        return grouped_matmul(x, weight, ends, self.env.twin("grouped"), bias, later)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         return gated_rows(gate_up, ends, weights, self.activation, self.env.twin("swiglu"))

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from phalanx.ops.kernels import Kernels, use_triton
 
 
-def _segments(ends: Tensor) -> list[slice]:
+def segments(ends: Tensor) -> list[slice]:
     """Rows of each expert, read on the host: on a GPU this waits for the device. On meta, where nothing is known, none."""
     if ends.is_meta:
         return []
@@ -31,7 +31,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None
     y = x.new_zeros(x.shape[0], weight.shape[2])
     if x.is_meta:
         return torch.mm(x, weight[0], out=y)  # which rows are whose is not known; it is as much work
-    for e, rows in enumerate(_segments(ends)):
+    for e, rows in enumerate(segments(ends)):
         torch.mm(x[rows], weight[e], out=y[rows])
         if bias is not None:
             y[rows] += bias[e]
@@ -40,13 +40,13 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None
 
 def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
     """The plain twin of kernels.grouped.add_grouped_product_: buffer[e] (O, I) += dy^T x over the rows of e, widened before multiplying."""
-    for e, rows in enumerate(_segments(ends)):
+    for e, rows in enumerate(segments(ends)):
         buffer[e].addmm_(dy[rows].t().to(buffer.dtype), x[rows].to(buffer.dtype))
 
 
 def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
     """The plain twin of kernels.grouped.add_grouped_sum_: buffer[e] (O,) += the sum of the rows of e."""
-    for e, rows in enumerate(_segments(ends)):
+    for e, rows in enumerate(segments(ends)):
         buffer[e] += dy[rows].sum(0, dtype=buffer.dtype)
 
 
@@ -68,7 +68,7 @@ def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, triton
     return buffer if param.grad is None else None
 
 
-def _add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
+def add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
     """The same for the bias (E, O), the sum of each expert's rows of dy."""
     buffer = torch.zeros_like(param) if param.grad is None else param.grad
     add_sum = add_grouped_sum_
@@ -100,7 +100,7 @@ class _GroupedMatmul(Function):
             ctx.later.append(partial(_add_grouped_grad, weight, dy, x, ends, ctx.triton))
         elif need_w:
             dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton)
-        db = _add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
+        db = add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
         return dx, dw, None, db, None, None
 
 

@@ -43,7 +43,8 @@ class GuardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """Products of the layers' linears in 8 bits or fewer. Embedding, head, routers, attention itself and MLA's down-projections never are."""
+    """Products of the layers' linears and experts in 8 bits or fewer. Embedding, head, routers, attention itself and MLA's
+    down-projections never are."""
 
     recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
     """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise, blockwise (DeepSeek-V3's 1x128

@@ -9,7 +9,7 @@ from math import gcd
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, multiples, no_effect, problem, within
-from phalanx.layout.grid import Coords, Grid
+from phalanx.layout.grid import Grid
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, LowPrecision
 from phalanx.ops.quant import RECIPES
@@ -53,11 +53,12 @@ def check_linears(run: Run) -> list[Problem]:
     if 2 * c.end_layers >= layers:
         because = {"model.num_hidden_layers": layers}
         return [problem(AT, c, "end_layers", "must leave layers between the ends", because, (0, (layers - 1) // 2))]
-    every = local_shapes(key, run.model, run.layout.tp, replace(low, layers=range(layers), exclude=()))
+    cuts = (run.layout.tp, run.layout.etp)
+    every = local_shapes(key, run.model, cuts, replace(low, layers=range(layers), exclude=()))
     idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for names, _ in every for name in names)]
     if idle:
         return [problem(AT, c, "exclude", "must fit names of linears", {"fits none": ", ".join(idle)}, ([g for g in c.exclude if g not in idle],))]
-    linears = local_shapes(key, run.model, run.layout.tp, low)
+    linears = local_shapes(key, run.model, cuts, low)
     if not linears:
         return [problem(AT, c, "exclude", "must leave a linear", {"linears": 0}, ([],))]
     return check_sizes(run, linears)
@@ -78,6 +79,7 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
         name, shape = next(iter(bad.items()))
         near = " x ".join(" or ".join(map(str, multiples(size, unit))) if size % unit else str(size) for size in shape)
         because = {name: " x ".join(map(str, shape)), "nearest sizes": near, "layout.tp": tp}
+        because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
         rule = "the outputs and inputs of its linears, on each rank, must be multiples of its unit (16; mxfp8 32, blockwise 128; or exclude them)"
         fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for _, s in linears for size in s))
         found.append(problem(AT, c, "recipe", rule, because, fitting))  # type: ignore[arg-type]
@@ -85,12 +87,15 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 
 
 @lru_cache(maxsize=16)
-def local_shapes(key: str, model: LlamaConfig | GPT2Config, tp: int, low: LowPrecision) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
-    """Names of the global matrices and (out, in) on the first and the last rank of tp, of each linear in low precision."""
+def local_shapes(key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int],
+                 low: LowPrecision) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:  # fmt: skip
+    """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the first and the last rank of
+    each of the `cuts`, tp and etp."""
     found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
-    for at in {0, tp - 1}:
-        for block in make_blocks(model, Env(grid=Grid(tp=tp), at=Coords(tp=at), low=low), range(num_blocks(model))):
-            for p in block.parameters():
-                if getattr(p, "low", None) is not None:
-                    found[(tuple(piece.name for piece in spec_of(p).pieces), (p.shape[0], p.shape[1]))] = None
+    for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
+        for rank in {0, grid.world - 1}:
+            for block in make_blocks(model, Env(grid=grid, at=grid.coords(rank), low=low), range(num_blocks(model))):
+                for p in block.parameters():
+                    if getattr(p, "low", None) is not None and p.dim() == dims:
+                        found[(tuple(piece.name for piece in spec_of(p).pieces), (p.shape[-2], p.shape[-1]))] = None
     return tuple(found)

@@ -10,9 +10,11 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
+from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, values
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
+from tests.gpu.experts import no_host_sync
 
 ONE = Axis("tp")
 CAST_SHAPES = [(16, 16), (272, 144), (4096, 1408), (1000, 1024)]
@@ -170,6 +172,71 @@ def linear(recipe: str) -> Callable[[torch.device], str]:
     return check
 
 
+ENDS = torch.tensor([300, 1711, 1711, 1712, 3000, 3128, 3129, 4990], dtype=torch.int32)  # of 5100 rows: the rest is nobody's
+
+
+def experts_of(recipe: str, twin: str, device: torch.device) -> LowExperts:
+    low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+    if recipe == "delayed":
+        low.multiplier = torch.tensor([100.0, 100.0, 12000.0], device=device)
+    return low
+
+
+def expert_casts(recipe: str) -> Callable[[torch.device], str]:
+    """Rows of uneven experts, and a stack of matrices: every code, scale and count that is read."""
+
+    def check(device: torch.device) -> str:
+        x, weight = spread_out(5100, 384), spread_out(8 * 256, 384, seed=1).view(8, 256, 384)
+        low, plain = experts_of(recipe, "triton", device), experts_of(recipe, "plain", torch.device("cpu"))
+        low.refresh(weight.to(device))
+        plain.refresh(weight)
+        for i, (a, b) in enumerate(zip(low.codes(weight), plain.codes(weight))):
+            same(f"{recipe} weight {i}", a, b)
+        (a, laid), (b, exact) = low.rows(X, x.to(device), ENDS.to(device)), plain.rows(X, x, ENDS)
+        whole = len(a.scales) == 1
+        same(f"{recipe} rows", Scaled(a.codes[:4990], a.scales if whole else a.scales[:4990], a.block),
+             Scaled(b.codes[:4990], b.scales if whole else b.scales[:4990], b.block))  # fmt: skip
+        tiles = int(((ENDS.diff(prepend=torch.zeros(1, dtype=torch.int32)) + 127) // 128).sum())
+        at = Places.of(ENDS, 5100, tiles)
+        laid, exact = (Scaled(q.codes[:, : 128 * tiles].cpu(), q.scales.cpu(), q.block).turned() for q in (laid, exact))
+        if not torch.equal(values(laid, at.group_P, torch.float32), values(exact, at.group_P, torch.float32)):
+            raise AssertionError(f"{recipe}: codes by places differ")
+        if not torch.equal(low.counts.cpu()[..., :-1].sum(1), plain.counts[..., :-1].sum(1)):  # type: ignore[index]
+            raise AssertionError(f"{recipe}: counts differ")
+        return "to the bit"
+
+    return check
+
+
+def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
+    """The products of a stack of experts, forward and backward, without a wait of the host, against the CPU's plain twin: same codes, sums in
+    another order."""
+
+    def check(device: torch.device) -> str:
+        found = []
+        for where, twin in ((device, "auto"), (torch.device("cpu"), "plain")):
+            sizes = enumerate(((5100, 384), (8, 256, 384), (8, 256), (5100, 256)))
+            x, w, bias, dy = (torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(where) for i, s in sizes)
+            ends = ENDS.to(where)
+            weight = w.requires_grad_()
+            weight.grad_dtype, weight.grad = torch.float32, torch.full((8, 256, 384), 3.0, device=where)
+            low = experts_of(recipe, twin, where)
+            low.fast_forward = low.fast_backward = fast
+            x[4990:], dy[4990:] = torch.nan, torch.nan
+            x = x.requires_grad_()
+            with no_host_sync(where):
+                y = low_grouped_matmul(x, weight, ends, low, bias)
+                y.backward(dy)
+            found.append([t.detach().double().cpu() for t in (y[:4990], x.grad[:4990], weight.grad)])  # type: ignore[union-attr,index]
+        worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*found))
+        if not worst <= 2**-7:
+            raise AssertionError(f"off by {worst:.2e}")
+        return f"{worst:.1e}"
+
+    return check
+
+
 def low_checks() -> dict[str, Callable[[torch.device], str]]:
     found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
@@ -177,6 +244,9 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
+        found[f"low precision, casts of experts {recipe}"] = expert_casts(recipe)
+        for fast in (False, True):
+            found[f"low precision, experts {recipe}, {'fast' if fast else 'precise'} sums"] = expert_layer(recipe, fast)
         if recipe != "delayed":
             found[f"low precision, product {recipe}"] = products(recipe, True)
             found[f"low precision, weight gradient {recipe}"] = products(recipe, False)

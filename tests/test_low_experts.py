@@ -1,0 +1,288 @@
+"""Experts in low precision (train.fp8): casts and products against torch expert by expert, kernels against their plain twins to the bit,
+layouts against one process."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import ModelAxes
+from phalanx.comm.debug import Site
+from phalanx.models.moe_config import MixtralConfig
+from phalanx.ops.grouped import grouped_matmul
+from phalanx.ops.low_grouped import PLACE, LowExperts, Places, low_grouped_matmul, tiles_for, values
+from phalanx.ops.low_matmul import DY, X
+from phalanx.ops.quant import COUNTS, RECIPES, SLOTS, Recipe, Scaled, block_amax, dequantize, multipliers, quantize
+from tests import parity
+from tests.pool import RanksFailed
+from tests.test_low import low_run
+from tests.test_low_kernels import same, some
+
+GPU_RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+ENDS = torch.tensor([37, 37, 165, 200], dtype=torch.int32)  # one has none, one more than a tile; 12 rows are nobody's
+ROWS, OUT, IN = 212, 144, 272
+
+
+def experts_of(recipe: str, twin: str, given: bool = False) -> LowExperts:
+    low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
+    if given:
+        low.multiplier = torch.tensor([3.0, 40.0, 0.01])
+    return low
+
+
+def rows_of(count: int = ROWS, width: int = IN, seed: int = 0) -> Tensor:
+    x = some(count, width, seed=seed)
+    x[int(ENDS[-1]) :] = math.nan  # never read
+    return x
+
+
+def stack(seed: int = 1, outer: int = OUT) -> Tensor:
+    return some(4 * outer, IN, seed=seed).view(4, outer, IN)
+
+
+def used(q: Scaled, by_places: bool) -> Scaled:
+    """Without what nobody reads: rows past the last end, places past the last tile."""
+    if not by_places:
+        return Scaled(q.codes[: ENDS[-1]], q.scales[: ENDS[-1]] if len(q.scales) == ROWS else q.scales, q.block)
+    tiles = int(((ENDS.diff(prepend=torch.zeros(1, dtype=torch.int32)) + PLACE - 1) // PLACE).sum())
+    scales = q.scales if q.scales.shape[1] < tiles_for(ROWS, 4) else q.scales[:, :tiles]
+    return Scaled(q.codes[:, : tiles * PLACE], scales, q.block)
+
+
+def filled(q: Scaled) -> Scaled:
+    """Scales of an expert without rows are anything."""
+    if q.scales.shape[1] != 4:
+        return q
+    scales = q.scales.clone()
+    scales[:, 1] = 1.0
+    return Scaled(q.codes, scales, q.block)
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_casts_are_those_of_the_plain_twin(recipe):
+    for which in (X, DY):
+        low, plain = (experts_of(recipe, twin, recipe == "delayed") for twin in ("triton", "plain"))
+        found, exact = (twin.rows(which, rows_of(), ENDS) for twin in (low, plain))
+        same(used(found[0], False), used(exact[0], False))
+        same(filled(used(found[1], True)), filled(used(exact[1], True)))
+        seen = low.counts[..., -1].amax(1).int().view(torch.float32)
+        assert torch.equal(seen, plain.amax) and torch.equal(low.counts[..., :-1].sum(1), plain.counts[..., :-1].sum(1))
+        assert low.counts[which].sum(0)[2] == int(ENDS[-1]) * IN
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_weights_are_cast_where_they_were(recipe):
+    outer = 256 if recipe == "blockwise" else OUT
+    low, plain = (experts_of(recipe, twin, recipe == "delayed") for twin in ("triton", "plain"))
+    low.refresh(stack(1, outer))
+    before = [(q.codes.data_ptr(), q.scales.data_ptr()) for q in low.codes(torch.empty(0))]
+    low.refresh(stack(2, outer))
+    plain.refresh(stack(2, outer))
+    for q, truth, where in zip(low.codes(torch.empty(0)), plain.codes(torch.empty(0)), before):
+        same(q, truth)
+        assert (q.codes.data_ptr(), q.scales.data_ptr()) == where
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_expert_is_cast_by_itself(recipe):
+    """Truth: ops.quant of each expert's rows alone; where one number is for all rows, with that."""
+    r, low = RECIPES[recipe], experts_of(recipe, "plain")
+    clean = torch.where((torch.arange(ROWS) < ENDS[-1]).unsqueeze(1), rows_of(), 0)
+    forward, by_places = low.rows(X, rows_of(), ENDS)
+    at, first = Places.of(ENDS, ROWS, tiles_for(ROWS, 4)), 0
+    found, laid = values(forward, at.group_R, torch.float32), values(by_places.turned(), at.group_P, torch.float32)
+    for a, b in zip([0, *ENDS.tolist()], ENDS.tolist()):
+        if b > a:
+            same_values(found[a:b], clean[a:b], r.tokens, r, clean)
+            same_values(laid[first : first + b - a], clean[a:b], r.tokens[::-1], r, clean)
+        first += -(-(b - a) // PLACE) * PLACE
+    weight = stack(outer=256)
+    low.refresh(weight)
+    whole = values(low.codes(weight)[1].turned(), torch.arange(4).repeat_interleave(256), torch.float32).view(4, 256, IN)
+    for e in range(4):
+        same_values(whole[e], weight[e], r.weight[::-1], r, weight[e])
+
+
+def same_values(found: Tensor, x: Tensor, block: tuple[int, int], r: Recipe, whole: Tensor) -> None:
+    """x in blocks of its own; `whole`: what a scale of everything is of."""
+    amax = block_amax(whole if block == (0, 0) else x, block)
+    truth = quantize(x, block, r.forward, multipliers(amax, r.forward, r.scale, whole.float().abs().max()))
+    torch.testing.assert_close(found, dequantize(truth, torch.float32), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_near_those_of_values(recipe, biased):
+    """Truth: the grouped matmul in fp32; as near as the formats are fine."""
+    torch.manual_seed(1)
+    outer = 256 if recipe == "blockwise" else OUT
+    x, weight, bias, dy = (torch.randn(*s) for s in ((ROWS, IN), (4, outer, IN), (4, outer), (ROWS, outer)))
+    found = []
+    for low in (experts_of(recipe, "plain"), None):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        more = leaves[2] if biased else None
+        y = grouped_matmul(leaves[0], leaves[1], ENDS, "plain", more) if low is None else low_grouped_matmul(leaves[0], leaves[1], ENDS, low, more)
+        y.backward(dy)
+        found.append([y.detach(), *(t.grad for t in leaves[: 2 + biased])])
+    for ours, truth in zip(*found):
+        off = ((ours - truth).norm() / truth.norm()).item()
+        assert off < {"nvfp4": 0.2, "tensorwise": 0.08, "delayed": 0.08}.get(recipe, 0.06)
+        assert off > 1e-3 or ours.shape == bias.shape  # the bias has no codes
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_products_are_those_of_the_plain_twin(recipe, fast):
+    """Same codes, sums in another order; gradients come on top of what is there; rows that are nobody's are not read."""
+    outer = 256 if recipe == "blockwise" else OUT
+    inner = 384 if recipe == "blockwise" else IN
+    found = []
+    for twin in ("triton", "plain"):
+        low = experts_of(recipe, twin)
+        if recipe == "delayed":
+            low.multiplier = torch.tensor([90.0, 100.0, 10000.0])
+        low.fast_forward = low.fast_backward = fast
+        torch.manual_seed(3)
+        x, weight, bias, dy = (torch.randn(*s) for s in ((ROWS, inner), (4, outer, inner), (4, outer), (ROWS, outer)))
+        x[200:], dy[200:] = math.nan, math.nan
+        x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
+        weight.grad = torch.full_like(weight, 3.0)
+        y = low_grouped_matmul(x, weight, ENDS, low, bias)
+        y.backward(dy)
+        found.append([y.detach()[:200], x.grad[:200], weight.grad, bias.grad])
+    for ours, truth in zip(*found):
+        torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("twin, rows", [("triton", 5), ("triton", 0), ("plain", 5), ("plain", 0)])
+def test_no_rows_at_all(twin, rows):
+    for recipe in GPU_RECIPES if twin == "plain" else ("tensorwise", "blockwise"):
+        low, ends = experts_of(recipe, twin), torch.zeros(2, dtype=torch.int32)
+        weight = torch.randn(2, 128, 128).requires_grad_()
+        weight.grad = torch.full_like(weight, 3.0)
+        x = torch.randn(rows, 128).requires_grad_()
+        low_grouped_matmul(x, weight, ends, low).sum().backward()
+        assert (weight.grad == 3.0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("twin", ["triton", "plain"])
+def test_what_is_no_number_reaches_the_product(bad, twin):
+    for recipe in GPU_RECIPES:
+        low, x = experts_of(recipe, twin, recipe == "delayed"), torch.randn(ROWS, 256)
+        x[50, 7] = bad
+        forward, by_places = low.rows(X, x, ENDS)
+        at = Places.of(ENDS, ROWS, tiles_for(ROWS, 4))
+        assert not values(forward, at.group_R, torch.float32)[50, 7].isfinite(), recipe
+        assert not values(by_places.turned(), at.group_P, torch.float32)[PLACE + 13, 7].isfinite(), recipe  # the second tile's 50 - 37
+
+
+def test_weight_gradients_can_wait():
+    low, later = experts_of("rowwise", "plain"), []
+    weight = torch.randn(4, OUT, IN).requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    x = torch.randn(ROWS, IN).requires_grad_()
+    low_grouped_matmul(x, weight, ENDS, low, later=later).sum().backward()  # type: ignore[arg-type]
+    assert x.grad is not None and not weight.grad.any() and len(later) == 1
+    later.pop()()
+    assert weight.grad.any()
+
+
+# ---- layouts -------------------------------------------------------------------------------------------------------------------
+
+STEPS = 2
+NARROW = MixtralConfig(
+    vocab_size=131, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.0,
+)  # fmt: skip
+parity.MODELS["low-mixtral"] = NARROW
+parity.MODELS["low-mixtral-wide"] = replace(NARROW, hidden_size=128, intermediate_size=128, num_local_experts=4)
+parity.MODELS["low-gpt-oss"] = replace(
+    parity.MODELS["gpt_oss"], hidden_size=64, intermediate_size=32, head_dim=16, router_aux_loss_coef=0.0, router_z_loss_coef=0.0,
+)  # fmt: skip
+EXPERTS = dict(exclude=["*.self_attn.*"])  # in the recipe experts alone
+
+
+def case(world: int, recipe: str, model: str = "low-mixtral", fp8: dict | None = None, train: dict | None = None, together: int = 1, **layout):
+    """`together`: micro-batches of so many ranks go through experts at once; one process has them in one."""
+    size = dict(global_batch=4, micro_batch=2 // together) | (train or {})
+    run = low_run(recipe, model, size, fp8, **layout)
+    alone = replace(run, train=replace(run.train, micro_batch=size["micro_batch"] * together))
+    return world, run, alone
+
+
+ONE_EACH = dict(global_batch=2, micro_batch=1)  # on two data-parallel ranks: what goes through experts at once is the whole batch
+LAYOUTS = {  # no block of a scale is cut or joined in these: the same codes as on one process
+    "tensorwise, ep2 in tp2": case(2, "tensorwise", tp=2, ep=2, dispatch="allgather"),
+    "tensorwise, tp2, all experts on each rank": case(2, "tensorwise", tp=2),
+    "tensorwise, ep2, cp2 tp2": case(4, "tensorwise", tp=2, cp=2, ep=2),
+    "tensorwise, ep2 x etp2 in tp4, pp2": case(8, "tensorwise", fp8=EXPERTS, tp=4, pp=2, ep=2, etp=2, dispatch="alltoall"),
+    "tensorwise, ep2 over dp2": case(2, "tensorwise", fp8=EXPERTS, together=2, train=ONE_EACH, ep=2, dispatch="push"),
+    "tensorwise, ep4 over tp2 dp2, full recompute": case(
+        4, "tensorwise", fp8=EXPERTS, together=2, train=dict(ONE_EACH, recompute="full"), tp=2, ep=4, dispatch="alltoall"),
+    "delayed, ep2 over dp2, level 3": case(2, "delayed", fp8=dict(EXPERTS, history=2), together=2, train=ONE_EACH, ep=2, sharding=3),
+    "delayed, ep2 x etp2 over dp2 tp2, pp2": case(
+        8, "delayed", fp8=dict(EXPERTS, history=2), together=2, train=ONE_EACH, tp=2, ep=2, etp=2, pp=2, dispatch="push"),
+    "delayed, gpt-oss, ep4 over tp2 dp2, level 2": case(
+        4, "delayed", "low-gpt-oss", EXPERTS, ONE_EACH, together=2, tp=2, ep=4, sharding=2, dispatch="push"),
+    "rowwise, ep2 x etp2 in tp4": case(4, "rowwise", fp8=EXPERTS, tp=4, ep=2, etp=2, dispatch="push"),
+    "rowwise, etp2 in tp2, dp2, experts again": case(4, "rowwise", train=dict(recompute_ops=["experts"]), tp=2, etp=2),
+    "blockwise, ep2 in tp2": case(2, "blockwise", "low-mixtral-wide", EXPERTS, dict(global_batch=16, micro_batch=16), tp=2, ep=2),
+    "mxfp8, ep2 in tp2": case(2, "mxfp8", fp8=EXPERTS, train=dict(micro_batch=4), tp=2, ep=2, dispatch="alltoall"),
+    "nvfp4, etp2 in tp2": case(2, "nvfp4", fp8=EXPERTS, tp=2, etp=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_agree_with_one_process(ranks, name):
+    """Emulated in float64: a code that differs anywhere would show as a difference of 1e-2, far more than the bound of 1e-9."""
+    world, run, alone = LAYOUTS[name]
+    truth = parity.truth_of(ranks, alone, STEPS, False)
+    plain = parity.truth_of(ranks, replace(alone, train=replace(alone.train, fp8=None)), STEPS, False)
+    assert 1e-6 < abs(truth["losses"][1][0] / plain["losses"][1][0] - 1) < 0.1  # it does round
+    parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS), truth, STEPS)
+
+
+@pytest.mark.parametrize("recipe, layout", [("rowwise", dict(tp=2)), ("mxfp8", dict(ep=2))], ids=str)
+def test_cut_and_joined_rows_stay_near(ranks, recipe, layout):
+    """An expert's rows are cut over ranks, or those of two micro-batches go together: the scales of weights' gradients differ. All other codes
+    are the same, and so the losses of the first step; the gradients are as near to the run without train.fp8 as those of one process."""
+    _, run, _ = case(2, recipe, fp8=EXPERTS, train=dict(micro_batch=2, global_batch=4), **layout)
+    plain = parity.truth_of(ranks, replace(run, train=replace(run.train, fp8=None)), 1, False)
+    alone = parity.truth_of(ranks, run, 1, False)
+    found = ranks.run("tests.parity:run_layout", 2, run, 1)
+    np.testing.assert_allclose(found[0]["losses"], alone["losses"], rtol=1e-10)
+    grads = parity.assemble([r["grads"][0] for r in found])
+    differing = 0
+    for name, exact in plain["grads"][0].items():
+        if ".experts." in name:
+            near = [np.linalg.norm(g[name] - exact) / np.linalg.norm(exact) for g in (grads, alone["grads"][0])]
+            assert near[0] <= 1.5 * near[1] + 0.02, (name, near)
+            differing += bool(np.abs(grads[name] - alone["grads"][0][name]).max() > 1e-6 * np.abs(exact).max())
+    assert differing
+
+
+def test_each_collective_matters(ranks):
+    """Each all-reduce of an amax, found by tracing, is dropped once: the comparison must fail."""
+    homes: dict[Site, list[str]] = {}
+    names = ("tensorwise, ep2 in tp2", "tensorwise, ep2, cp2 tp2", "rowwise, ep2 x etp2 in tp4", "nvfp4, etp2 in tp2")
+    for name in names:
+        world, run, _ = LAYOUTS[name]
+        for result in ranks.run("tests.parity:run_layout", world, run, 1, False, None, True):
+            for site in map(Site._make, result["sites"]):
+                if site.file == "ops/low_grouped.py":
+                    homes.setdefault(site, [])
+                    homes[site] += [name] if name not in homes[site] else []
+    assert {site.axis for site in homes} == {"tp", "tp x cp", "etp"}
+    for site, found in homes.items():
+        world, run, alone = LAYOUTS[random.Random(1).choice(found)]
+        truth = parity.truth_of(ranks, alone, 1, False)
+        with pytest.raises((AssertionError, RanksFailed)):
+            parity.compare(ranks.run("tests.parity:run_layout", world, run, 1, False, site, timeout=60.0), truth, 1)
