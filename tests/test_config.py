@@ -185,7 +185,6 @@ RULES = [
     (f"{MIXTRAL} layout.sharding=3 layout.shard_group=3 layout.ep=2 train.global_batch=12", 12, "layout.shard_group", 3, "one divides the other", {"shard_group * tp", "ep * etp"}, (2, 4)),
     (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "sizes that the host need not wait for", {"layout.dispatch"}, ("auto", "off")),
     (f"{MIXTRAL} train.plain_ops=[grouped] train.cuda_graphs=on", 1, "train.cuda_graphs", "on", "do not count their rows", {"train.kernels", "train.plain_ops"}, ("auto", "off")),
-    ("layout.sharding=2 train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "weights and gradients that stay where they are", {"layout.sharding"}, ("auto", "off")),
     ("layout.bucket_mb=0", 1, "layout.bucket_mb", 0, ">= 1", set(), (1, 2)),
     ("optim.moments=bf16 optim.beta2=0.999", 1, "optim.beta2", 0.999, "must be <= 0.99 with bf16 moments", {"optim.moments"}, (0.95, 0.99)),
     ("optim.moments=bf16 optim.beta1=0.995", 1, "optim.beta1", 0.995, "must be <= 0.99 with bf16 moments", {"optim.moments"}, (0.95, 0.99)),
