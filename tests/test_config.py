@@ -200,7 +200,6 @@ RULES = [
     (f"{FP8}=tensorwise train.fp8.end_layers=2", 1, "train.fp8.end_layers", 2, "must leave layers between the ends", {"model.num_hidden_layers"}, (1,)),
     (f"{FP8}=tensorwise train.fp8.exclude=['*.o_porj.*']", 1, "train.fp8.exclude", ["*.o_porj.*"], "must fit names of linears", {"fits none"}, ([],)),
     (f"{FP8}=tensorwise train.fp8.exclude=['*']", 1, "train.fp8.exclude", ["*"], "must leave a linear", {"linears"}, ([],)),
-    (f"{FP8}=tensorwise train.precision=fp16", 1, "train.precision", "fp16", "must be bf16 with train.fp8", {"train.fp8.recipe"}, ("bf16", "fp32")),
     (f"{FP8}=tensorwise train.seq_length=60 train.micro_batch=1", 1, "train.seq_length", 60, "must be a multiple of 16 with train.fp8.recipe=tensorwise", {"train.fp8.recipe", "train.micro_batch", "layout.tp", "layout.cp"}, (48, 64)),
     (f"{FP8}=blockwise train.micro_batch=4", 1, "train.fp8.recipe", "blockwise", "outputs and inputs of its linears", {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp"}, ("tensorwise", "delayed", "rowwise")),
     (f"{FP8}=rowwise layout.tp=4 model.intermediate_size=160", 4, "train.fp8.recipe", "rowwise", "outputs and inputs of its linears", {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp"}, ()),
