@@ -156,6 +156,7 @@ FEATURES = (
     sharded("no prefetch", "", 2, prefetch=0),
     sharded("groups", "groups", 1, 4, shard_group=2),
     sharded("groups, optimizer over all", "groups", 1, 4, shard_group=2, shard_across="optimizer"),
+    Feature("places for CUDA graphs", "Sharding", train={"cuda_graphs": "on"}, least=2, data=2, micro=2),
     Feature("large buckets", "Sharding", layout={"bucket_mb": 100}),
     Feature("packed documents", "Data", documents=True),
     Feature("accumulation", "Data", micro=3),

@@ -23,15 +23,16 @@ from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
 from phalanx.ops.kernels import OPS
+from phalanx.ops.low_matmul import DY
 from phalanx.ops.quant import E2M1, E4M3, E5M2, RECIPES, Scaled, block_amax, cast, dequantize, multipliers, quantize, scaled_product
 from phalanx.optim.config import OptimConfig
-from phalanx.train.build import build
+from phalanx.train.build import build, init_weights
 from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.train.main import train
 from phalanx.train.memory import rank_uses
 from phalanx.train.plan import make_plan
 from phalanx.train.shadow import apart
-from phalanx.train.step import accumulate, shadow_of
+from phalanx.train.step import accumulate, shadow_of, train_step
 from tests import parity
 from tests.pool import RanksFailed
 
@@ -238,6 +239,30 @@ def test_each_collective_matters(ranks):
         except (AssertionError, RanksFailed):
             pass
     assert not survivors
+
+
+def histories(rank: int, world: int, run: Run) -> list[tuple[float, np.ndarray]]:
+    """The loss scale for the next step, and the largest gradients of the last, of each step."""
+    plan = make_plan(run, world)
+    state = build(plan, mesh := Mesh(plan.grid, rank))
+    init_weights(state)
+    state.train()
+    found = []
+    for step in range(6):
+        train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3)
+        found.append((state.scaler.scale.item(), state.low.history[:, DY, 0].clone().numpy()))
+    return found
+
+
+def test_histories_follow_the_loss_scale(ranks):
+    """fp16: a scale that doubles with every second step changes what is cast by powers of two, and so nothing else."""
+    given = dict(precision="fp16", loss_scale=64.0)
+    still, growing = (low_run("delayed", train={**given, "loss_scale_window": n}, fp8=dict(history=2)) for n in (1000, 2))
+    [truth], [found] = (ranks.run("tests.test_low:histories", 1, run) for run in (still, growing))
+    assert [scale for scale, _ in truth] == [64.0] * 6 and [scale for scale, _ in found] == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0]
+    for (one, a), (two, b) in zip(truth, found):
+        assert (a > 0).all()
+        np.testing.assert_allclose(b / two, a / one, rtol=0.05)
 
 
 def run_shadow(rank: int, world: int, run: Run, drop: bool = False) -> np.ndarray:

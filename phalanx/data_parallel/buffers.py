@@ -31,6 +31,7 @@ from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 from phalanx.ops.shard import Shard
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
+from phalanx.schedule.places import Places
 
 
 def allocate(x: Tensor) -> None:
@@ -43,23 +44,31 @@ def let_go(x: Tensor) -> None:
     x.untyped_storage().resize_(0)
 
 
+def _memory(place: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) at a place, or in zeroed memory of its own."""
+    return torch.zeros(numel, dtype=dtype, device=device) if place is None else place[:numel]
+
+
 class FlatBucket:
     """One bucket on one rank.
 
-    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are views: without
-                   memory while the bucket is not gathered (level 3) or not open (levels 2 and 3)
+    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are views: without memory
+                   (or with that of a place, in which then another may lie) while the bucket is not gathered (level 3) or open (2 and 3)
     weight_kept    the weights that are always here, from element number `weight_at` on; below level 3 all of `weight`
     grad_kept      the same of gradients, from `grad_at`; below level 2 all of `grad`
     part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it alone counts
     master         (hi - lo,) in the master dtype
     tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and stay whole at every level;
                    0: in whatever order is fastest
+    places         memory where weights, and gradients, always come to and which others use when they are not here; None: memory is taken
+                   and given back each time
 
     Without training there are no gradients, and the weights are their own masters. So it is with frozen parameters, and with those that
     are not trained: these are whole on every rank, in the master dtype.
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0):
+    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0,
+                 places: tuple[Tensor | None, Tensor | None] = (None, None)):  # fmt: skip
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
         elif bucket.frozen or not training:
@@ -70,8 +79,9 @@ class FlatBucket:
         at = self.groups.inner.index, self.groups.outer.index
         self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
         self.lo, self.hi = self.cut.updated(*at)
-        self.weight = torch.zeros(bucket.numel, dtype=precision.compute, device=device)
-        self.grad = torch.zeros(bucket.numel if self.training else 0, dtype=precision.master, device=device)
+        self.weight_comes, self.grad_comes = (self.cut.cuts_weights and places[0] is None), (self.cut.cuts_gradients and places[1] is None)
+        self.weight = _memory(places[0], bucket.numel, precision.compute, device)
+        self.grad = _memory(places[1], bucket.numel if self.training else 0, precision.master, device)
         self.weight_at, self.weight_kept = self._kept(self.weight, self.cut.cuts_weights)
         self.grad_at, self.grad_kept = self._kept(self.grad, self.cut.cuts_gradients)
         own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
@@ -114,16 +124,16 @@ class FlatBucket:
             if self.training:
                 p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
                 p.grad = self.grad[view].view(slot.spec.shape)
-        if self.cut.cuts_gradients:
+        if self.grad_comes:
             let_go(self.grad)
-        if self.cut.cuts_weights:
-            let_go(self.weight)
+        self.free()
 
     # ---- gradients
 
     def open(self) -> None:
         """Give the gradients memory, zero."""
-        allocate(self.grad)
+        if self.grad_comes:
+            allocate(self.grad)
         self.grad.zero_()
 
     def reduce(self) -> None:
@@ -161,6 +171,7 @@ class FlatBucket:
         self._reducing = None
         if self.cut.cuts_gradients:
             self.grad_kept.add_(self.grad[slice(*self.part)])
+        if self.grad_comes:
             let_go(self.grad)
         if last:
             self._share()
@@ -248,7 +259,8 @@ class FlatBucket:
     def fetch(self) -> None:
         """Give the weights memory and start gathering all parts into it."""
         self.ready()
-        allocate(self.weight)
+        if self.weight_comes:
+            allocate(self.weight)
         self._gathering = self.groups.gather.all_gather_to(self.weight, self.weight_kept, async_op=True)
 
     def ready(self) -> None:
@@ -258,7 +270,8 @@ class FlatBucket:
             self._gathering = None
 
     def free(self) -> None:
-        let_go(self.weight)
+        if self.weight_comes:
+            let_go(self.weight)
 
 
 def sum_together(axis: Axis, views: list[Tensor]) -> None:
@@ -273,15 +286,30 @@ def sum_together(axis: Axis, views: list[Tensor]) -> None:
             view.copy_(part)
 
 
+def _memory_of(places: Places | None, precision: Precision, device: torch.device) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
+    """The places of a bucket's weights and gradients, None where it has none."""
+    if places is None:
+        return lambda bucket: (None, None)
+    weights = [torch.zeros(n, dtype=precision.compute, device=device) for n in places.weight_sizes]
+    grads = [torch.zeros(n, dtype=precision.master, device=device) for n in places.gradient_sizes]
+
+    def of(bucket: int) -> tuple[Tensor | None, Tensor | None]:
+        weight, grad = places.weights.get(bucket), places.gradients.get(bucket)
+        return None if weight is None else weights[weight], None if grad is None else grads[grad]
+
+    return of
+
+
 class Buffers:
     """All buckets of one rank."""
 
     def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
-                 training: bool = True, leaves: int = 0):  # fmt: skip
+                 training: bool = True, leaves: int = 0, places: Places | None = None):  # fmt: skip
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
+        memory = _memory_of(places, precision, mesh.device)
         for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
-            flat = FlatBucket(bucket, mesh, precision, sharding, training, leaves)
+            flat = FlatBucket(bucket, mesh, precision, sharding, training, leaves, memory(bucket.id))
             flat.attach(params)
             self.flat.append(flat)
 

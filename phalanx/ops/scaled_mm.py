@@ -20,8 +20,9 @@ def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tens
     """a (M, K), b (N, K), codes contiguous -> a b^T (M, N) in `dtype`, in `out` if given. Products of blocks are always precise."""
     if 128 in (*a.block, *b.block):
         return _block_product(a, b, dtype, out)
-    if dtype == torch.float32 and a.block == (1, 0):  # torch's GEMM with a scale per line writes bf16
-        return fast_product(a, b, torch.bfloat16, fast).float()
+    if dtype != torch.bfloat16 and a.block == (1, 0):  # torch's GEMM with a scale per line writes bf16
+        y = fast_product(a, b, torch.bfloat16, fast)
+        return y.to(dtype) if out is None else out.copy_(y)
     return _torch(a, b, a.scales.contiguous(), b.scales.t().contiguous(), dtype, fast, out)
 
 

@@ -15,12 +15,22 @@ from phalanx.train.plan import Plan
 
 
 def passing_bytes(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision) -> dict[str, int]:
-    """Weights gathered and gradients open at the moment when together they are most (sharding levels 2 and 3)."""
+    """Weights gathered and gradients open at the moment when together they are most (sharding levels 2 and 3); with fixed places none."""
+    if plan.fixed_places:
+        return {"weights": 0, "gradients": 0}
     flows = {b.id: plan.flow(b) for b in buckets}
     weights = {b.id: b.numel * kind.compute.itemsize for b in buckets if flows[b.id].gathers}
     gradients = {b.id: b.numel * kind.master.itemsize for b in buckets if flows[b.id].opens}
     gathered, opened = fullest(instructions, weights, gradients)
     return {"weights": gathered, "gradients": opened}
+
+
+def placed_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
+    """Of fixed places, which are always there."""
+    if not plan.fixed_places:
+        return {"weights": 0, "gradients": 0}
+    places = plan.places[pp]
+    return {"weights": sum(places.weight_sizes) * kind.compute.itemsize, "gradients": sum(places.gradient_sizes) * kind.master.itemsize}
 
 
 def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision) -> dict[str, float]:

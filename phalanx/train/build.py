@@ -34,7 +34,7 @@ from phalanx.train.low import LowState
 from phalanx.train.plan import Plan, low_names, low_precision
 
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
-NO_GRAPHS_SHARDS = "layout.sharding >= 2: weights or gradients have memory of their own each time"
+NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
 NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host"
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
@@ -109,7 +109,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     mesh.prepare(plan.replicas(mesh.at.tp))
     mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
-    buffers = Buffers(buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves)
+    buffers = Buffers(buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves, places=plan.places[mesh.at.pp] if plan.places else None)
     optimizer = AdamW(buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
@@ -184,10 +184,10 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
-    """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own.
-    Never where the host must see how many tokens go where, nor where what graphs read does not stay where it is."""
+    """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own;
+    and so where weights or gradients come and go: they then keep their places. Never where the host must see how many tokens go where."""
     wanted = plan.run.train.cuda_graphs
-    if plan.waits_for_sizes or plan.buckets_come_and_go or plan.offloaded or counts_rows(plan, device):
+    if plan.waits_for_sizes or plan.offloaded or counts_rows(plan, device) or (plan.buckets_come_and_go and not plan.fixed_places):
         return False
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
 

@@ -257,6 +257,7 @@ def check_rampup(run: Run, unit: int) -> list[Problem]:
 
 def check_device(run: Run, facts: Facts) -> list[Problem]:
     c, found = run.train, []
+    because: dict[str, Any]
     if c.device == "cuda" and facts.device_count == 0:
         found.append(problem("train", c, "device", "needs a GPU", {"GPUs": 0}, ("cpu", "auto")))
     elif facts.device == "cuda" and facts.device_count is not None and facts.local_ranks > facts.device_count:
@@ -269,9 +270,6 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
-    if c.cuda_graphs == "on" and run.layout.sharding >= 2:
-        rule, because = "needs weights and gradients that stay where they are (layout.sharding 0 or 1)", {"layout.sharding": run.layout.sharding}
-        found.append(problem("train", c, "cuda_graphs", rule, because, ("auto", "off")))
     if c.cuda_graphs == "on" and run.model.routed_experts and run.layout.dispatch == "alltoall":
         rule = "needs sizes that the host need not wait for"
         found.append(problem("train", c, "cuda_graphs", rule, {"layout.dispatch": "alltoall"}, ("auto", "off")))

@@ -103,8 +103,11 @@ class LowState:
         for low, _ in self.here:
             low.current = False
 
-    def settle(self, world: Axis) -> None:
-        """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before stands for it."""
+    def settle(self, world: Axis, grown: Tensor | None = None) -> None:
+        """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before stands for it.
+
+        grown (): by how much the next step's loss scale is larger than that of this one (fp16): gradients were measured with it.
+        """
         if not self.history.numel():
             self.amax.zero_()
             return
@@ -114,6 +117,11 @@ class LowState:
         self.history.copy_(torch.cat((new.unsqueeze(-1), self.history[..., :-1]), -1))
         self.amax.zero_()
         self._full = True
+        self.rescale(1.0 if grown is None else grown)
+
+    def rescale(self, grown: Tensor | float) -> None:
+        """The loss scale is so much larger from here on."""
+        self.history[:, DY] *= grown
         self.scale_by_history()
 
     def scale_by_history(self) -> None:

@@ -33,9 +33,6 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
         found += no_effect(AT, c, ("min_cosine",), "shadow_interval", {f"{AT}.shadow_interval": None})
     if RECIPES[c.recipe].emulated:
         found += no_effect(AT, c, ("accumulate",), "a recipe that has GEMMs of its own", {f"{AT}.recipe": c.recipe})
-    if run.train.precision == "fp16":
-        rule = "must be bf16 with train.fp8 (or fp32, fp64 for comparisons): a loss scale would be a second one"
-        found.append(problem("train", run.train, "precision", rule, {f"{AT}.recipe": c.recipe}, ("bf16", "fp32")))
     need = CAPABILITY.get(c.recipe)
     if need is not None and capability is not None and capability < need:
         rule = f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, nvfp4; or train.fp8=null"

@@ -137,7 +137,10 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
     if sources:
         source, scalars = load_newest(state, sources, now, log)
         if scalars.get("train.precision") != run.train.precision:
+            before = state.scaler.scale.clone()
             state.scaler.reset()  # a loss scale belongs to its precision
+            if state.low is not None:
+                state.low.rescale(state.scaler.scale / before)
         log.info(f"continue from {source}")
         return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:

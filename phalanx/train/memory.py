@@ -23,7 +23,7 @@ from phalanx.optim.adamw import moment_dtype
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
-from phalanx.train.bucket_traffic import bucket_sends, passing_bytes
+from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes
 from phalanx.train.plan import BlockFacts, Plan
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
@@ -176,6 +176,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     codes = 2 * sum(p.numel() for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None)
     moment = moment_dtype(plan.run.optim)
     held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment.itemsize if moment else 0)
+    for name, nbytes in placed_bytes(plan, pp, kind).items():
+        held[name] += nbytes
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
         shared += 2 * max((b.numel for b in buckets if b.learns), default=0) * kind.master.itemsize
         held["gradients"] *= 1 + waiting(plan.leaves)

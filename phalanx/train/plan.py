@@ -30,6 +30,7 @@ from phalanx.ops.quant import RECIPES
 from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
+from phalanx.schedule.places import Places, fits, make_places, prove
 from phalanx.schedule.simulate import simulate
 from phalanx.train.config import Run, TrainConfig
 
@@ -300,17 +301,47 @@ class Plan:
         """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would hang)."""
         program = self.lowered(num_micro_batches, backward)
         simulate(program)
+        prove(program.lists, self.places)
         return program
 
+    @property
+    def fixed_places(self) -> bool:
+        """Whether buckets that come and go always come to the same place, as CUDA graphs need it."""
+        return self.buckets_come_and_go and self.run.train.cuda_graphs == "on"
+
+    @cached_property
+    def places(self) -> tuple[Places, ...]:
+        """With fixed places, those of each pipeline rank: they do for steps of every size that the run has."""
+        if not self.fixed_places:
+            return ()
+        programs = [self._lowered(m, True, self.run.layout.prefetch) for m in sorted(self.step_sizes)]
+        numel = [{b.id: b.numel for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)]
+        return tuple(make_places([p.lists[pp] for p in programs], numel[pp]) for pp in range(self.grid.pp))
+
+    @property
+    def step_sizes(self) -> set[int]:
+        """Micro-batches of a rank in the run's steps."""
+        train, ramp = self.run.train, self.run.train.rampup
+        sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
+        return {self.num_micro_batches(size) for size in (*sizes, train.global_batch)}
+
     def lowered(self, num_micro_batches: int, backward: bool = True) -> Program:
-        """The instruction lists of all pipeline ranks."""
+        """The instruction lists of all pipeline ranks. Where places are fixed, others than steps gather only as far ahead as places allow."""
+        ahead = self.run.layout.prefetch
+        program = self._lowered(num_micro_batches, backward, ahead)
+        while ahead > 0 and not all(map(fits, program.lists, self.places)):
+            ahead -= 1
+            program = self._lowered(num_micro_batches, backward, ahead)
+        return program
+
+    def _lowered(self, num_micro_batches: int, backward: bool, ahead: int) -> Program:
         blocks = [self.blocks_of(Coords(pp=pp)) for pp in range(self.grid.pp)]
         buckets = [self.buckets_of(of_rank)[0] for of_rank in blocks]
         early = {where for of_rank in blocks for where, run in of_rank.items() if not all(block.recomputable for block in run)}
         users, flows = [{b.id: b.users for b in of} for of in buckets], [{b.id: self.flow(b) for b in of} for of in buckets]
         layout = self.run.layout
         return lower(
-            self.schedule(num_micro_batches, backward), self.runs_per_stage, users, flows_of_rank=flows, early=early, ahead=layout.prefetch,
+            self.schedule(num_micro_batches, backward), self.runs_per_stage, users, flows_of_rank=flows, early=early, ahead=ahead,
             keep=not layout.reshard_after_forward, offloaded=self.offloaded_runs,
         )  # fmt: skip
 

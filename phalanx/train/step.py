@@ -109,11 +109,12 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     state.optimizer.update(lr, skip, factor)
     buffers.gather()
     buffers.zero_rest()
+    before = scaler.scale.clone()
     scaler.update((verdict == NOT_FINITE).float())
     for layer in state.routed:
         layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
     if state.low is not None:
-        state.low.settle(state.mesh.world)
+        state.low.settle(state.mesh.world, scaler.scale / before)
     depths = state.plan.run.model.predict_layers
     return StepResult(told.loss / tokens, norm, verdict, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None,
                       told.low)  # fmt: skip

@@ -7,10 +7,12 @@ import os
 import pickle
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
@@ -42,6 +44,9 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
         "llama dp, level 2": ("llama", dict(sharding=2), {}),
+        "llama dp, level 2, graphs": ("llama", dict(sharding=2), dict(cuda_graphs="on")),
+        "llama dp, level 3": ("llama", dict(sharding=3), {}),
+        "llama dp, level 3, graphs": ("llama", dict(sharding=3), dict(cuda_graphs="on")),
         "llama dp, level 3, full recompute": ("llama", dict(sharding=3), dict(recompute="full")),
         "tied llama dp, level 3, kept until the step's end": ("llama-tied", dict(sharding=3, reshard_after_forward=False), {}),
         "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
@@ -62,6 +67,8 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "mixtral ep4, push without being told": ("mixtral", dict(ep=4), {}),
             "gpt_oss tp2 pp2, ep2, push, graphs": ("gpt_oss", dict(tp=2, pp=2, ep=2, dispatch="push"), dict(cuda_graphs="on")),
             "tied llama pp2, level 2": ("llama-tied", dict(pp=2, sharding=2), {}),
+            "tied llama pp2, level 3": ("llama-tied", dict(pp=2, sharding=3), {}),
+            "tied llama pp2, level 3, graphs": ("llama-tied", dict(pp=2, sharding=3), dict(cuda_graphs="on")),
             "llama tp2, level 3": ("llama", dict(tp=2, sharding=3), {}),
             "gpt2 pp2 x 2 virtual stages, level 3, prefetch 2": ("gpt2", dict(pp=2, virtual_stages=2, sharding=3, prefetch=2), {}),
             "llama in pairs, level 3, optimizer over both": ("llama", dict(sharding=3, shard_group=2, shard_across="optimizer"), {}),
@@ -125,6 +132,7 @@ def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", 
     """name -> "ok ..." or what is wrong. fp64: as the central test. fp32 and bf16: losses against one device's fp32."""
     runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() for p in precisions}
     table: dict[str, str] = {}
+    every: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, args=(world, kind, folder, runs), nprocs=world)
         for number, (name, run) in enumerate(runs.items()):
@@ -132,11 +140,26 @@ def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", 
             for rank in range(world):
                 with open(os.path.join(folder, f"{number}-{rank}"), "rb") as f:
                     results.append(pickle.load(f))
+            every[name] = results
             try:
                 table[f"{world} ranks: {name}"] = judge(run, results, local_device(kind, 0))
             except AssertionError as error:
                 table[f"{world} ranks: {name}"] = f"FAILED {error}"
-    return table
+    return table | {f"{world} ranks: {name}, bits": same_bits(every[name], every[other]) for name, other in with_graphs(every)}
+
+
+def with_graphs(names: Collection[str]) -> list[tuple[str, str]]:
+    """Runs with graphs, each with the same run without."""
+    return [(name, other) for name in names if (other := name.replace(", graphs", "")) != name and other in names]
+
+
+def same_bits(found: list[dict], others: list[dict]) -> str:
+    for rank, (a, b) in enumerate(zip(found, others)):
+        parts = [part for step in range(STEPS) for part in zip(a["grads"][step], b["grads"][step])] + list(zip(a["weights"], b["weights"]))
+        wrong = [x[0] for x, y in parts if not np.array_equal(x[3], y[3], equal_nan=True)]
+        if wrong or a["losses"] != b["losses"] or a["norms"] != b["norms"]:
+            return f"FAILED rank {rank}: graphs change {wrong[:3]}, losses {a['losses']} against {b['losses']}"
+    return "ok same bits"
 
 
 def judge(run: Run, results: list[dict], device: torch.device) -> str:
