@@ -47,7 +47,7 @@ def block_check(name: str, width: int, value: int, kv_heads: int, length: int, d
 
 def segments_check(wheel: bool, width: int, value: int, kv_heads: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
     """Two sequences of 1,024 tokens in documents; then other keys, which some documents lack, and some of which no query reads."""
-    own, more = ([0, 300, 1, 723, 1000, 24, 0], [0, 64, 0, 200, 0, 24, 1760])
+    own, more = ([0, 300, 1, 723, 1000, 24, 0], [760, 64, 0, 200, 0, 24, 1000])
 
     def masks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids, other = (torch.arange(7).repeat_interleave(torch.tensor(sizes)).view(2, -1) for sizes in (own, more))
