@@ -2,8 +2,8 @@
 
 python benchmarks/expert_curves.py --out benchmarks/results/experts [--steps 200] [--ranks 2] [--lr 1e-3] [--only ep1 all-gather ...]
 
-Trains through `phalanx train` in bf16: alone (ep1), alone with other kernels for the experts' products (how far apart are two runs that
-differ in nothing but rounding?), with the experts spread over all ranks (ep N, both exchanges), and then, spread, with each way of
+Trains through `phalanx train` in bf16: alone (ep1), alone with norms that add up in another order (how far apart are two
+runs that differ in nothing but rounding?), with the experts spread over all ranks (ep N, both exchanges), and then, spread, with each way of
 balancing the load. The text is that of curves.py: source code of the installed packages. Writes OUT.json and OUT.svg.
 """
 
@@ -39,7 +39,7 @@ def variants(ranks: int) -> dict[str, tuple[int, list[str]]]:
     spread = f"layout.ep={ranks}"
     return {
         "ep1, loss by micro-batch": (1, []),
-        "ep1, sums in another order": (1, ["train.plain_ops=[grouped]"]),
+        "ep1, sums in another order": (1, ["train.plain_ops=[norm]"]),
         f"ep{ranks}, all-gather": (ranks, [spread, "layout.dispatch=allgather"]),
         f"ep{ranks}, all-to-all": (ranks, [spread, "layout.dispatch=alltoall"]),
         f"ep{ranks}, loss by sequence": (ranks, [spread, "model.router_aux_loss_scope=sequence"]),
