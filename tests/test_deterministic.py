@@ -183,6 +183,18 @@ def test_context_parallel_ranks_keep_their_bits_too(ranks):
     assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=2, sharding=0, pp=2, schedule="gpipe")), 4), few) == []
 
 
+@pytest.mark.parametrize("cp, groups", [
+    (2, (dict(shard_group=2), dict(shard_group=4, sharding=3), dict(shard_group=4, shard_across="optimizer"))),
+    pytest.param(4, (dict(shard_group=2), dict(shard_group=4, shard_across="optimizer", sharding=2)), marks=pytest.mark.soak),
+])  # fmt: skip
+def test_groups_of_context_parallel_ranks_keep_their_bits_too(ranks, cp, groups):
+    """A group holds several sequences, one, or some parts of one: parts of the same tokens are added up last everywhere."""
+    run = run_of("llama-tied", "fp32", cp=cp)
+    few = exact(ranks, run, cp, steps=1)
+    for options in groups:
+        assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=cp, **options)), 8, steps=1), few) == [], options
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_low_precision(ranks, recipe):
     run = run_of("llama", "bf16")
@@ -193,10 +205,11 @@ def test_low_precision(ranks, recipe):
 
 
 def test_tied_embeddings_and_dropout(ranks):
-    """12 micro-batches: halves that are not powers of two."""
+    """12 micro-batches: halves that are not powers of two. What head and embedding add to one weight is added up last, on one rank and on two."""
     run = run_of("gpt2", "fp32", batch=12)
     alone = exact(ranks, run, 1)
-    for world, layout in ((2, dict(bucket_mb=0)), (4, dict(sharding=0))):
+    for world, layout in ((2, dict(bucket_mb=0)), (4, dict(sharding=0)), (2, dict(pp=2)), (4, dict(pp=2, sharding=2, schedule="gpipe")),
+                          (3, dict(pp=3, virtual_stages=2)), (2, dict(bucket_mb=0, sharding=3))):  # fmt: skip
         assert differing(exact(ranks, replace(run, layout=LayoutConfig(**layout)), world), alone) == []
 
 
@@ -213,14 +226,14 @@ def test_without_it_bits_differ(ranks):
 
 @pytest.mark.parametrize("model, world, layout, rule", [
     ("llama", 3, {}, "needs a power of two of data-parallel ranks"), ("mixtral", 2, {}, "needs a model without experts"),
-    ("deepseek_v3-mtp", 1, {}, "needs a model that predicts one token"), ("llama-tied", 2, dict(pp=2), "needs pp=1 or embeddings that are not tied"),
-    ("llama", 4, dict(cp=2, sharding=2, shard_group=2), "needs cp=1 or shard_group unset"),
+    ("deepseek_v3-mtp", 1, {}, "needs a model that predicts one token"),
+    ("llama", 12, dict(cp=3, sharding=2, shard_group=2), "needs a shard_group that is a multiple of cp"),
 ])  # fmt: skip
 def test_rules(model, world, layout, rule):
     run = run_of(model, "fp32", batch=12, **layout)
     problems = [p for p in check(run, Facts(world_size=world)) if p.field == "train.deterministic"]
     assert any(p.rule.startswith(rule) and p.valid == (False,) for p in problems)
-    assert not [p for p in check(run_of("llama-tied", "fp32"), Facts(world_size=2)) if p.field.startswith("train")]
+    assert not [p for p in check(run_of("llama-tied", "fp32", pp=2), Facts(world_size=2)) if p.field.startswith("train")]
 
 
 def test_the_forecast_has_the_sums_that_wait():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Groups, Mesh
-from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares, sum_over, sum_replicas
+from phalanx.data_parallel.fixed_order import GradientTrees, sum_of_squares, sum_replicas
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
@@ -87,7 +87,7 @@ class FlatBucket:
         own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=device)
         self.sums = self._sums() if self.training else []
-        self.tree = GradientTree(self.grad, leaves) if self.training and leaves else None
+        self.tree = GradientTrees(self.grad, sorted(bucket.users), leaves) if self.training and leaves else None
         self._reduced = False  # since the last `finish`
         self._reducing: Work | None = None
         self._sharing: Work | None = None
@@ -153,9 +153,7 @@ class FlatBucket:
 
     def _sum_in_order(self) -> None:
         """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
-        part = self.grad[slice(*self.part)]
-        for axis, grad, whole in ((self.groups.inner, self.grad, False), (self.groups.outer, part, not self.cut.outside)):
-            sum_over(axis, grad, whole, inner=self.mesh.grid.cp if axis is self.axis else 1)
+        self.tree.sum_over(self.groups.inner, self.groups.outer, not self.cut.outside, self.mesh.grid.cp)  # type: ignore[union-attr]
         for axis, views in self.sums:
             for view in (own for v in views if len(own := self._within(v))):
                 view.copy_(sum_replicas(axis, view))
@@ -345,10 +343,10 @@ class Buffers:
                 f.tree.begin(micro_batches)
 
     def done_with(self, stage: int, run: int) -> None:
-        """A run's backward of one micro-batch is over; of the runs that share a bucket, the first of the model is the last in backward."""
+        """A run's backward of one micro-batch is over."""
         for f in self.flat:
-            if f.tree is not None and min(f.bucket.users) == (stage, run):
-                f.tree.leaf()
+            if f.tree is not None:
+                f.tree.done_with((stage, run))
 
     def zero_grads(self) -> None:
         for f in self.flat:

@@ -6,6 +6,8 @@ Squares of the norm lie otherwise on every rank and in every layout; they are ad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,17 +44,61 @@ class GradientTree:
             self.grad.zero_()
 
 
-def sum_over(axis: Axis, grad: Tensor, whole: bool, inner: int = 1) -> None:
-    """Add up grad (size * n,) over the ranks of an axis, in place: this rank's n elements, or the whole of it.
+class GradientTrees:
+    """The trees of a bucket that several runs of blocks use (tied embeddings): one for each, in their order, whose sums are added up last.
+    So it makes no difference whether they lie on one rank or on several. `grad` takes the gradients of one micro-batch and one of the
+    `users` at a time; a bucket with one user has one tree, whose sum is in `grad` itself."""
 
-    As many bytes as a reduce-scatter (and an all-gather), but the order of additions is ours: runs of `inner` ranks have parts of the same
-    micro-batches, and are added up last.
+    def __init__(self, grad: Tensor, users: Sequence[tuple[int, int]], most: int):
+        self.grad, alone = grad, len(users) == 1
+        self.sums = [grad] if alone else [torch.zeros_like(grad) for _ in users]
+        self.trees = {user: GradientTree(total, most) for user, total in zip(users, self.sums)}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps beside `grad`."""
+        return [tree.waiting for tree in self.trees.values()] + [total for total in self.sums if total is not self.grad]
+
+    def begin(self, leaves: int) -> None:
+        for tree in self.trees.values():
+            tree.begin(leaves)
+
+    def done_with(self, user: tuple[int, int]) -> None:
+        """This run's backward of one micro-batch is over."""
+        tree = self.trees.get(user)
+        if tree is None:
+            return
+        if tree.grad is not self.grad:
+            tree.grad.copy_(self.grad)
+            self.grad.zero_()
+        tree.leaf()
+
+    def sum_over(self, inner: Axis, outer: Axis, whole: bool, cp: int) -> None:
+        """Add up over ranks, each user's sums on their own; `grad` then has them all."""
+        for total in self.sums:
+            sum_over(inner, outer, total, whole, cp)
+        if self.sums[0] is not self.grad:
+            torch.add(self.sums[0], self.sums[1], out=self.grad)
+            for total in self.sums[2:]:
+                self.grad.add_(total)
+
+
+def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -> None:
+    """Add up grad (inner.size * n,) over the ranks of a group and over groups, in place: of this rank's n elements its share among groups,
+    or all of them.
+
+    The order of additions is ours: runs of `cp` neighbours have parts of the same micro-batches, and are added up last. So a group sends on as
+    many sums as it has such parts (one of them is as large as what a reduce-scatter sends). `cp` divides the size of a group, or it divides cp.
     """
-    parts = axis.all_to_all(grad).view(axis.size // inner, inner, -1)
-    n = parts.shape[-1]
-    grad[axis.index * n : (axis.index + 1) * n] = pairwise_sum(pairwise_sum(parts))
+    here = min(cp, inner.size)
+    sums = pairwise_sum(inner.all_to_all(grad).view(inner.size // here, here, -1))
+    n, share = sums.shape[1], sums.shape[1] // outer.size
+    rows = sums.view(here, outer.size, share).transpose(0, 1).flatten()
+    parts = outer.all_to_all(rows).view(outer.size * here // cp, cp, share)
+    part = grad[inner.index * n : (inner.index + 1) * n]
+    part[outer.index * share : (outer.index + 1) * share] = pairwise_sum(pairwise_sum(parts))
     if whole:
-        axis.all_gather_into(grad).wait()
+        outer.all_gather_into(part).wait()
 
 
 def sum_replicas(axis: Axis, grad: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[I
         if b.frozen:
             sent["dp"] += calls[Gather(b.id)] * _gathered(cut, kind)
             continue
-        sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], kind) + _between_groups(cut, kind)
+        sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], kind) + _between_groups(cut, kind, min(plan.grid.cp, cut.inner))
         parts = cut.inner * (cut.outer if cut.outside else 1)
         for piece in (piece for slot in b.slots for piece in slot.spec.pieces):
             for r in piece.replicas:
@@ -71,8 +71,8 @@ def _gathered(cut: Cut, kind: Precision) -> float:
     return ring_bytes("all_gather", cut.numel * kind.compute.itemsize, cut.inner)
 
 
-def _between_groups(cut: Cut, kind: Precision) -> float:
+def _between_groups(cut: Cut, kind: Precision, parts: int) -> float:
+    """In a fixed order a group sends on a sum for each of the `parts` of a sequence that it has."""
     part, wide, narrow = cut.numel // cut.inner, kind.master.itemsize, kind.compute.itemsize
-    if cut.outside:
-        return ring_bytes("reduce_scatter", part * wide, cut.outer) + ring_bytes("all_gather", part * narrow, cut.outer)
-    return ring_bytes("all_reduce", part * wide, cut.outer)
+    scattered = (parts if cut.in_order else 1) * ring_bytes("reduce_scatter", part * wide, cut.outer)
+    return scattered + ring_bytes("all_gather", part * (narrow if cut.outside else wide), cut.outer)

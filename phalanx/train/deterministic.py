@@ -25,16 +25,14 @@ def check_deterministic(run: Run, world: int) -> list[Problem]:
 
     if dp & (dp - 1):
         needs("needs a power of two of data-parallel ranks", {"dp": dp, "nearest": ", ".join(map(str, powers_of_two(dp)))})
-    if layout.cp > 1 and layout.shard_group is not None:
+    group = layout.shard_group or layout.cp
+    if group > 0 < layout.cp and group % layout.cp and layout.cp % group:
         because = {"layout.cp": layout.cp, "layout.shard_group": layout.shard_group}
-        needs("needs cp=1 or shard_group unset: groups add up parts of a sequence before micro-batches of other ranks", because)
+        needs("needs a shard_group that is a multiple of cp, or divides it: groups hold all or some parts of the same sequences", because)
     if model.routed_experts:
         needs("needs a model without experts: their gradients add up tokens of several ranks", {"model.family": model.family})
     if model.predict_layers:
         needs("needs a model that predicts one token: further ones add up in shared weights", {"predict_layers": model.predict_layers})
-    if getattr(model, "tie_word_embeddings", False) and layout.pp > 1:
-        because = {"model.tie_word_embeddings": True, "layout.pp": layout.pp}
-        needs("needs pp=1 or embeddings that are not tied: stages add up their parts in another order than one rank does", because)
     return found
 
 

@@ -180,7 +180,9 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         held[name] += nbytes
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
         shared += 2 * max((b.numel for b in buckets if b.learns), default=0) * kind.master.itemsize
-        held["gradients"] *= 1 + waiting(plan.leaves)
+        for b in (b for b in buckets if b.learns):
+            several = len(b.users) > 1  # sums of their own for each
+            held["gradients"] += b.numel * kind.master.itemsize * (len(b.users) * (waiting(plan.leaves) + several))
     moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
     here, away = peak_moved(program.lists[pp], moved)
     memory = {

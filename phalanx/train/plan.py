@@ -371,8 +371,16 @@ def make_plan(run: Run, world: int) -> Plan:
     for stage in stages:
         cut = cut_runs([(facts[b].numel - facts[b].experts) // grid.tp + facts[b].experts // (grid.ep * grid.etp) for b in stage], limit)
         runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
+    if run.train.deterministic:
+        runs[-1] = with_head_alone(runs[-1])
     plan = Plan(run, grid, facts, tuple(stages), tuple(runs), (ops_again(run.train),) * len(facts))
     return plan if run.train.recompute_budget_gib is None else fitted(plan, run.train.recompute_budget_gib)
+
+
+def with_head_alone(runs: tuple[range, ...]) -> tuple[range, ...]:
+    """The runs of the last stage, with the head apart from the embedding: where they share a weight, gradients of both are told apart."""
+    last = runs[-1]
+    return runs if last.start else (range(last.stop - 1), range(last.stop - 1, last.stop))
 
 
 def fitted(plan: Plan, budget_gib: float) -> Plan:
