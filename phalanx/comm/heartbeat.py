@@ -68,6 +68,7 @@ class Heartbeat:
         self._me = Beat(rank, socket.gethostname(), os.getpid())
         self.timeout_s, self._looked = timeout_s, 0.0
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last beat, and when it was first seen
+        self._listener: threading.Thread | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._main = threading.main_thread().ident
@@ -124,12 +125,18 @@ class Heartbeat:
             return
         now = self._looked = time.monotonic()
         self._heard.setdefault(0, (-1, now))  # its store may be what is silent
-        for beat in self._in_time(self._all) or []:
-            if self._heard.get(beat.rank, (-1, 0.0))[0] != beat.number:
-                self._heard[beat.rank] = (beat.number, now)
+        if self._listener is None or not self._listener.is_alive():  # over a slow network an answer takes its time, and is waited for by nobody
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
         silent = [rank for rank, (_, last) in self._heard.items() if now - last > self.timeout_s and rank != self._me.rank]
         if silent:
             raise PeerLost(f"nothing was heard of ranks {', '.join(map(str, silent[:SHOWN]))} for {self.timeout_s:g} s")
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError, dist.DistError):
+            for beat in self._all():
+                if self._heard.get(beat.rank, (-1, 0.0))[0] != beat.number:
+                    self._heard[beat.rank] = (beat.number, time.monotonic())
 
     def _in_time(self, work: Callable[[], T], limit_s: float = PATIENCE_S) -> T | None:
         """What a look into the store gives; None: a store whose rank is stopped does not answer at all, whatever its timeout is."""
@@ -153,12 +160,17 @@ class Heartbeat:
         return verdict(before, self._all(), self._all_calls)
 
     def _all_calls(self) -> dict[int, list[Call]]:
-        keys = {rank: f"calls/{rank}" for rank in range(self.world)}
-        return {rank: [Call(*c) for c in json.loads(self._store.get(key))] for rank, key in keys.items() if self._store.check([key])}
+        return {rank: [Call(*c) for c in json.loads(text)] for rank, text in self._read("calls").items()}
 
     def _all(self) -> list[Beat]:
-        keys = [f"heartbeat/{rank}" for rank in range(self.world)]
-        return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        return [Beat(**json.loads(text)) for text in self._read("heartbeat").values()]
+
+    def _read(self, what: str) -> dict[int, bytes]:
+        """By rank, what each has said of it: asked for all at once where all have and the store can."""
+        keys = [f"{what}/{rank}" for rank in range(self.world)]
+        if self._store.has_extended_api() and self._store.check(keys):
+            return dict(enumerate(self._store.multi_get(keys)))
+        return {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
 
 
 def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[Call]]] = dict) -> str:
