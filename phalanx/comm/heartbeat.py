@@ -1,7 +1,7 @@
 """Heartbeat: each rank tells the others now and then where it stands, so that those who lose a peer can say who it was and where it stood.
 
-A thread of each rank writes a line of JSON to the store that the ranks met at; it is read only when a collective has failed. Knows the
-stack of the main thread, and of training no more than the step that it is told.
+A thread of each rank writes a line of JSON to the store that the ranks met at. It is read when a collective has failed, and by rank 0's thread
+now and then, to find a rank that the others wait for. Knows the stack of the main thread, and of training the step and its time as told.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -24,9 +26,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from phalanx.base.errors import PeerLost
 from phalanx.comm.calls import Call, Calls, culprit
+from phalanx.comm.pace import Pace, Slow, slow_ranks
 
 T = TypeVar("T")
 SHOWN = 8  # ranks in one message
+PACE_STEPS, PACE_BEATS, LOOK_BEATS = 6, 20, 2  # steps and beats that a pace is of; beats between two looks at all paces
 NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
 PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 
@@ -34,7 +38,7 @@ PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 @dataclass(frozen=True)
 class Beat:
     """What a rank says of itself. number: of beats so far. place: of its main thread in the library. waits: for others, in a collective.
-    failed: it has lost a peer itself."""
+    failed: it has lost a peer itself. pace: of its last steps, once it has done some."""
 
     rank: int
     host: str
@@ -44,6 +48,7 @@ class Beat:
     place: str = ""
     waits: bool = False
     failed: bool = False
+    pace: Pace | None = None
 
     @property
     def who(self) -> str:
@@ -60,10 +65,16 @@ class Heartbeat:
     rank, world   this rank and how many there are; of one rank nobody is lost
     timeout_s     of collectives: beats are a twentieth of it apart, at most a second
     calls         of this rank; told when it waits for long, or has lost a peer
+    stage         of the pipeline
+    slow          on rank 0: ranks that the others wait for, by what all say of their steps
     """
 
-    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None):
-        self.calls = calls or Calls()
+    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None, stage: int = 0):
+        self.calls, self.stage = calls or Calls(), stage
+        self.slow: dict[int, tuple[str, Slow]] = {}
+        self._steps: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS)
+        self._places: deque[str] = deque(maxlen=PACE_BEATS)
+        self._slow_before: dict[int, Slow] = {}
         self.world, self.step, self.interval = world, 0, min(1.0, max(0.25, timeout_s / 20))
         self._me = Beat(rank, socket.gethostname(), os.getpid())
         self.timeout_s, self._looked = timeout_s, 0.0
@@ -104,7 +115,10 @@ class Heartbeat:
             number += 1
             place, waits = place_of(frames_in(sys._current_frames().get(self._main or 0)))
             try:
-                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, place, waits))
+                self._places.extend([] if waits else [place])
+                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, place, waits, pace=self._pace()))
+                if self._me.rank == 0 and number % LOOK_BEATS == 0:
+                    self._find_slow()
                 if waits and made == self.calls.made:
                     self._say_calls()
                 made = self.calls.made
@@ -112,6 +126,24 @@ class Heartbeat:
                 pass  # the store may be gone with its rank; what matters is said by those who lose a collective
             if self._over.wait(self.interval):
                 return
+
+    def stepped(self, work_s: float, step_s: float) -> None:
+        """A step took so long, of which this rank did not wait for others for so long."""
+        self._steps.append((work_s, step_s))
+
+    def _pace(self) -> Pace | None:
+        steps, places = list(self._steps), list(self._places)
+        if len(steps) < PACE_STEPS // 2:
+            return None
+        work_s, step_s = (median(values) for values in zip(*steps))
+        return Pace(self._me.rank, self.stage, work_s, step_s, max(places, key=places.count) if places else "")
+
+    def _find_slow(self) -> None:
+        """Slow is who was so in two looks."""
+        beats = [beat for beat in self._all() if beat.pace]
+        found = slow_ranks([beat.pace for beat in beats if beat.pace])
+        self.slow = {beat.rank: (beat.who, found[beat.rank]) for beat in beats if beat.rank in found and beat.rank in self._slow_before}
+        self._slow_before = found
 
     def _say(self, beat: Beat) -> None:
         self._store.set(f"heartbeat/{beat.rank}", json.dumps(asdict(beat)))
@@ -163,7 +195,8 @@ class Heartbeat:
         return {rank: [Call(*c) for c in json.loads(text)] for rank, text in self._read("calls").items()}
 
     def _all(self) -> list[Beat]:
-        return [Beat(**json.loads(text)) for text in self._read("heartbeat").values()]
+        said = [json.loads(text) for text in self._read("heartbeat").values()]
+        return [Beat(**{**beat, "pace": Pace(**beat["pace"]) if beat["pace"] else None}) for beat in said]
 
     def _read(self, what: str) -> dict[int, bytes]:
         """By rank, what each has said of it: asked for all at once where all have and the store can."""
