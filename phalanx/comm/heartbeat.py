@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from phalanx.base.errors import PeerLost
+from phalanx.base.errors import PeerLost, Preempted
 from phalanx.comm.calls import Call, Calls, culprit
 from phalanx.comm.pace import Pace, Slow, slow_ranks
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 SHOWN = 8  # ranks in one message
 PACE_STEPS, PACE_BEATS, LOOK_BEATS = 6, 20, 2  # steps and beats that a pace is of; beats between two looks at all paces
 NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
+LEAVE_S = 10.0  # for ranks that come to the end of a run after the others
 PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 
 
@@ -99,12 +100,20 @@ class Heartbeat:
         if self.world == 1:
             return
         self._thread.join(PATIENCE_S)
+        if error is None or isinstance(error, Preempted):
+            self._in_time(self._leave_together, min(LEAVE_S, self.timeout_s))
         if isinstance(error, PeerLost):
             mine = place_of(frames_of(trace))
             blame = self._in_time(lambda: self._blame(mine), 2.5 * self.interval + PATIENCE_S) or NO_STORE
             if self._me.rank == 0:
                 time.sleep(2 * self.interval)  # the store may be this rank's: the others look into it too
             raise PeerLost(f"{blame}; {error}") from error
+
+    def _leave_together(self) -> None:
+        """Until all are here: connections that are closed may lose what was last sent, and the store goes with its rank."""
+        self._store.add("leaving", 1)
+        while self._store.add("leaving", 0) < self.world:
+            time.sleep(0.02)
 
     def at_step(self, step: int) -> None:
         self.step = step
