@@ -1,6 +1,6 @@
 """The fault matrix: which faults are made, how often, and a table of what was left of the runs.
 
-python -m tests.faults docs/faults.md [--jobs N] [--json FILE] [--only WORDS] [--sample] [--commit HASH]
+python -m tests.faults docs/faults.md [--jobs N] [--json FILE] [--only WORDS] [--part NAME] [--sample] [--commit HASH]
 python -m tests.faults docs/faults.md --join FILE...
 
 Parts of a section (a seed, some of a save's operations, a layout) know nothing of each other: --jobs spreads them over processes, and
@@ -220,6 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     asked.add_argument("--join", nargs="+", help="do nothing but write the table of these files")
     asked.add_argument("--only", action="append", help="sections with these words in their names")
     asked.add_argument("--without", action="append", default=[], help="no sections with these words in their names")
+    asked.add_argument("--part", action="append", help="parts of these names, such as 'seed 9'")
     asked.add_argument("--sample", action="store_true", help="what `make test` does")
     asked.add_argument("--commit", help="where there is no git to say it")
     given = asked.parse_args(arguments)
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         results = []
         wanted = [s for s in SECTIONS if (not given.only or any(w in s.name for w in given.only)) and not any(w in s.name for w in given.without)]
-        parts = parts_of(wanted, given.sample)
+        parts = [p for p in parts_of(wanted, given.sample) if not given.part or p[1] in given.part]
 
         def done(result: Result) -> None:
             results.append(result)
