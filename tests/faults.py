@@ -1,6 +1,6 @@
 """The fault matrix: which faults are made, how often, and a table of what was left of the runs.
 
-python -m tests.faults docs/faults.md [--jobs N] [--json FILE] [--only WORDS] [--sample] [--commit HASH]
+python -m tests.faults docs/faults.md [--jobs N] [--json FILE] [--only WORDS] [--part NAME] [--sample] [--commit HASH]
 python -m tests.faults docs/faults.md --join FILE...
 
 Parts of a section (a seed, some of a save's operations, a layout) know nothing of each other: --jobs spreads them over processes, and
@@ -28,7 +28,10 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, skips, stops, sweep, two_hangs
+import pytest
+
+from tests.fault_network import BETWEEN, bad_cable, cut_cable
+from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, skips, slow, stops, sweep, two_hangs
 from tests.fault_storage import bit_flips, requests_that_fail, twelve_by_twelve
 from tests.pool import warm_imports
 from tests.test_checkpoint import TWELVE
@@ -66,6 +69,12 @@ SECTIONS = [  # the longest first
     Section("kill -9 at any time", "of one rank or of all, during start, steps, saves and end", seeds(kills, 1), seeds(kills, 80)),
     Section("a rank leaves out a collective", "all end with 6; it is named, with what it and the others called (or gloo aborts over the sizes)",
             {"seed 14": partial(disturbed, fault=skips, seed=14, layouts=SEVERAL)}, seeds(skips, 20, SEVERAL)),
+    Section("a rank is slow", "it is named, with how long it works and where; the numbers are the same",
+            {"seed 2": partial(disturbed, fault=slow, seed=2, layouts=SEVERAL)}, seeds(slow, 10, SEVERAL)),
+    Section("packets between two hosts come late and get lost", "50 ms and 1 in 100 (5 ms with tensor parallelism): the same numbers, later",
+            {}, seeds(bad_cable, 12, BETWEEN)),
+    Section("no packet comes between two hosts any more", "both sides end with 6 in time and name the other; none saves alone",
+            {}, seeds(cut_cable, 12, BETWEEN)),
     Section("SIGTERM or SIGUSR1 to one rank", "all save the same step, no step is done twice", seeds(stops, 1), seeds(stops, 20)),
     Section("damaged checkpoint", "bits flipped, files cut, removed, swapped, mixed; the one before is used",
             seeds(damage, 2), seeds(damage, 40)),
@@ -111,7 +120,7 @@ def do(section: str, part: str, work: Part, where: str) -> Result:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         try:
             tally = work(Path(folder))
-        except Exception:
+        except (Exception, pytest.skip.Exception):
             error = traceback.format_exc()[-4000:]
     return Result(section, part, **asdict(tally), seconds=time.monotonic() - begun, error=error, where=where)
 
@@ -211,6 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     asked.add_argument("--join", nargs="+", help="do nothing but write the table of these files")
     asked.add_argument("--only", action="append", help="sections with these words in their names")
     asked.add_argument("--without", action="append", default=[], help="no sections with these words in their names")
+    asked.add_argument("--part", action="append", help="parts of these names, such as 'seed 9'")
     asked.add_argument("--sample", action="store_true", help="what `make test` does")
     asked.add_argument("--commit", help="where there is no git to say it")
     given = asked.parse_args(arguments)
@@ -220,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         results = []
         wanted = [s for s in SECTIONS if (not given.only or any(w in s.name for w in given.only)) and not any(w in s.name for w in given.without)]
-        parts = parts_of(wanted, given.sample)
+        parts = [p for p in parts_of(wanted, given.sample) if not given.part or p[1] in given.part]
 
         def done(result: Result) -> None:
             results.append(result)

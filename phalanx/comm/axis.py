@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx.base.errors import PeerLost
 from phalanx.comm.debug import Watch
 from phalanx.comm.symmetric import PulledParts, PushedParts, PushedRows, Symmetric
+from phalanx.comm.waits import timed
 
 
 class Work:
@@ -146,8 +147,9 @@ class Axis:
         return x if self.size == 1 else x[self.index * n : (self.index + 1) * n].clone()
 
     def _run(self, call: Callable[[], Any]) -> Any:
+        waits = self.watch.waits
         try:
-            return call()
+            return timed(waits.around(call), waits) if waits.on else call()
         except RuntimeError as error:
             ranks = ", ".join(map(str, self.ranks))
             raise PeerLost(f"a collective over {self.name} (ranks {ranks}) failed, so one of them died or timed out: {error}") from error

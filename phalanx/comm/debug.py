@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phalanx.comm.calls import Calls
+from phalanx.comm.waits import Waits
 
 
 class Site(NamedTuple):
@@ -26,6 +27,7 @@ class Watch:
     """Owned by one mesh. Off by default: then a collective costs one line in `last`.
 
     last   the calls of this rank, for those who want to know why ranks wait for each other
+    waits  how long it waits in them
     calls  number of calls and bytes handed in, per site
     drop   a site whose calls are to be replaced by local stand-ins (a rank then sees only its own part)
     """
@@ -34,6 +36,7 @@ class Watch:
     drop: Site | None = None
     calls: dict[Site, tuple[int, int]] = field(default_factory=dict)
     last: Calls = field(default_factory=Calls)
+    waits: Waits = field(default_factory=Waits)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Heartbeat: each rank tells the others now and then where it stands, so that those who lose a peer can say who it was and where it stood.
 
-A thread of each rank writes a line of JSON to the store that the ranks met at; it is read only when a collective has failed. Knows the
-stack of the main thread, and of training no more than the step that it is told.
+A thread of each rank writes a line of JSON to the store that the ranks met at. It is read when a collective has failed, and by rank 0's thread
+now and then, to find a rank that the others wait for. Knows the stack of the main thread, and of training the step and its time as told.
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from phalanx.base.errors import PeerLost
+from phalanx.base.errors import PeerLost, Preempted
 from phalanx.comm.calls import Call, Calls, culprit
+from phalanx.comm.pace import Pace, Slow, slow_ranks
 
 T = TypeVar("T")
 SHOWN = 8  # ranks in one message
+PACE_STEPS, PACE_BEATS, LOOK_BEATS = 6, 20, 2  # steps and beats that a pace is of; beats between two looks at all paces
 NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
+LEAVE_S = 10.0  # for ranks that come to the end of a run after the others
 PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 
 
 @dataclass(frozen=True)
 class Beat:
     """What a rank says of itself. number: of beats so far. place: of its main thread in the library. waits: for others, in a collective.
-    failed: it has lost a peer itself."""
+    failed: it has lost a peer itself. pace: of its last steps, once it has done some."""
 
     rank: int
     host: str
@@ -44,6 +49,7 @@ class Beat:
     place: str = ""
     waits: bool = False
     failed: bool = False
+    pace: Pace | None = None
 
     @property
     def who(self) -> str:
@@ -60,14 +66,21 @@ class Heartbeat:
     rank, world   this rank and how many there are; of one rank nobody is lost
     timeout_s     of collectives: beats are a twentieth of it apart, at most a second
     calls         of this rank; told when it waits for long, or has lost a peer
+    stage         of the pipeline
+    slow          on rank 0: ranks that the others wait for, by what all say of their steps
     """
 
-    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None):
-        self.calls = calls or Calls()
+    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None, stage: int = 0):
+        self.calls, self.stage = calls or Calls(), stage
+        self.slow: dict[int, tuple[str, Slow]] = {}
+        self._steps: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS)
+        self._places: deque[str] = deque(maxlen=PACE_BEATS)
+        self._slow_before: dict[int, Slow] = {}
         self.world, self.step, self.interval = world, 0, min(1.0, max(0.25, timeout_s / 20))
         self._me = Beat(rank, socket.gethostname(), os.getpid())
         self.timeout_s, self._looked = timeout_s, 0.0
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last beat, and when it was first seen
+        self._listener: threading.Thread | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._main = threading.main_thread().ident
@@ -87,12 +100,20 @@ class Heartbeat:
         if self.world == 1:
             return
         self._thread.join(PATIENCE_S)
+        if error is None or isinstance(error, Preempted):
+            self._in_time(self._leave_together, min(LEAVE_S, self.timeout_s))
         if isinstance(error, PeerLost):
             mine = place_of(frames_of(trace))
             blame = self._in_time(lambda: self._blame(mine), 2.5 * self.interval + PATIENCE_S) or NO_STORE
             if self._me.rank == 0:
                 time.sleep(2 * self.interval)  # the store may be this rank's: the others look into it too
             raise PeerLost(f"{blame}; {error}") from error
+
+    def _leave_together(self) -> None:
+        """Until all are here: connections that are closed may lose what was last sent, and the store goes with its rank."""
+        self._store.add("leaving", 1)
+        while self._store.add("leaving", 0) < self.world:
+            time.sleep(0.02)
 
     def at_step(self, step: int) -> None:
         self.step = step
@@ -103,7 +124,10 @@ class Heartbeat:
             number += 1
             place, waits = place_of(frames_in(sys._current_frames().get(self._main or 0)))
             try:
-                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, place, waits))
+                self._places.extend([] if waits else [place])
+                self._say(Beat(self._me.rank, self._me.host, self._me.pid, number, self.step, place, waits, pace=self._pace()))
+                if self._me.rank == 0 and number % LOOK_BEATS == 0:
+                    self._find_slow()
                 if waits and made == self.calls.made:
                     self._say_calls()
                 made = self.calls.made
@@ -111,6 +135,24 @@ class Heartbeat:
                 pass  # the store may be gone with its rank; what matters is said by those who lose a collective
             if self._over.wait(self.interval):
                 return
+
+    def stepped(self, work_s: float, step_s: float) -> None:
+        """A step took so long, of which this rank did not wait for others for so long."""
+        self._steps.append((work_s, step_s))
+
+    def _pace(self) -> Pace | None:
+        steps, places = list(self._steps), list(self._places)
+        if len(steps) < PACE_STEPS // 2:
+            return None
+        work_s, step_s = (median(values) for values in zip(*steps))
+        return Pace(self._me.rank, self.stage, work_s, step_s, max(places, key=places.count) if places else "")
+
+    def _find_slow(self) -> None:
+        """Slow is who was so in two looks."""
+        beats = [beat for beat in self._all() if beat.pace]
+        found = slow_ranks([beat.pace for beat in beats if beat.pace])
+        self.slow = {beat.rank: (beat.who, found[beat.rank]) for beat in beats if beat.rank in found and beat.rank in self._slow_before}
+        self._slow_before = found
 
     def _say(self, beat: Beat) -> None:
         self._store.set(f"heartbeat/{beat.rank}", json.dumps(asdict(beat)))
@@ -124,12 +166,18 @@ class Heartbeat:
             return
         now = self._looked = time.monotonic()
         self._heard.setdefault(0, (-1, now))  # its store may be what is silent
-        for beat in self._in_time(self._all) or []:
-            if self._heard.get(beat.rank, (-1, 0.0))[0] != beat.number:
-                self._heard[beat.rank] = (beat.number, now)
+        if self._listener is None or not self._listener.is_alive():  # over a slow network an answer takes its time, and is waited for by nobody
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
         silent = [rank for rank, (_, last) in self._heard.items() if now - last > self.timeout_s and rank != self._me.rank]
         if silent:
             raise PeerLost(f"nothing was heard of ranks {', '.join(map(str, silent[:SHOWN]))} for {self.timeout_s:g} s")
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError, dist.DistError):
+            for beat in self._all():
+                if self._heard.get(beat.rank, (-1, 0.0))[0] != beat.number:
+                    self._heard[beat.rank] = (beat.number, time.monotonic())
 
     def _in_time(self, work: Callable[[], T], limit_s: float = PATIENCE_S) -> T | None:
         """What a look into the store gives; None: a store whose rank is stopped does not answer at all, whatever its timeout is."""
@@ -153,12 +201,18 @@ class Heartbeat:
         return verdict(before, self._all(), self._all_calls)
 
     def _all_calls(self) -> dict[int, list[Call]]:
-        keys = {rank: f"calls/{rank}" for rank in range(self.world)}
-        return {rank: [Call(*c) for c in json.loads(self._store.get(key))] for rank, key in keys.items() if self._store.check([key])}
+        return {rank: [Call(*c) for c in json.loads(text)] for rank, text in self._read("calls").items()}
 
     def _all(self) -> list[Beat]:
-        keys = [f"heartbeat/{rank}" for rank in range(self.world)]
-        return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        said = [json.loads(text) for text in self._read("heartbeat").values()]
+        return [Beat(**{**beat, "pace": Pace(**beat["pace"]) if beat["pace"] else None}) for beat in said]
+
+    def _read(self, what: str) -> dict[int, bytes]:
+        """By rank, what each has said of it: asked for all at once where all have and the store can."""
+        keys = [f"{what}/{rank}" for rank in range(self.world)]
+        if self._store.has_extended_api() and self._store.check(keys):
+            return dict(enumerate(self._store.multi_get(keys)))
+        return {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
 
 
 def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[Call]]] = dict) -> str:

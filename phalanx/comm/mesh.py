@@ -17,6 +17,7 @@ from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
 from phalanx.comm.symmetric import Symmetric
+from phalanx.comm.waits import Waits
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
@@ -87,7 +88,7 @@ class Mesh:
     def __init__(self, grid: Grid, rank: int = 0, device: torch.device | str = "cpu", timeout_s: float = 600.0):
         self.grid, self.rank, self.device = grid, rank, torch.device(device)
         self.at = grid.coords(rank)
-        self.watch = Watch()
+        self.watch = Watch(waits=Waits(self.device.type == "cuda"))
         self._timeout = timedelta(seconds=timeout_s)
         self._axes: list[Axis] = []
         self.closing: list[Callable[[], None]] = []

@@ -22,6 +22,8 @@ from phalanx.train.replicas import check_replicas
 from phalanx.train.saves import Saves
 from phalanx.train.step import train_step
 
+LOOKED_EVERY = 10  # steps on a GPU between two whose waits for others are timed
+
 
 class BadStep(Exception):
     """A step that the guard refused, where the run is to go back."""
@@ -95,6 +97,7 @@ class Loop:
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)
                 lr = learning_rate(run.optim, step, run.train.steps)
+                mesh.watch.waits.on = mesh.device.type == "cpu" or step % LOOKED_EVERY == 0
                 with recorder.around(step, self.reporter.last_s):
                     result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked(), self._shadow_due(step))
                 consumed += size
@@ -102,7 +105,7 @@ class Loop:
                 self.saves.check()
                 if self._replicas_due(step):
                     check_replicas(self.state)
-                pending = (Pending(step, lr, result), size)
+                pending = (Pending(step, lr, result, mesh.watch.waits.take()), size)
                 if stop or self._due(step):
                     stop = self._finish(pending) or stop
                     pending = None

@@ -94,7 +94,7 @@ def train(run: Run, placement: Placement) -> None:
         mesh = join(run, placement)
         after.callback(leave_world)
         after.callback(mesh.close)
-        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last))
+        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
@@ -102,6 +102,7 @@ def train(run: Run, placement: Placement) -> None:
         counters, start = start_state(state, now, log)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
         loop.began, loop.saves.saver.look = heartbeat.at_step, heartbeat.look
+        loop.reporter.stepped, loop.reporter.slow = heartbeat.stepped, lambda: heartbeat.slow
         loop.run()
         log.info(f"done step={counters.step} folder={folder}")
     if placement.rank == 0 and run.log.report:

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from phalanx.base.log import Log
+from phalanx.comm.pace import Slow
+from phalanx.comm.waits import Waited
 from phalanx.train.low import low_values, worst
 from phalanx.train.progress import ProgressBar
 from phalanx.train.routing import routing_text, routing_values
@@ -45,8 +48,8 @@ class Moment:
 class Pending:
     """A step's results on their way to the host: copied beside the computation, read when the next step is already running."""
 
-    def __init__(self, step: int, lr: float, result: StepResult):
-        self.step, self.lr = step, lr
+    def __init__(self, step: int, lr: float, result: StepResult, waited: Waited | None = None):
+        self.step, self.lr, self.waited = step, lr, waited
         self._ahead = result.ahead is not None
         ahead = torch.zeros_like(result.loss) if result.ahead is None else result.ahead
         fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop, ahead)
@@ -123,11 +126,13 @@ def step_line(values: dict[str, Any]) -> str:
     v = values
     ahead = f" mtp_loss={v['mtp_loss']:.4f}" if "mtp_loss" in v else ""
     mfu = "n/a" if v["mfu"] is None else f"{100 * v['mfu']:.1f}%"
+    slow = "".join(f" slow={rank}x{ratio:.1f}" for rank, ratio in list(v.get("slow", {}).items())[:3])
+    experts = routing_text(v["experts"]) if "experts" in v else ""
     lost = f" fp8_lost={v['fp8_lost']:.3g}@{v['fp8_worst'].rsplit(' ', 1)[-1]}" if "fp8_lost" in v else ""
     return (
         f"step={v['step']} loss={v['loss']:.4f} grad_norm={v['grad_norm']:.3g} lr={v['lr']:.3e} tok/s={v['tokens_per_s']:.0f} "
         f"tok/s/gpu={v['tokens_per_s_per_gpu']:.0f} tflops/gpu={v['tflops_per_gpu']:.4g} mfu={mfu} mem={v['memory_gib']:.2f}GiB "
-        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{ahead}{lost}{routing_text(v['experts']) if 'experts' in v else ''}"
+        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{ahead}{lost}{experts}{slow}"
     )
 
 
@@ -206,6 +211,9 @@ class Reporter:
         self.total_steps, self.interval, self.device = total_steps, interval, device
         self.mark = Moment(device)
         self.last_s: float | None = None  # seconds of the last finished step
+        self.stepped: Callable[[float, float], None] = lambda work_s, step_s: None  # is told how long this rank worked in a step of so long
+        self.slow: Callable[[], dict[int, tuple[str, Slow]]] = dict  # ranks that the others wait for now
+        self._named: set[int] = set()
 
     def restart_clock(self) -> None:
         """Do not count the time since the last step (evaluation, saving) as time of the next."""
@@ -217,6 +225,9 @@ class Reporter:
         loss, norm, skipped, _, stop = pending.read()
         seconds, self.mark = pending.moment.seconds_since(self.mark), pending.moment
         self.last_s = seconds
+        if pending.waited is not None:
+            self.stepped(max(0.0, seconds - pending.waited.seconds()), seconds)
+        self._name_slow()
         c = self.counters
         c.step, c.consumed_samples = pending.step, c.consumed_samples + samples
         c.tokens += samples * self.speed.seq_length
@@ -231,17 +242,27 @@ class Reporter:
             self.bar.show(pending.step, loss)
         return stop
 
+    def _name_slow(self) -> None:
+        """Say once of each rank that it is slow, and that it no longer is."""
+        slow = self.slow()
+        for rank, (who, how) in slow.items():
+            if rank not in self._named:
+                self.log.warn(f"{who} is slow: it {how}")
+        for rank in self._named - slow.keys():
+            self.log.info(f"rank {rank} is as fast as the others again")
+        self._named = set(slow)
+
     def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
         rate = samples * self.speed.seq_length / seconds
         routing, ahead = pending.routing(), pending.ahead()
-        flops = rate * self.speed.flops_per_token / self.speed.ranks
+        flops, slow = rate * self.speed.flops_per_token / self.speed.ranks, self.slow()
         return {
             "step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens_per_s": rate,
             "tokens_per_s_per_gpu": rate / self.speed.ranks, "tflops_per_gpu": flops / 1e12,
             "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": peak_memory(self.device) / 2**30,
             "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
             "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
-            **self._low_values(pending),
+            **self._low_values(pending), **({"slow": {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
             **({} if ahead is None else {"mtp_loss": ahead}), **({} if routing is None else {"experts": routing}),
         }  # fmt: skip
 

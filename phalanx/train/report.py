@@ -53,6 +53,10 @@ def facts(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple
         ("peak memory per rank", f"{max(r['memory_gib'] for r in steps):.2f} GiB"),
         ("skipped steps", str(last["skipped"])),
     ]
+    slow = sorted({rank for r in steps for rank in r.get("slow", {})}, key=int)
+    for rank in slow[:8]:
+        ratios = [r["slow"][rank] for r in steps if rank in r.get("slow", {})]
+        found.append((f"slow: rank {rank}", f"worked up to {max(ratios):.1f} times as long as the others, in {len(ratios)} steps"))
     for name in valid_sets(rows):
         found.append((f"validation loss: {name.removeprefix('valid/')}", f"{[r[name] for r in rows if name in r][-1]:.4f}"))
     return found
