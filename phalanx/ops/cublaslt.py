@@ -186,9 +186,13 @@ def _alignment(x: Tensor) -> int:
 
 
 @cache
+def library() -> ctypes.CDLL | None:
+    """Of the CUDA that torch was built for; None where it is not to be had."""
+    return None if torch.version.cuda is None else load(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+
+
+@cache
 def cublaslt(index: int) -> CublasLt | None:
-    """The library on GPU number `index`, of the CUDA that torch was built for; None where it is not to be had."""
-    if torch.version.cuda is None:
-        return None
-    library = load(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
-    return None if library is None else CublasLt(library, torch.device("cuda", index))
+    """The library on GPU number `index`."""
+    found = library()
+    return None if found is None else CublasLt(found, torch.device("cuda", index))

@@ -20,6 +20,7 @@ from phalanx.layout.shards import Sharding
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.ops import cublaslt
 from phalanx.ops.kernels import use_triton
 from phalanx.ops.wheels import WHEELS, unusable
 from phalanx.optim.adamw import AdamW, moment_dtype
@@ -215,7 +216,12 @@ def choices(state: State) -> str:
         dispatch += (f" (no push: {beside.removeprefix('off: ')})" if beside != "off" else "") if by_messages else f" through shared memory {beside}"
     order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
-    return f"kernels {'triton' + plain if triton else 'plain'}{wheels}; CUDA graphs {graphs}{overlap}{dispatch}{order}"
+    low = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if adds_apart(state.plan, mesh.device) else ""
+    return f"kernels {'triton' + plain if triton else 'plain'}{wheels}{low}; CUDA graphs {graphs}{overlap}{dispatch}{order}"
+
+
+def adds_apart(plan: Plan, device: torch.device) -> bool:
+    return plan.run.train.fp8 is not None and device.type == "cuda" and cublaslt.library() is None
 
 
 def why_no_graphs(plan: Plan, device: torch.device) -> str:

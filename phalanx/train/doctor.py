@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from phalanx import __version__
 from phalanx.base.devices import find_device
+from phalanx.ops import cublaslt
 from phalanx.ops.kernels import has_triton, use_triton
 from phalanx.ops.wheels import EXTRA, WHEELS, unusable
 
@@ -104,6 +105,10 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def low_products() -> str:
+    return "torch's; added to the fp32 buffer, and of blocks, by cuBLASLt" if cublaslt.library() else "torch's; cuBLASLt is not found"
+
+
 def implementations() -> Rows:
     """Follows the choices that the ops make (phalanx/ops); a choice that changes there changes here."""
     cuda = torch.cuda.is_available()
@@ -112,6 +117,7 @@ def implementations() -> Rows:
         ("attention", attention()),
         ("  with dropout", "explicit softmax: no fused kernel has our layout-independent mask"),
         ("weight gradients", f"addmm into the fp32 buffer, {'inside the GEMM' if cuda else 'operands widened first (CPU)'}"),
+        ("products in 8 bits", low_products() if cuda else "emulated, because there is no GPU"),
         ("norm, RoPE, SwiGLU", "Triton kernels" if triton_runs() else "PyTorch ops with hand-written backward"),
         ("cross entropy", "chunked over tokens, cut over the vocabulary; the full logits never exist"),
         ("AdamW", ("a Triton kernel" if triton_runs() else "torch's fused kernel") + " over flat buffers, step count and skips on the device"),

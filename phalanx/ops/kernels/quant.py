@@ -310,7 +310,9 @@ def tiles_of(x: Source, mode: int) -> Tiles:
     """Blocks ask for a tile of their size."""
     if mode in (BLOCKS, SQUARES):
         return Tiles(TILE, TILE, 16)
-    return Tiles(64, 64, 8) if isinstance(x, GatedGrad) else Tiles(64, 128, 8)
+    if isinstance(x, GatedGrad):
+        return Tiles(64, 64, 8)
+    return Tiles(TILE, TILE, 8) if mode == LARGEST_LINES else Tiles(64, 128, 8)  # fewer, larger tiles: fewer atomics
 
 
 def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, out: Tensor | None = None, other: Tensor | None = None,
