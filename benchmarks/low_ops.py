@@ -1,10 +1,11 @@
 """How fast are casts to 8 bits and products of 8-bit codes on one GPU? Two tables, at the shapes of an 8B layer (8,192 tokens).
 
-python benchmarks/low_ops.py [--sweep] [--out FILE]
+python benchmarks/low_ops.py [--only linears|experts] [--sweep] [--out FILE]
 
 Casts in GB/s of the bytes that must be read and written at least. Products in TFLOP/s: torch's GEMMs (fast and precise sums), the same and
 an addition to an fp32 buffer as a weight's gradient needs, cuBLASLt's (ops.cublaslt) and
 ours, which add in the GEMM. --sweep tries tile sizes of ours.
+The same of 16 experts with 65,536 rows (2,048 features, 768 inside), beside the bf16 products that they stand for.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.cublaslt import cublaslt
+from phalanx.ops.kernels import grouped, low_grouped, scaled_mm
 from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.kernels import scaled_mm
 from phalanx.ops.kernels.quant import Tiles as CastTiles
 from phalanx.ops.kernels.scaled_mm import Tiles
+from phalanx.ops.low_grouped import LowExperts
 from phalanx.ops.low_matmul import DY, LowWeight, X
 from phalanx.ops.quant import COUNTS, E4M3, RECIPES, SLOTS, Scaled
 from phalanx.ops.scaled_mm import fast_product
@@ -152,24 +154,73 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+ROWS, EXPERTS = 65536, 16
+EXPERT_LINEARS = {"gate+up": (1536, 2048), "down": (2048, 768)}
+
+
+def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
+    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=device) * (ROWS // EXPERTS)
+    found: list[dict[str, Any]] = []
+    tried_tiles = [low_grouped.Tiles(m, n, stages, warps) for m, n in ((128, 256), (128, 128), (256, 128), (64, 256))
+                   for stages in (3, 4, 5) for warps in (4, 8)]  # fmt: skip
+    for name, (outer, inner) in EXPERT_LINEARS.items():
+        x, dy, w = (torch.randn(*s, device=device).bfloat16() for s in ((ROWS, inner), (ROWS, outer), (EXPERTS, outer, inner)))
+        buffer, flop = torch.zeros(EXPERTS, outer, inner, device=device), 2.0 * ROWS * outer * inner
+
+        def note(gemm: str, recipe: str, way: str, call: Callable[[], Any], name: str = name, flop: float = flop) -> None:
+            found.append({"linear": name, "gemm": gemm, "recipe": recipe, "way": way, "result": tried(call, flop, device)})
+
+        note("forward", "bf16", "ours", lambda x=x, w=w: grouped.grouped_product(x, w.transpose(1, 2), ends))
+        note("input's gradient", "bf16", "ours", lambda x=dy, w=w: grouped.grouped_product(x, w, ends))
+        note("weight's", "bf16", "ours", lambda x=x, y=dy, b=buffer: grouped.add_grouped_product_(b, y, x, ends))
+        for recipe in ("delayed", "tensorwise", "rowwise", "blockwise"):
+            low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+            if recipe == "delayed":
+                low.multiplier = torch.ones(3, device=device)
+            low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+            low.refresh(w)
+            (a, a_laid), (d, d_laid), (forward, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.codes(w)
+            for which, rows in ((X, x), (DY, dy)):
+                seconds = measure(lambda low=low, which=which, rows=rows: low.rows(which, rows, ends), device).median
+                found.append({"linear": name, "gemm": "cast", "recipe": recipe, "way": f"{rows.shape[1]} features", "result": (1e3 * seconds, 0.0)})
+            ways = {"fast": (True, None), "precise": (False, None)} if recipe != "blockwise" else {"precise": (False, None)}
+            if sweeping and recipe in ("delayed", "rowwise"):
+                for t, word in itertools.product(tried_tiles, ("fast", "precise")):
+                    ways[f"{word} {t.m}x{t.n} {t.stages} stages {t.warps} warps"] = word == "fast", t
+            for way, (fast, tiles) in ways.items():
+                note("forward", recipe, way,
+                     lambda a=a, b=forward, f=fast, t=tiles: low_grouped.product(a, b, ends, torch.bfloat16, None, f, t))  # fmt: skip
+                note("input's gradient", recipe, way,
+                     lambda a=d, b=turned, f=fast, t=tiles: low_grouped.product_by_places(a, b, ends, torch.bfloat16, f, t))  # fmt: skip
+                note("weight's", recipe, way, lambda a=d_laid, b=a_laid, y=buffer, f=fast, t=tiles: low_grouped.add_product_(y, a, b, ends, f, t))
+            if recipe == "rowwise":
+                codes, scales = forward.codes.view(EXPERTS, outer, inner).transpose(1, 2), forward.scales.view(EXPERTS, outer)
+                for fast in (True, False):
+                    note("forward", recipe, f"torch {'fast' if fast else 'precise'}", lambda a=a, c=codes, s=scales, f=fast: torch._scaled_grouped_mm(
+                        a.codes, c, a.scales.view(-1), s, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=f))  # fmt: skip
+    return found
+
+
 def shown(result: Any) -> str:
     return result if isinstance(result, str) else f"{result[0]:8.3f} ms {result[1]:7.0f} TFLOP/s"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("linears", "experts"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda")
     made: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    made["products"] = product_rows(device)
+    made["products"] = product_rows(device) if options.only != "experts" else []
+    made["products"] += expert_rows(device, options.sweep) if options.only != "linears" else []
     for r in made["products"]:
         print(f"{r['linear']:14} {r['gemm']:17} {r['recipe']:11} {r['way']:26} {shown(r['result'])}", flush=True)
-    made["casts"] = cast_rows(device) + gated_rows(device) + (cast_sweep(device) if options.sweep else [])
+    made["casts"] = [] if options.only == "experts" else cast_rows(device) + gated_rows(device) + (cast_sweep(device) if options.sweep else [])
     for r in made["casts"]:
         print(f"cast {r['what']:34} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
-    if options.sweep:
+    if options.sweep and options.only != "experts":
         made["sweep"] = sweep(device)
         for r in made["sweep"]:
             print(f"{r['block']} {r['tiles']} {shown(r['result'])}", flush=True)

@@ -94,14 +94,14 @@ def low_experts() -> list[tuple]:
     found: list[tuple] = []
     for lines in (False, True):
         pointers = dict(x=BF, ends="*i32", whole="*i32", rows_out="*i32", cols_out="*i32", C="i32", E="i32")
-        found.append((low_grouped._amax, pointers, dict(LINES=lines, APART=int(not lines), TILE=128, E_BLOCK=16), dict(num_warps=8)))
+        found.append((low_grouped._amax, pointers, dict(LINES=lines, APART=int(not lines), TILE=128, COLS=64, E_BLOCK=16), dict(num_warps=8)))
     for mode in range(5):
         wide, amax = mode == quant.GIVEN, "*fp32" if mode == quant.GIVEN else "*i32"
         code = "*fp8e5" if wide else "*fp8e4nv"
         pointers = dict(x=BF, ends="*i32", row_amax=amax, col_amax=amax, out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
         consts = dict(MODE=mode, APART=int(mode == quant.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False, FLOOR=2.0**-100,
-                      EVERY=16, SLOTS=32, TILE=128, E_BLOCK=16)  # fmt: skip
-        found.append((low_grouped._cast, dict(**pointers, **dict.fromkeys("RCPE", "i32")), consts, dict(num_warps=8)))
+                      EVERY=16, SLOTS=32, TILE=128, COLS=low_grouped._width(mode)[0], E_BLOCK=16)  # fmt: skip
+        found.append((low_grouped._cast, dict(**pointers, **dict.fromkeys("RCPE", "i32")), consts, dict(num_warps=low_grouped._width(mode)[1])))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
         c = low_grouped.FAST if fast else low_grouped.CAREFUL
         tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group), dict(num_warps=c.warps, num_stages=c.stages)

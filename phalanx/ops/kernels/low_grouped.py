@@ -1,6 +1,6 @@
 """Casts to 8 bits of rows sorted by expert, and products of their codes with experts' matrices; ops/low_grouped.py defines both.
 
-Which rows are whose is read from `ends` on the device. A program of a cast does TILE rows of one expert by TILE features: tile t of them
+Which rows are whose is read from `ends` on the device. A program of a cast does TILE rows of one expert by some features: tile t of them
 all goes to the places t TILE ... of the transposed codes, so the number of places used is the number of tiles. A stack of matrices is
 cast likewise, as rows of which every expert has as many. Products have the summed dim contiguous in both operands.
 """
@@ -65,20 +65,21 @@ def _rows_of(t, ends, E, TILE: tl.constexpr, E_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, row, stop, col, C, TILE: tl.constexpr):
+def _load_rows(x, row, stop, col, C, TILE: tl.constexpr, COLS: tl.constexpr):
     rows = row + tl.arange(0, TILE)
-    cols = col + tl.arange(0, TILE)
+    cols = col + tl.arange(0, COLS)
     mask = (rows < stop)[:, None] & (cols < C)[None, :]
     return rows, cols, mask, tl.load(x + rows.to(tl.int64)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _amax(x, ends, whole, rows_out, cols_out, C, E, LINES: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr, E_BLOCK: tl.constexpr):
+def _amax(x, ends, whole, rows_out, cols_out, C, E, LINES: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
+          E_BLOCK: tl.constexpr):  # fmt: skip
     """Bits of the largest |x| of all rows (or of each expert's, APART), or of each row and of each expert's columns, out (E, C)."""
-    across = tl.cdiv(C, TILE)
+    across = tl.cdiv(C, COLS)
     there, e, row, stop = _rows_of(tl.program_id(0) // across, ends, E, TILE, E_BLOCK)
     if there:
-        rows, cols, mask, v = _load_rows(x, row, stop, tl.program_id(0) % across * TILE, C, TILE)
+        rows, cols, mask, v = _load_rows(x, row, stop, tl.program_id(0) % across * COLS, C, TILE, COLS)
         bits = _bits(v)
         if LINES:
             tl.atomic_max(rows_out + rows, tl.max(bits, 1), mask=rows < stop)
@@ -90,15 +91,15 @@ def _amax(x, ends, whole, rows_out, cols_out, C, E, LINES: tl.constexpr, APART: 
 @triton.jit
 def _cast(x, ends, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, P, E, MODE: tl.constexpr, APART: tl.constexpr,
           NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr,
-          EVERY: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, E_BLOCK: tl.constexpr):  # fmt: skip
+          EVERY: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr, E_BLOCK: tl.constexpr):  # fmt: skip
     """out (R, C), other (C, P). row_scales: one, or one of each expert (APART); (R,); (columns of tiles, R); (tiles, columns of tiles).
     col_scales: (E, C) or (tiles, C). Amaxes are bits, as modes want them; of GIVEN a multiplier."""
-    across = tl.cdiv(C, TILE)
+    across = tl.cdiv(C, COLS)
     t = tl.program_id(0) // across
     along = tl.program_id(0) % across
     there, e, row, stop = _rows_of(t, ends, E, TILE, E_BLOCK)
     if there:
-        rows, cols, mask, v = _load_rows(x, row, stop, along * TILE, C, TILE)
+        rows, cols, mask, v = _load_rows(x, row, stop, along * COLS, C, TILE, COLS)
         if MODE == 0 or MODE == 1:
             m = tl.load(row_amax) if MODE == 1 else _multiplier(tl.load(row_amax + e * APART), MAX, FLOOR)
             by_row = v * m
@@ -233,16 +234,22 @@ def _gemm_dw(dy, x, dw, ends, dy_scales, x_scales, M, N, E, dy_row, dy_group, x_
     _add_part(of_e, q3, row, col + BN // 4 * 3, M, N)
 
 
-def _across(x: Tensor) -> int:
-    return triton.cdiv(x.shape[1], TILE)
+def _width(mode: int) -> tuple[int, int]:
+    """Features and warps of a program of a cast: no more than 32 values a thread, and whole blocks where they have a scale."""
+    return (TILE, 16) if mode in (BLOCKS, SQUARES) else (64, 8)
+
+
+AMAX = _width(WHOLE)
 
 
 def amax(x: Tensor, ends: Tensor, tiles: int, apart: bool) -> Tensor:
     """Bits of the largest |x| of rows (R, C) in all, (1, 1), or of each expert's, (E, 1); int32."""
     x, count = x.contiguous(), len(ends)
     out = torch.zeros(count if apart else 1, 1, dtype=torch.int32, device=x.device)
-    _amax[(tiles * _across(x),)](x, ends, out, None, None, x.shape[1], count, LINES=False, APART=int(apart), TILE=TILE,
-                                 E_BLOCK=triton.next_power_of_2(count), num_warps=8)  # fmt: skip
+    _amax[(tiles * triton.cdiv(x.shape[1], AMAX[0]),)](
+        x, ends, out, None, None, x.shape[1], count, LINES=False, APART=int(apart), TILE=TILE, COLS=AMAX[0], E_BLOCK=triton.next_power_of_2(count),
+        num_warps=AMAX[1],
+    )  # fmt: skip
     return out
 
 
@@ -251,8 +258,10 @@ def amax_lines(x: Tensor, ends: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
     x, (rows, columns), count = x.contiguous(), x.shape, len(ends)
     both = torch.zeros(rows + count * columns, dtype=torch.int32, device=x.device)
     of_rows, of_columns = both.split((rows, count * columns))
-    _amax[(tiles * _across(x),)](x, ends, None, of_rows, of_columns, columns, count, LINES=True, APART=0, TILE=TILE,
-                                 E_BLOCK=triton.next_power_of_2(count), num_warps=8)  # fmt: skip
+    _amax[(tiles * triton.cdiv(columns, AMAX[0]),)](
+        x, ends, None, of_rows, of_columns, columns, count, LINES=True, APART=0, TILE=TILE, COLS=AMAX[0], E_BLOCK=triton.next_power_of_2(count),
+        num_warps=AMAX[1],
+    )  # fmt: skip
     return of_rows, of_columns.view(count, columns)
 
 
@@ -264,7 +273,8 @@ def cast_both(x: Tensor, ends: Tensor, tiles: int, format: Format, mode: int, fi
                    and of features (E, C)
     counts, into   as kernels.quant.cast_both has them
     """
-    x, (rows, columns), count, across = x.contiguous(), x.shape, len(ends), _across(x)
+    x, (rows, columns), count, (width, warps) = x.contiguous(), x.shape, len(ends), _width(mode)
+    across = triton.cdiv(columns, width)
     device, apart = x.device, mode == WHOLE and first is not None and first.numel() == count and count > 1
     if into is None:
         out = torch.empty(rows, columns, dtype=format.dtype, device=device)
@@ -278,7 +288,7 @@ def cast_both(x: Tensor, ends: Tensor, tiles: int, format: Format, mode: int, fi
     _cast[(tiles * across,)](
         x, ends, first, second, out, other, row_scales, col_scales, counts, rows, columns, tiles * TILE, count, MODE=mode, APART=int(apart),
         NOTE=counts is not None, MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda, FLOOR=FLOOR,
-        EVERY=every, SLOTS=SLOTS, TILE=TILE, E_BLOCK=triton.next_power_of_2(count), num_warps=8,
+        EVERY=every, SLOTS=SLOTS, TILE=TILE, COLS=width, E_BLOCK=triton.next_power_of_2(count), num_warps=warps,
     )  # fmt: skip
     return into
 
