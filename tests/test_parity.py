@@ -16,7 +16,7 @@ from tests.parity import MODELS, base_run, compare, truth_of
 STEPS = 2
 
 
-def case(model: str, world: int, global_batch: int = 8, micro_batch: int = 1, documents: bool = False, recompute: str = "none",
+def case(model: str, world: int, global_batch: int = 8, micro_batch: int = 1, documents: bool | str = False, recompute: str = "none",
          bucket_mb: int = 0, **layout):  # fmt: skip
     return dict(model=model, world=world, global_batch=global_batch, micro_batch=micro_batch, documents=documents, recompute=recompute,
                 bucket_mb=bucket_mb, layout=layout)  # fmt: skip
@@ -119,6 +119,27 @@ NAMED = {
     "qwen3_moe cp4, ep2 x etp2, documents": case("qwen3_moe", 4, cp=4, ep=2, etp=2, documents=True, micro_batch=2),
     "gpt_oss cp3 in uneven parts, etp3, documents": case("gpt_oss", 3, cp=3, etp=3, documents=True, dispatch="allgather"),
     "deepseek_v3 cp2 tp2 pp2, ep4, documents, push": case("deepseek_v3", 8, cp=2, tp=2, pp=2, ep=4, documents=True, dispatch="push"),
+    "dynamic cp2, documents": case("llama", 2, cp=2, cp_degree="dynamic", documents=True),
+    "dynamic cp4 tp2, packed": case("llama", 8, cp=4, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4 pp2, tied, packed, heads in pairs": case(
+        "llama-tied", 8, cp=4, cp_ulysses=2, pp=2, cp_degree="dynamic", documents="packed", recompute="full"
+    ),
+    "dynamic cp4 by all-gather, qwen3, level 3": case(
+        "qwen3", 4, cp=4, cp_attention="allgather", cp_degree="dynamic", documents="packed", sharding=3
+    ),
+    "dynamic cp4, heads, mistral": case("mistral", 4, cp=4, cp_ulysses=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp3 in uneven parts, qwen2, two kinds of layers": case("qwen2", 3, cp=3, cp_degree="dynamic", documents=True, micro_batch=2),
+    "dynamic cp6, gpt_oss with sinks and window, ep2": case("gpt_oss", 6, cp=6, ep=2, cp_degree="dynamic", documents="packed", micro_batch=2),
+    "dynamic cp2 tp2, gpt2 with dropout": case("gpt2", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4 ep4, deepseek_v3 with two further tokens": case(
+        "deepseek_v3-mtp", 4, cp=4, ep=4, cp_degree="dynamic", documents="packed"
+    ),
+    "dynamic cp2 pp2 dp2, deepseek_v3, ep4, push": case(
+        "deepseek_v3", 8, cp=2, pp=2, ep=4, dispatch="push", cp_degree="dynamic", documents="packed"
+    ),
+    "dynamic cp4, gpt_oss with sinks and window": case("gpt_oss", 4, cp=4, cp_degree="dynamic", documents="packed"),
+    "dynamic cp2 tp2, room by document": case("mixtral-full", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4, qwen3_moe by document, ep2 x etp2": case("qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),

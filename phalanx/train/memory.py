@@ -154,7 +154,7 @@ def _batch(plan: Plan) -> Batch:
     documents, real = ids if data.inside_documents else None, ids if data.packing != "off" else None
     seed = torch.empty((), device="meta") if plan.loss_seed else None
     batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, real=real)
-    parts = [batch.cut(part) for part in Part(0, plan.grid.cp).all]
+    parts = [batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses)) for part in Part(0, plan.grid.cp).all]
     return max(reversed(parts), key=lambda b: b.num_tokens)
 
 
