@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.base.batch import Shared
 from phalanx.base.deal import EXCHANGE, Share, deal, degrees_of, loads
 from phalanx.base.part import Part
-from tests.parity import SEQ, sample_batch
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.config import LayoutConfig
+from phalanx.train.build import build
+from phalanx.train.config import Run
+from phalanx.train.plan import make_plan
+from phalanx.train.step import accumulate
+from tests.parity import SEQ, base_run, sample_batch, set_weights, step_batches
 
 
 def held(lengths, shares: list[Share], count: int) -> list[int]:
@@ -114,3 +126,67 @@ def test_documents_that_cannot_be_dealt_are_cut_as_ever():
     batch = type(batch)(batch.tokens, batch.labels, batch.positions, batch.samples, 1, SEQ, docs)
     parts = [batch.cut(Part(i, 4, True)) for i in range(4)]
     assert all(p.dealt is None and p.part == Part(i, 4) and torch.equal(p.tokens, batch.cut(Part(i, 4)).tokens) for i, p in enumerate(parts))
+
+
+def test_documents_do_not_touch_each_other(ranks):
+    """The tokens of one document change, which every rank shares or which one has whole; the logits of every other one keep their bits."""
+    run = replace(base_run("mistral"), layout=LayoutConfig(cp=2, cp_degree="dynamic"))
+    for first, before, after in ranks.run("tests.test_context:logits_twice", 2, run):
+        assert np.array_equal(before[~first], after[~first])
+        assert not first.any() or not np.array_equal(before[first], after[first])
+
+
+# ---- bytes and calls ---------------------------------------------------------------------------------------------------------------
+
+
+def sent(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
+    """(calls, bytes) by axis and operation of the forward and backward of a step, over the axes of context parallelism."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    set_weights(state)
+    state.train()
+    batches = step_batches(run, mesh, 0, "packed")
+    mesh.watch.on = True
+    accumulate(state, batches)
+    found: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    for site, (count, nbytes) in mesh.watch.calls.items():
+        if site.axis.startswith("cp"):
+            found[site.axis, site.op] += nbytes
+            calls[site.axis, site.op] += count
+    return {key: (calls[key], found[key]) for key in found}
+
+
+@pytest.mark.parametrize("form", ["ring", "allgather"])
+def test_bytes_and_calls_are_the_formulas(ranks, form):
+    """Per layer and document of n tokens that d ranks share; nothing for documents on one rank. A chunk is n / 2d tokens (those of a part differ
+    by one at most), 2 G K wide.
+
+    Ring: part i sends its early chunk to the d - 1 - i parts after it and both to the i parts before, in forward and again in backward, and
+    home the gradients of what it read: the early chunk of the i parts before it, both of the others'. 3 (d - 1) calls.
+    All-gather: as many tokens as the largest part has, forward and backward, and d times as many into the reduce-scatter.
+    Micro-batches that cannot be dealt are one document of all ranks (tests/test_context.py).
+    """
+    run = replace(base_run("llama-tied", global_batch=8), layout=LayoutConfig(cp=4, cp_degree="dynamic", cp_attention=form))
+    layers, word, width = 6, 8, 2 * 4 * 8  # float64, kv heads x their width
+    for rank, found in enumerate(ranks.run("tests.test_deal:sent", 4, run)):
+        calls: Counter[tuple[str, str]] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()
+        for sample in range(8):
+            batch = sample_batch([sample], "packed").cut(Part(rank, 4, True))
+            for doc in batch.shared if batch.dealt is not None else [Shared(0, SEQ, Part(rank, 4))]:
+                d, i = doc.part.count, doc.part.index
+                early, late = (len(run) for run in doc.part.runs(doc.length))
+                axis = "cp" if d == 4 else f"cp keys of {d}"
+                if form == "ring":
+                    home = sum(sum(map(len, other.runs(doc.length)[: 1 if other.index < i else 2])) for other in doc.part.all if other != doc.part)
+                    calls[axis, "hop"] += 3 * (d - 1)
+                    tokens[axis, "hop"] += 2 * ((d - 1) * early + i * late) + home
+                else:
+                    most = doc.part.most(doc.length)
+                    calls[axis, "all_gather"] += 2
+                    tokens[axis, "all_gather"] += 2 * most
+                    calls[axis, "reduce_scatter"] += 1
+                    tokens[axis, "reduce_scatter"] += d * most
+        assert found == {key: (layers * calls[key], layers * tokens[key] * width * word) for key in calls}

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from phalanx.base.part import Part
 
-EXCHANGE = 512  # pairs whose attention takes as long as a token's keys and values take to another rank (8 KV heads of 128, 200 GB/s, 400 TFLOP/s)
-TOKEN = 8192  # pairs whose attention takes as long as the rest of a layer takes for a token (width 1,300; more for wider models)
+# Pairs whose attention takes as long as ...
+EXCHANGE = 512  # a token's keys and values take to another rank (32 heads, 8 of keys, of 128; 200 GB/s, 400 TFLOP/s)
+TOKEN = 8192  # the rest of a layer takes for a token (of width 1,300; of wider models more)
 UNEVEN = 0.05  # of a rank's work: what ranks may differ by before a document is cut for balance alone
 
 
@@ -43,8 +44,8 @@ def deal(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int]) -
     """A share of each document, such that rank i has at most sizes[i] tokens of all of them together.
 
     The longest document chooses first. It takes the fewest ranks with which none of them has more attention to do than an even division (and
-    UNEVEN) gives it; if there is no such number, the one with which, exchange included, the fullest has least to do. Where documents do not fit in so, more and
-    more of the longest are cut over all ranks. None: they do not fit in that way either.
+    UNEVEN) gives it; if there is no such number, the one with which, exchange included, the fullest has least to do. Where documents
+    do not fit in so, more and more of the longest are cut over all ranks. None: they do not fit in that way either.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     able, forced = sum(length >= 2 * len(sizes) for length in lengths), 0
@@ -55,7 +56,8 @@ def deal(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int]) -
         forced = min(able, max(1, 2 * forced))
 
 
-def _place(lengths: Sequence[int], order: Sequence[int], sizes: Sequence[int], degrees: Sequence[int], forced: int) -> list[Share] | None:
+def _place(lengths: Sequence[int], order: Sequence[int], sizes: Sequence[int], degrees: Sequence[int],
+           forced: int) -> list[Share] | None:  # fmt: skip
     """The first `forced` documents of `order` over all ranks, the others as they fit best."""
     count, room, load = len(sizes), list(sizes), [0.0] * len(sizes)
     even = sum(n * (n + 1) / 2 for n in lengths) / count + UNEVEN * TOKEN * min(sizes)

@@ -314,8 +314,8 @@ class Handles:
 @dataclass(frozen=True)
 class ModelAxes:
     """The axes that modules communicate over: tp and cp of the dense view; of cp the neighbours that exchange heads (`heads`) and those that
-    read each other's keys (`keys`), and the same of the fewer neighbours that share a document (`groups`, by their number); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the
-    expert view."""
+    read each other's keys (`keys`), and the same of fewer neighbours, who share a document (`groups`, by their number); tp x cp, the ranks that
+    share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the expert view."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))

@@ -63,8 +63,8 @@ def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, f
     flat = (t.transpose(1, 2).flatten(0, 1).split([piece.num_tokens for piece in pieces]) for t in (q, k, v))
     mixed = []
     for piece, *rows in zip(pieces, *flat):
-        parts = (t.unsqueeze(0).transpose(1, 2) for t in rows)
-        mixed.append(attention(*parts, piece, axes.among(piece.part.count), form, kind, sinks, kernels))
+        q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in rows)
+        mixed.append(attention(q, k, v, piece, axes.among(piece.part.count), form, kind, sinks, kernels))
     return torch.cat(mixed)
 
 

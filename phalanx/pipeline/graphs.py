@@ -115,8 +115,7 @@ class Graphs(Eager):
         self.memories = memories
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
-        many = batch.most_documents > usual_documents(batch.all_tokens)
-        if not self._warm or many or batch.dealt is not None:  # such a batch may come once: not worth a pool of memory
+        if not self._warm or batch.most_documents > usual_documents(batch.all_tokens):  # such a batch may come once: not worth a pool of memory
             return super().forward(where, mb, x, batch, compute)
         if mb not in self._taken:
             self._taken[mb] = self._take(batch)

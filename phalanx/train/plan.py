@@ -410,8 +410,8 @@ def storing_all(run: Run) -> Run:
 def without_layout(run: Run) -> Run:
     """The same run on one process: what every layout must agree with."""
     layout = replace(
-        run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, cp_degree="fixed", ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None,
-        shard_group=None, shard_across="nothing",
+        run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, cp_degree="fixed", ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto",
+        stages=None, shard_group=None, shard_across="nothing",
     )  # fmt: skip
     return replace(run, layout=layout)
 

@@ -85,7 +85,7 @@ def context_text(plan: Plan) -> str:
     how += [f"keys by {plan.cp_attention} over {parts} parts"] if parts > 1 else []
     if grid.dynamic:
         degrees = ", ".join(map(str, degrees_of(grid.cp, grid.ulysses)))
-        how += [f"documents shared by {degrees} ranks as their lengths need (memory: as if sequences were one document; no CUDA graphs)"]
+        how += [f"documents shared by {degrees} ranks as their lengths need"]
     return f"{tokens} tokens of each sequence on a rank, {', '.join(how)}"
 
 
