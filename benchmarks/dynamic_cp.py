@@ -25,7 +25,7 @@ import torch
 from phalanx.base.batch import IGNORE, Batch, room_for_documents
 from phalanx.base.part import Part
 from phalanx.base.placement import Placement
-from phalanx.comm.mesh import leave_world
+from phalanx.comm.mesh import MEETING, leave_world
 from phalanx.data.config import DataConfig
 from phalanx.data.packing import first_fit
 from phalanx.launch.env import read_placement
@@ -216,8 +216,8 @@ def main() -> None:
         parser.error("; ".join(map(str, problems)) or "start it with python -m torch.distributed.run, or ask for --predict")
     rows = []
     for number, name in enumerate(names, 1):  # each row in a world of its own
-        port = int(os.environ.get("MASTER_PORT", 0)) + number
-        place = replace(placement, init_method=f"tcp://{os.environ.get('MASTER_ADDR')}:{port}" if placement.world_size > 1 else "")
+        address = f"{MEETING}{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}/row{number}"
+        place = replace(placement, init_method=address if placement.world_size > 1 else "")
         rows.append(measure(name, lengths, longest, place, options.steps, options.tiny, options.repeats))
     if placement.rank == 0:
         device = "CPU" if options.tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()

@@ -54,6 +54,7 @@ class Batch:
     whole       (4 to 6, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where these are whole
     dealt       (num_sequences * seq_length,) int64  where documents were dealt to parts whole or in part: the places in the whole micro-batch of
                 the first part's tokens, of the second's and so on; None: each part has its chunks of each sequence
+    piece       part of a dealt batch that attention is computed over by itself: its shapes hardly ever come again
     shared      dealt: the documents of which this part has a part, in the order of its tokens; after them come those that are all here
     The ints are host facts: whether a batch is uniform is never read from the device.
     """
@@ -72,6 +73,7 @@ class Batch:
     real: Tensor | None = None
     dealt: Tensor | None = None
     shared: tuple[Shared, ...] = ()
+    piece: bool = False
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -208,12 +210,13 @@ class Batch:
         pieces, at = [], 0
         for doc in self.shared:
             tokens, labels, positions, samples, *_ = self.whole[:, doc.start : doc.start + doc.length]  # type: ignore[index]
-            pieces.append(Batch(tokens, labels, positions, samples, 1, doc.length).cut(doc.part))
+            pieces.append(Batch(tokens, labels, positions, samples, 1, doc.length, piece=True).cut(doc.part))
             at += pieces[-1].num_tokens
         if at < self.num_tokens:
             rows: dict[str, Any] = {name: getattr(self, name)[at:] for name in self._rows}
             number, count = self.runs  # of sequences, where attention spans them
-            pieces.append(Batch(**{**rows, "documents": number[at:]}, num_sequences=1, seq_length=self.num_tokens - at, most_documents=count))
+            rows |= {"documents": number[at:], "most_documents": count}
+            pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
         return tuple(pieces)
 
     @property

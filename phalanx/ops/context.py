@@ -355,7 +355,7 @@ class _ReadParts(Function):
 def how_to_read(reading: Reading, source: int, block: Block, q: Tensor, v: Tensor) -> tuple[Any, Tensor | None, Tensor | None, bool]:
     """The backend of a block, its mask and which of its queries read nothing (or None), and whether it is causal."""
     if block.how != "mask":
-        return choose_backend(q, v, None, reading.kernels), None, None, block.how == "causal"
+        return choose_backend(q, v, None, reading.kernels, not reading.batch.piece), None, None, block.how == "causal"
     own = source == reading.axis.index
     if reading.window is None and use_torch_flash(reading.kernels, q, v):  # what hides anything is documents alone
         segments, blind = segments_of(reading.batch, reading.batch.part.all[source], block)

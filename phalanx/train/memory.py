@@ -167,6 +167,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     message = blocks[0].bytes.output
     rows = 4 + run.data.inside_documents + (run.data.packing != "off")
     batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
+    batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
     sends = _num_sends(trace.program, pp)
     layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
