@@ -288,6 +288,12 @@ def generated_context() -> dict[str, dict]:
     return cases
 
 
+def generated_by_document() -> dict[str, dict]:
+    """The same with packed documents that are dealt to ranks by their lengths."""
+    dealt = {"cp_degree": "dynamic"}
+    return {f"by document: {name}": {**c, "documents": "packed", "layout": c["layout"] | dealt} for name, c in generated_context().items()}
+
+
 def check(ranks, c: dict) -> None:
     run = build_run(c)
     truth = truth_of(ranks, run, STEPS, c["documents"])
@@ -299,6 +305,7 @@ LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
 SAMPLE = random.Random(20261120).sample(sorted(generated()), 18)
 EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 10)
 CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 12)
+DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 4)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in LARGE])
@@ -321,6 +328,17 @@ def test_sampled_layouts_of_context(ranks, name):
 @pytest.mark.parametrize("name", sorted(set(generated_context()) - set(CONTEXT_SAMPLE)))
 def test_all_layouts_of_context(ranks, name):
     check(ranks, generated_context()[name])
+
+
+@pytest.mark.parametrize("name", DOCUMENT_SAMPLE)
+def test_sampled_layouts_by_document(ranks, name):
+    check(ranks, generated_by_document()[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(generated_by_document()) - set(DOCUMENT_SAMPLE)))
+def test_all_layouts_by_document(ranks, name):
+    check(ranks, generated_by_document()[name])
 
 
 @pytest.mark.parametrize("name", EXPERT_SAMPLE)
