@@ -86,7 +86,7 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
     return Run(model=MODELS[model], train=TrainConfig(**options))
 
 
-def sample_batch(ids: list[int], documents: bool, length: int = SEQ) -> Batch:
+def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Batch:
     """Sequences made from their sample ids alone, some labels ignored (more in later samples: counts differ between micro-batches)."""
     rows = [torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(i)) for i in ids]
     tokens = torch.stack(rows)
@@ -94,17 +94,21 @@ def sample_batch(ids: list[int], documents: bool, length: int = SEQ) -> Batch:
     for row, i in enumerate(ids):
         labels[row, : i % 5] = IGNORE
     positions = torch.arange(length).repeat(len(ids))
-    docs = None
+    docs = real = None
     if documents:
         cuts = torch.tensor([[(t >= 3 + i % 7) + (t >= 11) for t in range(length)] for i in ids])
-        docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 3).reshape(-1)
+        if documents == "packed":  # one of 1 to 5 tokens, a long one, perhaps a short one, and padding
+            cuts = torch.tensor([[(t >= 1 + i % 5) + (t >= 9 + i % 4) + (t >= 13) for t in range(length)] for i in ids])
+            real = (cuts < 3).long().reshape(-1)
+            labels = torch.where(cuts < 3, labels, IGNORE)
+        docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 4).reshape(-1)
         starts = torch.cat([torch.tensor([0]), (docs[1:] != docs[:-1]).nonzero()[:, 0] + 1])
         positions = torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
     samples = torch.tensor(ids).repeat_interleave(length)
-    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs)
+    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs, real=real)
 
 
-def step_batches(run: Run, mesh: Mesh, step: int, documents: bool) -> list[Batch]:
+def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
     first, length = step * n + mesh.dp.index * (n // dp), run.train.seq_length
     return [sample_batch(list(range(i, i + size)), documents, length).cut(mesh.part) for i in range(first, first + n // dp, size)]
@@ -138,7 +142,7 @@ def parts_of(state: State, what: str) -> Parts:
     return found
 
 
-def run_layout(rank: int, world: int, run: Run, steps: int, documents: bool = False, drop: Site | None = None, watch: bool = False) -> dict:
+def run_layout(rank: int, world: int, run: Run, steps: int, documents: bool | str = False, drop: Site | None = None, watch: bool = False) -> dict:
     """Train `steps` steps; losses, norms, all gradients of each step and the last weights, as this rank's parts."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)

@@ -52,6 +52,8 @@ RULES = [
     ("layout.cp=3", 8, "layout.cp", 3, "must divide world_size", {"world_size"}, (2, 4)),
     ("layout.cp_attention=ring", 1, "layout.cp_attention", "ring", "has no effect without cp > 1", {"layout.cp"}, ("auto",)),
     ("layout.cp_ulysses=2", 1, "layout.cp_ulysses", 2, "has no effect without cp > 1", {"layout.cp"}, (1,)),
+    ("layout.cp_degree=dynamic", 1, "layout.cp_degree", "dynamic", "has no effect without cp > 1", {"layout.cp"}, ("fixed",)),
+    ("layout.cp=2 layout.cp_degree=dynamic train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "needs shapes that do not follow", {"layout.cp_degree"}, ("auto", "off")),
     ("layout.cp=4 layout.cp_ulysses=3", 4, "layout.cp_ulysses", 3, "must divide cp", {"layout.cp"}, (2, 4)),
     ("model.num_attention_heads=16 model.num_key_value_heads=4 layout.cp=4 layout.tp=2 layout.cp_ulysses=4", 8, "layout.cp_ulysses", 4, "must divide the number of key-value heads", {"key-value heads of model", "layout.tp"}, (2,)),
     ("layout.cp=2 layout.cp_ulysses=2 layout.cp_attention=ring", 2, "layout.cp_attention", "ring", "has no effect without cp_ulysses < cp", {"layout.cp_ulysses", "layout.cp"}, ("auto",)),
@@ -327,6 +329,7 @@ ACCEPTED = [
     (BASE, "optim.schedule=wsd optim.wsd_decay_steps=10 optim.lr=0", 1),
     (BASE, "checkpoint.keep_last=0 checkpoint.interval=10", 1),
     (BASE, "data.mock=false data.paths=[a,b] data.weights=[1,2] data.max_epochs=1", 1),
+    (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic layout.tp=2", 4),
     (BASE, "train.eval_interval=5 train.eval_samples=8 data.valid.web=[x]", 1),
     (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp

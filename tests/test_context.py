@@ -135,8 +135,8 @@ def test_what_packed_parts_read():
     row = torch.arange(48) // 16
     seen = (row[:, None] == row) & (batch.documents[:, None] == batch.documents) & torch.ones(48, 48, dtype=torch.bool).tril()
     expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in Part(0, 4).all]
-    assert pairs_read(batch, 4) == expected and len(set(expected)) > 1
-    assert len(set(pairs_read(sample_batch([5, 6], documents=False), 4))) == 1
+    assert pairs_read(batch, Part(0, 4)) == expected and len(set(expected)) > 1
+    assert len(set(pairs_read(sample_batch([5, 6], documents=False), Part(0, 4)))) == 1
 
 
 KINDS = {"causal": Kind(), "window": Kind(window=5), "scaled": Kind(scale=0.3)}

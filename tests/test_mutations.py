@@ -33,6 +33,8 @@ LAYOUTS = {
     "gpt_oss tp2, ep2 x etp2": case("gpt_oss", 4, tp=2, ep=2, etp=2, global_batch=4),
     "llama cp2 tp2, ring": case("llama", 4, cp=2, tp=2, global_batch=2),
     "gpt_oss cp4, heads in pairs, all-gather": case("gpt_oss", 4, cp=4, cp_ulysses=2, cp_attention="allgather", global_batch=2),
+    "llama cp4 by document": case("llama", 4, cp=4, cp_degree="dynamic", documents="packed"),
+    "llama cp4 by document, heads in pairs": case("llama-tied", 4, cp=4, cp_ulysses=4, cp_degree="dynamic", documents="packed"),
     "gpt2 cp2, dropout": case("gpt2", 2, cp=2, global_batch=2),
     "mixtral cp2, ep2, capacity": case("mixtral-full", 2, cp=2, ep=2, global_batch=2),
     "gpt2 tied pp2 dp2, level 2": case("gpt2", 4, pp=2, sharding=2, global_batch=4),
@@ -52,13 +54,14 @@ class Layout:
 
     def __init__(self, ranks: RankPool, name: str):
         self.ranks, self.name, self.world, self.run = ranks, name, LAYOUTS[name]["world"], build_run(LAYOUTS[name])
-        self.truth = truth_of(ranks, self.run, STEPS, False)
+        self.documents = LAYOUTS[name]["documents"]
+        self.truth = truth_of(ranks, self.run, STEPS, self.documents)
         results = self.train(watch=True)
         compare(results, self.truth, STEPS)
         self.sites = sorted({Site(*site) for r in results for site in r["sites"]})
 
     def train(self, drop: Site | None = None, watch: bool = False) -> list[dict]:
-        return self.ranks.run("tests.parity:run_layout", self.world, self.run, STEPS, False, drop, watch, timeout=60.0)
+        return self.ranks.run("tests.parity:run_layout", self.world, self.run, STEPS, self.documents, drop, watch, timeout=60.0)
 
     def survives(self, site: Site) -> bool:
         """Whether the comparison still passes without this site."""
@@ -80,7 +83,8 @@ def test_each_site_matters(ranks):
     for name in LAYOUTS:
         for site in layout(ranks, name).sites:
             homes.setdefault(site, []).append(name)
-    axes = {"tp", "tp part", "cp", "cp heads", "cp keys", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
+    axes = {"cp heads of 2", "cp keys of 2"}
+    axes |= {"tp", "tp part", "cp", "cp heads", "cp keys", "tp x cp", "dp x cp", "dp", "pp", "pp part", "world", "ep", "etp", "ep x etp", "edp"}
     axes |= {f"{axis} {part}" for axis in ("dp", "edp") for part in ("group", "groups", "gather")}
     assert {*axes, *(f"edge {a}->{b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1)))} == {site.axis for site in homes}
     survivors = [site for site, names in homes.items() if layout(ranks, pick.choice(smallest(names))).survives(site)]

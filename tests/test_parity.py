@@ -16,7 +16,7 @@ from tests.parity import MODELS, base_run, compare, truth_of
 STEPS = 2
 
 
-def case(model: str, world: int, global_batch: int | None = None, micro_batch: int = 1, documents: bool = False, recompute: str = "none",
+def case(model: str, world: int, global_batch: int | None = None, micro_batch: int = 1, documents: bool | str = False, recompute: str = "none",
          bucket_mb: int = 0, **layout):  # fmt: skip
     """Without a global batch: one that fills a pipeline, or two micro-batches of each rank."""
     if global_batch is None:
@@ -123,6 +123,27 @@ NAMED = {
     "qwen3_moe cp4, ep2 x etp2, documents": case("qwen3_moe", 4, cp=4, ep=2, etp=2, documents=True, micro_batch=2),
     "gpt_oss cp3 in uneven parts, etp3, documents": case("gpt_oss", 3, cp=3, etp=3, documents=True, dispatch="allgather"),
     "deepseek_v3 cp2 tp2 pp2, ep4, documents, push": case("deepseek_v3", 8, cp=2, tp=2, pp=2, ep=4, documents=True, dispatch="push"),
+    "dynamic cp2, documents": case("llama", 2, cp=2, cp_degree="dynamic", documents=True),
+    "dynamic cp4 tp2, packed": case("llama", 8, cp=4, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4 pp2, tied, packed, heads in pairs": case(
+        "llama-tied", 8, cp=4, cp_ulysses=2, pp=2, cp_degree="dynamic", documents="packed", recompute="full"
+    ),
+    "dynamic cp4 by all-gather, qwen3, level 3": case(
+        "qwen3", 4, cp=4, cp_attention="allgather", cp_degree="dynamic", documents="packed", sharding=3
+    ),
+    "dynamic cp4, heads, mistral": case("mistral", 4, cp=4, cp_ulysses=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp3 in uneven parts, qwen2, two kinds of layers": case("qwen2", 3, cp=3, cp_degree="dynamic", documents=True, micro_batch=2),
+    "dynamic cp6, gpt_oss with sinks and window, ep2": case("gpt_oss", 6, cp=6, ep=2, cp_degree="dynamic", documents="packed", micro_batch=2),
+    "dynamic cp2 tp2, gpt2 with dropout": case("gpt2", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4 ep4, deepseek_v3 with two further tokens": case(
+        "deepseek_v3-mtp", 4, cp=4, ep=4, cp_degree="dynamic", documents="packed"
+    ),
+    "dynamic cp2 pp2 dp2, deepseek_v3, ep4, push": case(
+        "deepseek_v3", 8, cp=2, pp=2, ep=4, dispatch="push", cp_degree="dynamic", documents="packed"
+    ),
+    "dynamic cp4, gpt_oss with sinks and window": case("gpt_oss", 4, cp=4, cp_degree="dynamic", documents="packed"),
+    "dynamic cp2 tp2, room by document": case("mixtral-full", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4, qwen3_moe by document, ep2 x etp2": case("qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),
@@ -271,6 +292,12 @@ def generated_context() -> dict[str, dict]:
     return cases
 
 
+def generated_by_document() -> dict[str, dict]:
+    """The same with packed documents that are dealt to ranks by their lengths."""
+    dealt = {"cp_degree": "dynamic"}
+    return {f"by document: {name}": {**c, "documents": "packed", "layout": c["layout"] | dealt} for name, c in generated_context().items()}
+
+
 def check(ranks, c: dict) -> None:
     run = build_run(c)
     truth = truth_of(ranks, run, STEPS, c["documents"])
@@ -282,6 +309,7 @@ LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
 SAMPLE = random.Random(20261120).sample(sorted(generated()), 18)
 EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 10)
 CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 12)
+DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 4)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in LARGE])
@@ -304,6 +332,17 @@ def test_sampled_layouts_of_context(ranks, name):
 @pytest.mark.parametrize("name", sorted(set(generated_context()) - set(CONTEXT_SAMPLE)))
 def test_all_layouts_of_context(ranks, name):
     check(ranks, generated_context()[name])
+
+
+@pytest.mark.parametrize("name", DOCUMENT_SAMPLE)
+def test_sampled_layouts_by_document(ranks, name):
+    check(ranks, generated_by_document()[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(generated_by_document()) - set(DOCUMENT_SAMPLE)))
+def test_all_layouts_by_document(ranks, name):
+    check(ranks, generated_by_document()[name])
 
 
 @pytest.mark.parametrize("name", EXPERT_SAMPLE)

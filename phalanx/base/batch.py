@@ -6,10 +6,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.deal import deal, degrees_of
 from phalanx.base.part import WHOLE, Part
 
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
@@ -27,6 +29,15 @@ def usual_documents(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A document that several parts have, tokens start .. start + length of the whole micro-batch; this is part `part` of it."""
+
+    start: int
+    length: int
+    part: Part
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch. T = num_sequences * length tokens, in sequence order, where this rank has `length` of each sequence's tokens.
 
@@ -41,6 +52,10 @@ class Batch:
     most_documents  a bound on the number of documents of the whole sequences, where they are counted; 0: there may be as many as tokens
     part        which places of each sequence these are
     whole       (4 to 6, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where these are whole
+    dealt       (num_sequences * seq_length,) int64  where documents were dealt to parts whole or in part: the places in the whole micro-batch of
+                the first part's tokens, of the second's and so on; None: each part has its chunks of each sequence
+    piece       part of a dealt batch that attention is computed over by itself: its shapes hardly ever come again
+    shared      dealt: the documents of which this part has a part, in the order of its tokens; after them come those that are all here
     The ints are host facts: whether a batch is uniform is never read from the device.
     """
 
@@ -56,6 +71,9 @@ class Batch:
     part: Part = WHOLE
     whole: Tensor | None = None
     real: Tensor | None = None
+    dealt: Tensor | None = None
+    shared: tuple[Shared, ...] = ()
+    piece: bool = False
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -99,7 +117,7 @@ class Batch:
         """What statistics of a sequence are taken over: the number (T,) of each token's document, or else sequence, and how many there may be."""
         if self.documents is not None:
             return self.documents, self.room_for_documents
-        number = self.derive("sequences", lambda: torch.arange(self.num_tokens, device=self.tokens.device) // self.length)
+        number = self.derive("sequences", lambda: self.take(torch.arange(self.all_tokens, device=self.tokens.device) // self.seq_length))
         return number, self.num_sequences
 
     @property
@@ -135,8 +153,71 @@ class Batch:
         """This part of a batch of whole sequences."""
         if part.count == 1:
             return self
-        whole = torch.stack([getattr(self, name) for name in self._rows])
-        return replace(self, whole=whole)._another(part)
+        whole, dealt = torch.stack([getattr(self, name) for name in self._rows]), None
+        shared: tuple[Shared, ...] = ()
+        if part.dynamic:
+            part, (dealt, shared) = Part(part.index, part.count), self._deal(part)
+        return replace(self, whole=whole, dealt=dealt, shared=shared)._another(part)
+
+    def _deal(self, part: Part) -> tuple[Tensor | None, tuple[Shared, ...]]:
+        """`dealt` and `shared` of a part of this batch of whole sequences; nothing where documents cannot be dealt so that all parts are full.
+
+        On the meta device every sequence is one document, of which every part has a part: what takes most memory.
+        """
+        starts, lengths, padding = self._documents_here()
+        sizes = self._sizes(part.count)
+        shares = deal(lengths, sizes, (part.count,) if self.tokens.is_meta else degrees_of(part.count, part.heads))
+        if shares is None:
+            return None, ()
+        shared = sorted(((-share.degree, start, length, share.first) for start, length, share in zip(starts, lengths, shares) if share.degree > 1))
+        here: list[list[np.ndarray]] = [[] for _ in sizes]
+        mine = []
+        for negative, start, length, first in shared:
+            for each in Part(0, -negative).all:
+                here[first + each.index] += [np.arange(start + run.start, start + run.stop) for run in each.runs(length)]
+                if first + each.index == part.index:
+                    mine.append(Shared(start, length, each))
+        for rank, places in enumerate(here):
+            alone = [np.arange(s, s + n) for s, n, share in zip(starts, lengths, shares) if share.degree == 1 and share.first == rank]
+            lacking = sizes[rank] - sum(map(len, places)) - sum(map(len, alone))
+            filler, padding = padding[:lacking], padding[lacking:]
+            places.append(np.sort(np.concatenate([*alone, filler])))
+        dealt = torch.from_numpy(np.concatenate([place for places in here for place in places]))
+        return dealt.to(self.tokens.device), tuple(mine)
+
+    def _documents_here(self) -> tuple[list[int], list[int], np.ndarray]:
+        """Starts and lengths of the documents of whole sequences, and the places of padding."""
+        if self.documents is None or self.tokens.is_meta:
+            return list(range(0, self.num_tokens, self.seq_length)), [self.seq_length] * self.num_sequences, np.empty(0, np.int64)
+        starts = np.flatnonzero(np.diff(self.documents.numpy(), prepend=-1))
+        lengths = np.diff(starts, append=self.num_tokens)
+        if self.real is None:
+            return starts.tolist(), lengths.tolist(), np.empty(0, np.int64)
+        real = self.real.numpy()
+        kept = real[starts] > 0
+        return starts[kept].tolist(), lengths[kept].tolist(), np.flatnonzero(real == 0)
+
+    def _sizes(self, count: int) -> list[int]:
+        """Tokens of each of `count` parts."""
+        return [self.num_sequences * part.size(self.seq_length) for part in Part(0, count).all]
+
+    @property
+    def pieces(self) -> tuple[Batch, ...]:
+        """What attention of a dealt batch is computed over, in the order of its tokens: this part of each shared document, and what is all here."""
+        return self.derive("pieces", self._make_pieces)
+
+    def _make_pieces(self) -> tuple[Batch, ...]:
+        pieces, at = [], 0
+        for doc in self.shared:
+            tokens, labels, positions, samples, *_ = self.whole[:, doc.start : doc.start + doc.length]  # type: ignore[index]
+            pieces.append(Batch(tokens, labels, positions, samples, 1, doc.length, piece=True).cut(doc.part))
+            at += pieces[-1].num_tokens
+        if at < self.num_tokens:
+            rows: dict[str, Any] = {name: getattr(self, name)[at:] for name in self._rows}
+            number, count = self.runs  # of sequences, where attention spans them
+            rows |= {"documents": number[at:], "most_documents": count}
+            pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
+        return tuple(pieces)
 
     @property
     def uncut(self) -> Batch:
@@ -144,7 +225,7 @@ class Batch:
         if self.whole is None:
             return self
         rows: dict[str, Any] = dict(zip(self._rows, self.whole))
-        return self.derive("uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, _derived={}))
+        return self.derive("uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, dealt=None, shared=(), _derived={}))
 
     def among(self, run: int) -> Batch:
         """The batch of the part that this one and its neighbours, `run` of them, are together; what it derives is kept with what this does."""
@@ -159,8 +240,11 @@ class Batch:
 
     def take(self, x: Tensor, part: Part | None = None) -> Tensor:
         """This part (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
+        part = part or self.part
+        if self.dealt is not None:
+            return x[self.dealt.split(self._sizes(part.count))[part.index]]
         by_sequence = x.unflatten(0, (self.num_sequences, self.seq_length))
-        return torch.cat([by_sequence[:, run.start : run.stop] for run in (part or self.part).runs(self.seq_length)], 1).flatten(0, 1)
+        return torch.cat([by_sequence[:, run.start : run.stop] for run in part.runs(self.seq_length)], 1).flatten(0, 1)
 
     def pad(self, x: Tensor, ranks: int = 1, value: float = 0) -> Tensor:
         """x (T / ranks, ...) filled up with `value` to the rows of the largest part."""
@@ -168,7 +252,10 @@ class Batch:
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=value) if more else x
 
     def join(self, pieces: Iterable[Tensor], parts: Iterable[Part]) -> Tensor:
-        """What neighbouring parts have, each (T of that part or more, ...) -> (T of all together, ...) in order."""
+        """What neighbouring parts have, each (T of that part or more, ...) -> (T of all together, ...) in order. Of a dealt batch: all parts."""
+        if self.dealt is not None:
+            whole = torch.cat([piece[:size] for piece, size in zip(pieces, self._sizes(self.part.count))])
+            return whole[self.derive("places of dealt", lambda: torch.argsort(self.dealt))]  # type: ignore[arg-type]
         first, second = list[Tensor](), list[Tensor]()
         for part, piece in zip(parts, pieces):
             runs = [len(run) for run in part.runs(self.seq_length)]

@@ -14,10 +14,15 @@ class Part:
 
     Chunk j of a sequence of S tokens is places j S // (2 count) .. (j + 1) S // (2 count): lengths differ by at most one. So `run`
     neighbouring parts together are one part of count / run: their first chunks are one run of places, their second ones another.
+
+    dynamic  documents are dealt to the parts by their lengths (base.deal), in as many tokens as a part has anyway; runs of `heads` of them
+             exchange heads
     """
 
     index: int = 0
     count: int = 1
+    dynamic: bool = False
+    heads: int = 1
 
     def runs(self, length: int) -> tuple[range, range]:
         """The places of its two chunks in a sequence of `length` tokens, ascending."""

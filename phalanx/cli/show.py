@@ -112,11 +112,11 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
     raise_problems(check_files(run.data))
     with progress("prepare") as show:
         data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show)
-    length, window = run.train.seq_length, run.data.packing_window
+    length = run.train.seq_length
     for corpus, start, stop in corpus_parts(data, valid=run.train.eval_interval is not None):
-        packing = make_packing(corpus, start, stop, length, window, decreasing=True)
+        packing = make_packing(corpus, start, stop, length, decreasing=True)
         path = packing_path(corpus.prefix, start, stop, length)
-        write_packing(path, packing, corpus, start, stop, window)
+        write_packing(path, packing, corpus, start, stop)
         yield f"{path}: {packing.text}"
 
 

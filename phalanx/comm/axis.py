@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -314,8 +314,8 @@ class Handles:
 @dataclass(frozen=True)
 class ModelAxes:
     """The axes that modules communicate over: tp and cp of the dense view; of cp the neighbours that exchange heads (`heads`) and those that
-    read each other's keys (`keys`); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the
-    expert view."""
+    read each other's keys (`keys`), and the same of fewer neighbours, who share a document (`groups`, by their number); tp x cp, the ranks that
+    share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the expert view."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
@@ -325,3 +325,12 @@ class ModelAxes:
     heads: Axis = field(default_factory=lambda: Axis("cp heads"))
     keys: Axis = field(default_factory=lambda: Axis("cp keys"))
     sharing: Axis = field(default_factory=lambda: Axis("tp x cp"))
+    groups: Mapping[int, tuple[Axis, Axis]] = field(default_factory=dict)
+
+    def among(self, degree: int) -> ModelAxes:
+        """With the heads and keys of `degree` neighbours of cp alone, who share a document."""
+        if degree == self.cp.size:
+            return self
+        heads, keys = self.groups.get(degree) or (Axis("cp heads"), Axis("cp keys"))
+        return replace(self, heads=heads, keys=keys)
+

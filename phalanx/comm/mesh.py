@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.base.deal import degrees_of
 from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
@@ -104,7 +105,7 @@ class Mesh:
         self.cp = self._whole("cp", grid.ranks(self.at, ("cp",)))
         heads = self.cp if grid.ulysses == grid.cp else self._whole("cp heads", grid.cp_heads(self.at))
         keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
-        self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing)
+        self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing, groups=self._make_groups(heads))
         self._edp: Axis | None = None
         self._groups: dict[SumAxis, Groups] = {}
         self.alone = Axis("alone", (rank,))
@@ -112,7 +113,7 @@ class Mesh:
     @property
     def part(self) -> Part:
         """Which part of every sequence is this rank's."""
-        return Part(self.at.cp, self.grid.cp)
+        return Part(self.at.cp, self.grid.cp, self.grid.dynamic, self.grid.ulysses)
 
     def prepare_experts(self) -> None:
         """Make the axes of the expert view, which only models with experts need; once."""
@@ -132,6 +133,17 @@ class Mesh:
         if self._edp is None:
             raise RuntimeError("the axes of the expert view were not prepared")
         return self._edp
+
+    def _make_groups(self, heads: Axis) -> dict[int, tuple[Axis, Axis]]:
+        """By the number of neighbours that may share a document: those who exchange heads, and those who read each other's keys."""
+        grid, groups = self.grid, {}
+        for degree in degrees_of(grid.cp, grid.ulysses)[1:-1] if grid.dynamic else ():
+            first, stride = self.at.cp // degree * degree, min(grid.ulysses, degree)
+            inner = range(self.at.cp // stride * stride, self.at.cp // stride * stride + stride)
+            same = range(first + self.at.cp % stride, first + degree, stride)
+            exchange = heads if stride == grid.ulysses else self._whole(f"cp heads of {degree}", grid.members(self.at, "cp", tuple(inner)))
+            groups[degree] = exchange, self._whole(f"cp keys of {degree}", grid.members(self.at, "cp", tuple(same)))
+        return groups
 
     def _whole(self, name: str, ranks: tuple[int, ...]) -> Axis:
         """An axis of as many ranks wherever a rank stands. Of one rank it needs no group."""
@@ -261,7 +273,8 @@ class Mesh:
         for edge in self._edges.values():
             x = torch.zeros(1, device=self.device)
             (edge.send(x, to=1) if edge.index == 0 else edge.recv(x, source=0)).wait()
-        self.model.keys.all_to_all(torch.zeros(self.model.keys.size, device=self.device))
+        for keys in (self.model.keys, *(keys for _, keys in self.model.groups.values())):
+            keys.all_to_all(torch.zeros(keys.size, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, default_of, exists, missing_data, no_effect, problem, within
+from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
 from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
 from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
 from phalanx.data.index import strip_suffix
@@ -44,13 +44,10 @@ def check_source(config: DataConfig) -> list[Problem]:
 
 
 def check_packing(config: DataConfig) -> list[Problem]:
-    found = at_least("data", config, 1, "packing_window")
-    if config.packing == "off":
-        found += no_effect("data", config, ("packing_window",), "packing", {"data.packing": "off"})
     if config.mock and config.packing == "offline":
         rule = "needs token files: there is nothing beside which a packing of made-up tokens could be stored"
-        found.append(problem("data", config, "packing", rule, {"data.mock": True}, ("online", "off")))
-    return found
+        return [problem("data", config, "packing", rule, {"data.mock": True}, ("online", "off"))]
+    return []
 
 
 def check_blend(config: DataConfig) -> list[Problem]:

@@ -78,8 +78,6 @@ class DataConfig:
     packing: Literal["off", "online", "offline"] = "off"
     """Whole documents put together into sequences, the rest filled up, in place of a stream of tokens cut into windows. online: packed
     first-fit when the run starts; offline: as `phalanx data pack` has stored it."""
-    packing_window: int = 16384
-    """How many neighbouring documents are packed together; more fill sequences better and take longer."""
     document_attention: bool | None = None
     """Keep attention inside documents and restart positions at each of them. unset: with packing, yes; without, no."""
     max_epochs: float | None = None

@@ -23,8 +23,9 @@ from phalanx.data.files import replacing
 from phalanx.data.index import Corpus
 
 MAGIC = b"PHXPACK\x00"
-HEADER = struct.Struct("<8sQQQQQQQII")  # magic, version, capacity, window, first token, stop, pieces, bins, checksums of borders and pieces
+HEADER = struct.Struct("<8sQQQQQQII")  # magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
 VERSION = 1
+WINDOW = 16384  # neighbouring documents that are packed together: more fill sequences hardly better and take longer
 
 
 def first_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -99,7 +100,7 @@ class Packing:
         )
 
 
-def make_packing(corpus: Corpus, start: int, stop: int, capacity: int, window: int, decreasing: bool) -> Packing:
+def make_packing(corpus: Corpus, start: int, stop: int, capacity: int, decreasing: bool, window: int = WINDOW) -> Packing:
     """Pack the documents of tokens [start, stop) of a corpus, which are document borders, in groups of `window` in file order.
 
     decreasing  the longest of a group first, which fills sequences better; else in file order
@@ -144,10 +145,10 @@ def packing_path(prefix: str, start: int, stop: int, capacity: int) -> Path:
     return Path(f"{prefix}.{capacity}.{start}-{stop}.pack")
 
 
-def write_packing(path: Path, packing: Packing, corpus: Corpus, start: int, stop: int, window: int) -> None:
+def write_packing(path: Path, packing: Packing, corpus: Corpus, start: int, stop: int) -> None:
     """Atomically, with checksums of what is stored and of the borders of the documents that it was made of."""
     sizes = (len(packing.starts), packing.num_bins)
-    head = HEADER.pack(MAGIC, VERSION, packing.capacity, window, start, stop, *sizes, _checksum(corpus, start, stop), packing.checksum)
+    head = HEADER.pack(MAGIC, VERSION, packing.capacity, start, stop, *sizes, _checksum(corpus, start, stop), packing.checksum)
     with replacing(path) as file:
         for part in (head, packing.starts, packing.bins, packing.lengths, packing.goes_on):
             file.write(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
@@ -165,7 +166,7 @@ def read_packing(corpus: Corpus, start: int, stop: int, capacity: int) -> Packin
         if len(head) < HEADER.size or head[:8] != MAGIC:
             raise DataError(f"{path}: no packing, or cut short: make it again with `phalanx data pack CONFIG`")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    _, version, stored, _, first, last, pieces, bins, borders, checksum = HEADER.unpack(head)
+    _, version, stored, first, last, pieces, bins, borders, checksum = HEADER.unpack(head)
     if version != VERSION or (stored, first, last) != (capacity, start, stop):
         expected = f"expected version {VERSION} of {start}..{stop} in {capacity}"
         raise DataError(f"{path}: is version {version} of tokens {first}..{last} in sequences of {stored}, {expected}")

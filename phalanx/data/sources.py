@@ -396,7 +396,7 @@ def open_source(config: DataConfig, corpus: Corpus, start: int, stop: int, seq_l
         return FileSource(corpus, start, stop, seq_length, vocab_size, key)
     if config.packing == "offline" and stop > start:
         return PackedSource(corpus, read_packing(corpus, start, stop, seq_length), vocab_size, key)
-    return PackedSource(corpus, make_packing(corpus, start, stop, seq_length, config.packing_window, decreasing=False), vocab_size, key)
+    return PackedSource(corpus, make_packing(corpus, start, stop, seq_length, decreasing=False), vocab_size, key)
 
 
 def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:

@@ -76,7 +76,7 @@ def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_si
 def check_context(config: LayoutConfig, kv_heads: int, attention_dropout: float) -> list[Problem]:
     """Heads that are exchanged are there to exchange; attention over parts of the keys has no dropout."""
     if config.cp == 1:
-        return no_effect("layout", config, ("cp_attention", "cp_ulysses"), "cp > 1", {"layout.cp": 1})
+        return no_effect("layout", config, ("cp_attention", "cp_ulysses", "cp_degree"), "cp > 1", {"layout.cp": 1})
     inner, each = config.cp_ulysses, max(1, kv_heads // config.tp)
     found: list[Problem] = []
     if config.cp % inner:

@@ -22,6 +22,8 @@ class LayoutConfig:
     cp_ulysses: int = 1
     """Of the cp ranks, runs of this many neighbours exchange heads for tokens (Ulysses), as far as there are key-value heads; cp_attention
     then works between the runs. The value of cp: nothing else is exchanged."""
+    cp_degree: Literal["fixed", "dynamic"] = "fixed"
+    """How many of the cp ranks share a document. fixed: all; dynamic: as few as its length needs, chosen for each micro-batch."""
     ep: int = 1
     """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp, cp and dp."""
     etp: int = 1

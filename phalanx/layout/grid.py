@@ -38,7 +38,7 @@ class ExpertCoords:
 class Grid:
     """Sizes of the mesh axes. Rank = ((pp * DP + dp) * CP + cp) * TP + tp: neighbours in tp are neighbours on the node.
 
-    Along cp, runs of `ulysses` neighbours exchange heads.
+    Along cp, runs of `ulysses` neighbours exchange heads; `dynamic`: documents are dealt to the ranks by their lengths.
     In the expert view the rank inside its stage is (edp * EP + ep) * ETP + etp; EDP is what is left of the stage.
     """
 
@@ -49,6 +49,7 @@ class Grid:
     ep: int = 1
     etp: int = 1
     ulysses: int = 1
+    dynamic: bool = False
 
     @property
     def world(self) -> int:

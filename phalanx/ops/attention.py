@@ -91,14 +91,18 @@ def _make_block_mask(batch: Batch, window: int, dtype: torch.dtype) -> Tensor:
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, p: float, seed: int, layer: int, first_head: int) -> Tensor:
     """Full causal attention with dropout of the probabilities, keyed by (sample, query position, layer, global head, key position).
 
-    q of this part of the sequences, k and v of whole ones.
+    q of this part of the sequences, k and v of whole ones. Of a dealt batch the queries of a part are of any sequence: each is given the keys
+    of all, of which it reads those of its document.
     """
     heads = q.shape[1]
+    if batch.dealt is not None:
+        q, k, v = (t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + _mask(batch, None, q.dtype)
     probs = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1)
-    rows = tuple(t.view(batch.num_sequences, batch.length) for t in (batch.samples, batch.places))
+    rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
     keep = torch.stack([keep_mask(p, seed, layer, 0, rows, batch.seq_length, first_head + h) for h in range(heads)], 1)  # type: ignore[arg-type]
+    keep = keep.repeat(1, 1, 1, k.shape[2] // batch.seq_length)
     out = (probs * keep / (1.0 - p)).to(v.dtype) @ v
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
@@ -114,6 +118,9 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _visible(batch: Batch, window: int | None) -> Tensor:
+    if batch.dealt is not None:
+        keys = torch.arange(batch.all_tokens, device=batch.tokens.device)
+        return ((keys <= batch.take(keys).unsqueeze(-1)) & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0]))[None, None]
     keys = torch.arange(batch.seq_length, device=batch.tokens.device)
     queries = torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
     seen = keys <= queries

@@ -31,9 +31,10 @@ class Backend:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def choose_backend(q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels = "plain") -> Backend:
+def choose_backend(q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels = "plain", steady: bool = True) -> Backend:
     """On GPUs bf16 and fp16 without a mask run flash-attn-4 where `kernels` allows it and it is there, or cuDNN on Hopper and newer, else torch's
     flash attention; with a mask, and in fp32, memory-efficient attention, for which k and v are repeated to the query heads.
+    Not `steady`, shapes that hardly ever come again: not cuDNN, which prepares itself for each anew.
     float64, and heads whose width is no multiple of 8, run the plain formula there, which makes the S x keys square of scores."""
     alike = q.shape[-1] == v.shape[-1]
     if q.is_meta:
@@ -47,7 +48,7 @@ def choose_backend(q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels =
     if use_flash(kernels, q, v):
         return WHEEL
     fixed = torch.are_deterministic_algorithms_enabled()  # cuDNN's backward has no fixed order
-    if kernels != "plain" and not fixed and max(q.shape[-1], v.shape[-1]) <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0):
+    if steady and kernels != "plain" and not fixed and max(q.shape[-1], v.shape[-1]) <= 128 and torch.cuda.get_device_capability(q.device) >= (9, 0):
         return CUDNN
     return FLASH if alike else EFFICIENT
 

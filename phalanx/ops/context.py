@@ -41,6 +41,8 @@ Form = Literal["ring", "allgather"]
 def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, form: Form = "ring", kind: Kind = CAUSAL,
               sinks: Tensor | None = None, kernels: Kernels = "plain") -> Tensor:  # fmt: skip
     """As ops.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike -> (T, heads * V)."""
+    if batch.dealt is not None:
+        return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, sinks = batch.among(axes.heads.size), None if sinks is None else own_heads(sinks, axes.heads)
     if axes.keys.size == 1:
@@ -53,9 +55,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, fo
     return to_tokens(out, batch, axes.heads)
 
 
+def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, form: Form, kind: Kind, sinks: Tensor | None,
+               kernels: Kernels) -> Tensor:  # fmt: skip
+    """Of a dealt batch: each document that ranks share over those ranks, then all that is whole here. Who shares two documents meets for
+    them in one order: those of more ranks first, then as they lie in the micro-batch."""
+    pieces = batch.pieces
+    flat = (t.transpose(1, 2).flatten(0, 1).split([piece.num_tokens for piece in pieces]) for t in (q, k, v))
+    mixed = []
+    for piece, *rows in zip(pieces, *flat):
+        q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in rows)
+        mixed.append(attention(q, k, v, piece, axes.among(piece.part.count), form, kind, sinks, kernels))
+    return torch.cat(mixed)
+
+
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, p: float, seed: int, layer: int,
                            first_head: int) -> Tensor:  # fmt: skip
     """As ops.attention_with_dropout, of this rank's part of each sequence. The probabilities of a query are made together, of all keys."""
+    if batch.dealt is not None:
+        k, v = gather_keys(k, v, batch, axes.cp)
+        return whole.attention_with_dropout(q, k, v, batch, p, seed, layer, first_head)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, first = batch.among(axes.heads.size), first_head + axes.heads.index * q.shape[1]
     k, v = gather_keys(k, v, batch_of_heads, axes.keys)
@@ -337,7 +355,7 @@ class _ReadParts(Function):
 def how_to_read(reading: Reading, source: int, block: Block, q: Tensor, v: Tensor) -> tuple[Any, Tensor | None, Tensor | None, bool]:
     """The backend of a block, its mask and which of its queries read nothing (or None), and whether it is causal."""
     if block.how != "mask":
-        return choose_backend(q, v, None, reading.kernels), None, None, block.how == "causal"
+        return choose_backend(q, v, None, reading.kernels, not reading.batch.piece), None, None, block.how == "causal"
     own = source == reading.axis.index
     if reading.window is None and use_torch_flash(reading.kernels, q, v):  # what hides anything is documents alone
         segments, blind = segments_of(reading.batch, reading.batch.part.all[source], block)

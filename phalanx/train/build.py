@@ -34,6 +34,7 @@ from phalanx.train.guard import Guard
 from phalanx.train.low import LowState
 from phalanx.train.plan import Plan, low_names, low_precision
 
+NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: shapes follow the lengths of documents"
 NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
@@ -188,7 +189,8 @@ def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own;
     and so where weights or gradients come and go: they then keep their places. Never where the host must see how many tokens go where."""
     wanted = plan.run.train.cuda_graphs
-    if plan.waits_for_sizes or plan.offloaded or counts_rows(plan, device) or (plan.buckets_come_and_go and not plan.fixed_places):
+    unsteady = plan.waits_for_sizes or plan.offloaded or plan.grid.dynamic
+    if unsteady or counts_rows(plan, device) or (plan.buckets_come_and_go and not plan.fixed_places):
         return False
     return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
 
@@ -231,6 +233,8 @@ def why_no_graphs(plan: Plan, device: torch.device) -> str:
         return NO_GRAPHS_SIZES
     if plan.offloaded:
         return NO_GRAPHS_OFFLOAD
+    if plan.grid.dynamic:
+        return NO_GRAPHS_DEALT
     if counts_rows(plan, device):
         return NO_GRAPHS_ROWS
     return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_STAGES

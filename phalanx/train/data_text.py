@@ -182,7 +182,7 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
     for micro in data.micro_batches:
         lines.append(f"\ndata-parallel rank {micro.rank}, micro-batch {micro.number}")
         if run.layout.cp > 1:
-            pairs = pairs_read(micro.batch, run.layout.cp)
+            pairs = pairs_read(micro.batch, Part(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses))
             most = max(pairs) * len(pairs) / sum(pairs)
             lines.append(f"  context-parallel ranks read {', '.join(f'{n:,}' for n in pairs)} keys, the most {most:.2f} of the mean")
         ids = micro.batch.tokens.view(-1, length).tolist()
@@ -204,9 +204,10 @@ def where_from(row: Row, length: int) -> str:
     return f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
 
 
-def pairs_read(batch: Batch, cp: int) -> list[int]:
-    """How many keys the queries of each part of a batch of whole sequences read, summed over queries: those before in the document, and its own."""
-    return [int((batch.cut(part).positions + 1).sum()) for part in Part(0, cp).all]
+def pairs_read(batch: Batch, like: Part) -> list[int]:
+    """How many keys the queries of each part, cut like one of them, of a batch of whole sequences read, summed over queries: those before in
+    the document, and its own."""
+    return [int((batch.cut(replace(like, index=i)).positions + 1).sum()) for i in range(like.count)]
 
 
 def _passage_text(p: Passage) -> str:

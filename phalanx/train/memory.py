@@ -154,7 +154,7 @@ def _batch(plan: Plan) -> Batch:
     documents, real = ids if data.inside_documents else None, ids if data.packing != "off" else None
     seed = torch.empty((), device="meta") if plan.loss_seed else None
     batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, real=real)
-    parts = [batch.cut(part) for part in Part(0, plan.grid.cp).all]
+    parts = [batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses)) for part in Part(0, plan.grid.cp).all]
     return max(reversed(parts), key=lambda b: b.num_tokens)
 
 
@@ -167,6 +167,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     message = blocks[0].bytes.output
     rows = 4 + run.data.inside_documents + (run.data.packing != "off")
     batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
+    batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
     sends = _num_sends(trace.program, pp)
     layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric

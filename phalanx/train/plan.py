@@ -76,7 +76,8 @@ def low_names(run: Run) -> tuple[str, ...]:
 def grid_of(run: Run, world: int) -> Grid:
     layout = run.layout
     dp = world // (layout.pp * layout.cp * layout.tp)
-    return Grid(pp=layout.pp, dp=dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp, ulysses=layout.cp_ulysses)
+    return Grid(pp=layout.pp, dp=dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp, ulysses=layout.cp_ulysses,
+                dynamic=layout.cp_degree == "dynamic")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Plan:
         """How keys and values travel over cp."""
         chosen = self.run.layout.cp_attention
         if chosen == "auto":
-            one_by_one = not self.run.data.inside_documents and not getattr(self.run.model, "attention_dropout", 0.0)
+            one_by_one = (not self.run.data.inside_documents or self.grid.dynamic) and not getattr(self.run.model, "attention_dropout", 0.0)
             return "ring" if one_by_one else "allgather"
         return chosen
 
@@ -409,8 +410,8 @@ def storing_all(run: Run) -> Run:
 def without_layout(run: Run) -> Run:
     """The same run on one process: what every layout must agree with."""
     layout = replace(
-        run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto", stages=None,
-        shard_group=None, shard_across="nothing",
+        run.layout, tp=1, cp=1, cp_attention="auto", cp_ulysses=1, cp_degree="fixed", ep=1, etp=1, pp=1, virtual_stages=1, schedule="auto",
+        stages=None, shard_group=None, shard_across="nothing",
     )  # fmt: skip
     return replace(run, layout=layout)
 

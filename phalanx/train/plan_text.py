@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from phalanx.base.deal import degrees_of
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.part import Part
 from phalanx.layout.grid import Grid
@@ -82,6 +83,9 @@ def context_text(plan: Plan) -> str:
     parts = grid.cp // grid.ulysses
     how = [f"heads exchanged among {grid.ulysses}"] if grid.ulysses > 1 else []
     how += [f"keys by {plan.cp_attention} over {parts} parts"] if parts > 1 else []
+    if grid.dynamic:
+        degrees = ", ".join(map(str, degrees_of(grid.cp, grid.ulysses)))
+        how += [f"documents shared by {degrees} ranks as their lengths need"]
     return f"{tokens} tokens of each sequence on a rank, {', '.join(how)}"
 
 
