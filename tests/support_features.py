@@ -224,10 +224,12 @@ def trial(a: Feature, b: Feature) -> Trial:
     while dp * cp * tp % (layout.get("ep", 1) * layout.get("etp", 1)):
         dp += 1
     also = tuple(dict.fromkeys(x.also for x in (a, b) if x.also))
-    near, documents, unit = a.near or b.near, a.documents or b.documents, max(a.unit, b.unit)
+    documents, unit = a.documents or b.documents, max(a.unit, b.unit)
+    near = a.near or b.near
+    other_codes = bool(fp8) and max(layout.get("ep", 1), layout.get("etp", 1)) > 1  # tokens of several micro-batches share scales
     length = unit * tp * 2 * cp if fp8 else 16  # each rank's tokens are whole blocks of scales
     sequences = train.get("micro_batch", 1)
-    made = changed_model(a, b, unit, length, near)
+    made = changed_model(a, b, unit, length, near or other_codes)
     if "stages" in layout:  # all but one have one block
         blocks, count = made.num_hidden_layers + 2 + (made.predict_layers > 0), pp * layout.get("virtual_stages", 1)
         layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
@@ -238,7 +240,7 @@ def trial(a: Feature, b: Feature) -> Trial:
         data=DataConfig(mock=True, document_attention=documents),
     )  # fmt: skip
     world = tp * cp * pp * dp
-    return Trial(with_budget(run, world) if a.budget or b.budget else run, world, documents, also, near)
+    return Trial(with_budget(run, world) if a.budget or b.budget else run, world, documents, also, near or other_codes)
 
 
 def changed_model(a: Feature, b: Feature, unit: int, length: int, near: bool) -> Any:

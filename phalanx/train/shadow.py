@@ -52,13 +52,14 @@ def reference(state: State, forward_backward: Callable[[], None]) -> dict[int, T
     return kept
 
 
-def apart(state: State, kept: dict[int, Tensor]) -> Tensor | None:
+def apart(state: State, kept: dict[int, Tensor] | None) -> Tensor | None:
     """(L, 2) float64, the same on all ranks: cosine between the two gradients of each linear's weight, and |difference| / |reference|.
 
-    NaN where a linear has no gradient. Parts that several ranks hold count several times in both.
+    `kept` as of `reference` (empty on a rank without linears in low precision, which adds nothing), None in a step without a shadow. NaN where
+    a linear has no gradient. Parts that several ranks hold count several times in both.
     """
     low = state.low
-    if low is None or not kept:
+    if low is None or kept is None:
         return None
     sums = torch.zeros(len(low.names), 4, dtype=torch.float64, device=state.mesh.device)
     numbers = {id(spec_of(p)): low.names.index(lw.name) for lw, p in low.here}

@@ -46,7 +46,7 @@ class StepResult:
 def train_step(state: State, batches: Sequence[Batch], lr: float, stop: bool = False, shadow: bool = False) -> StepResult:
     """`batches`: this rank's micro-batches, or its part of each, on the device. `stop`: this rank was asked to stop. `shadow`: compare
     the gradients with those in train.precision (train.fp8.shadow_interval)."""
-    kept = shadow_of(state, batches) if shadow else {}
+    kept = shadow_of(state, batches) if shadow else None
     tokens = accumulate(state, batches)
     distance = apart(state, kept)
     return replace(update(state, tokens, lr, stop), apart=distance)
