@@ -194,9 +194,9 @@ def table(rows: list[dict[str, Any]], tokens: int, title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=float, default=1e6, help="of all documents")
+    parser.add_argument("--tokens", type=float, default=6e5, help="of all documents")
     parser.add_argument("--steps", type=int, default=2, help="that a pass over them is cut into")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="passes that are timed, after one that is not")
     every = ",".join(map(str, range(len(ROWS))))
     parser.add_argument("--rows", default=every, help="numbers of the rows to measure, the first and a static one included")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that it works")
