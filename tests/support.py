@@ -212,9 +212,9 @@ def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
 def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
     losses, norms, grads = [], [], []
     for step in numbers:
-        batches = step_batches(t.run, state.mesh, step, t.documents)
-        if "ramp-up" in t.also and step:
-            batches = batches + step_batches(t.run, state.mesh, step + 20, t.documents)
+        growing = "ramp-up" in t.also and step == 0  # the first step has half the batch
+        size = t.run.train.global_batch // (2 if growing else 1)
+        batches = step_batches(replace(t.run, train=replace(t.run.train, global_batch=size)), state.mesh, step, t.documents)
         tokens = accumulate(state, batches)
         spoilt = "skip" in t.also and step == 1
         if spoilt:
