@@ -233,7 +233,8 @@ def trial(a: Feature, b: Feature) -> Trial:
     if "stages" in layout:  # all but one have one block
         blocks, count = made.num_hidden_layers + 2 + (made.predict_layers > 0), pp * layout.get("virtual_stages", 1)
         layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
-    options = {"global_batch": dp * max(a.micro, b.micro) * sequences, "micro_batch": sequences, "seq_length": length, "steps": 10,
+    micro = max(a.micro, b.micro) * (2 if "ramp-up" in also else 1)
+    options = {"global_batch": dp * micro * sequences, "micro_batch": sequences, "seq_length": length, "steps": 10,
                "precision": "fp32" if near else "fp64", "fp8": Fp8Config(**{"recipe": "tensorwise", **fp8}) if fp8 else None}  # fmt: skip
     run = Run(
         model=made, train=TrainConfig(**{**options, **train}), layout=LayoutConfig(**layout), optim=OptimConfig(**{**a.optim, **b.optim}),
