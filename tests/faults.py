@@ -30,6 +30,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fault_cases
 from tests.fault_network import BETWEEN, bad_cable, cut_cable
 from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, skips, slow, stops, sweep, two_hangs
 from tests.fault_storage import bit_flips, requests_that_fail, twelve_by_twelve
@@ -188,7 +189,8 @@ def table(results: list[Result]) -> str:
             cells = [name, shows, listed([r.part for r in found]), *sums, failed, f"{sum(r.seconds for r in found):.0f}"]
             rows.append("| " + " | ".join(map(str, cells)) + " |")
     made = "\n".join(f"- {line}" for line in sorted({r.where for r in results}))
-    return f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Made by:\n\n{made}\n"
+    return (f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Made by:\n\n{made}\n\n## Fault by fault\n\n"
+            f"What shows it (in bold: a row of the table above), and what nothing shows.\n\n{fault_cases.table()}\n")  # fmt: skip
 
 
 def listed(parts: list[str]) -> str:

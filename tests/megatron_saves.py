@@ -7,11 +7,13 @@ Megatron-Core asks a GPU for a few things even where everything lies on the CPU;
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import tempfile
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,26 +27,32 @@ def main(out: Path, kind: str) -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig, dot_product_attention
+    from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"  # type: ignore[assignment, return-value]
+    moe_utils.te_general_gemm = None
     filesystem_async._process_memory = lambda: 0
     dot_product_attention.tensor_parallel.get_cuda_rng_tracker = lambda: types.SimpleNamespace(fork=contextlib.nullcontext)
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    llama = kind == "llama"
+    llama, qwen, grouped = kind != "gpt2", kind == "qwen3_moe", kind == "mixtral-grouped"
+    experts = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_router_load_balancing_type="none",
+                   moe_token_dispatcher_type="allgather", moe_router_dtype="fp32") if "mixtral" in kind or qwen else {}  # fmt: skip
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2 if llama else 4, ffn_hidden_size=48 if llama else 128,
         use_cpu_initialization=True, gated_linear_unit=llama, add_bias_linear=not llama, normalization="RMSNorm" if llama else "LayerNorm",
         activation_func=torch.nn.functional.silu if llama else gelu, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, layernorm_epsilon=1e-5,
+        persist_layer_norm=False, layernorm_epsilon=1e-5, qk_layernorm=qwen, kv_channels=16 if qwen else 8, **experts,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if llama else None)
+    spec = get_gpt_layer_local_spec(num_experts=experts.get("num_moe_experts"), qk_layernorm=qwen, normalization="RMSNorm" if llama else None)
     model = GPTModel(config, spec, vocab_size=128, max_sequence_length=16, position_embedding_type="rope" if llama else "learned_absolute",
                      share_embeddings_and_output_weights=not llama, rotary_base=10000)  # fmt: skip
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
+    for layer in model.decoder.layers if grouped else ():
+        layer.mlp.experts.sharded_state_dict = functools.partial(as_grouped, layer.mlp.experts)
     (out / "checkpoint").mkdir(parents=True)
     dist_checkpointing.save(model.sharded_state_dict(), str(out / "checkpoint"), sharded_strategy=("torch_dist", 1))
     ids, places = torch.arange(12)[None] * 7 % 128, torch.arange(12)[None]
@@ -52,6 +60,19 @@ def main(out: Path, kind: str) -> None:
         logits = model.eval()(ids, places, torch.ones(1, 1, 12, 12).triu(1).bool())
     save_file({"ids": ids, "logits": logits.contiguous()}, out / "truth.safetensors")
     dist.destroy_process_group()
+
+
+def as_grouped(experts: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:
+    """What Megatron's GroupedMLP (whose matmuls need a GPU) writes of these experts: its own code, given its two fused weights."""
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    first, second = (torch.stack([getattr(e, name).weight.mT for e in experts.local_experts]) for name in ("linear_fc1", "linear_fc2"))
+    fused = {"weight1": first.flatten().view(first.shape[1], -1), "weight2": second.flatten(0, 1)}
+    stand_in = types.SimpleNamespace(
+        **fused, state_dict=lambda **_: fused, config=experts.config, num_local_experts=experts.num_local_experts, ep_group=experts.ep_group,
+        tp_group=experts.tp_group, dp_group=experts.dp_group,
+    )  # fmt: skip
+    return GroupedMLP.sharded_state_dict(stand_in, prefix, sharded_offsets, metadata)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

@@ -221,7 +221,19 @@ HF_CONFIGS = {
               "max_position_embeddings": 16, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float32"},
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4,
              "n_positions": 16, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "dtype": "float32"},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 120, "hidden_size": 32, "intermediate_size": 24,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+                "max_position_embeddings": 16, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float32", "num_local_experts": 4,
+                "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 120, "hidden_size": 32, "head_dim": 16,
+                  "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 16, "hidden_act": "silu",
+                  "tie_word_embeddings": False, "dtype": "float32", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+                  "decoder_sparse_step": 1, "mlp_only_layers": []},
 }  # fmt: skip
+
+
+HF_CONFIGS["mixtral-grouped"] = HF_CONFIGS["mixtral"]
 
 
 @pytest.mark.parametrize("kind", HF_CONFIGS)
@@ -243,9 +255,12 @@ def test_what_megatron_saved_is_imported_with_its_logits(tmp_path, kind):
     logits = model(truth["ids"]).logits
     torch.testing.assert_close(logits, truth["logits"][..., :120], rtol=0, atol=2e-6 * truth["logits"].abs().max().item())
     assert json.loads((out / "parity.json").read_text())["exact"]
-    other = {**HF_CONFIGS[kind], **({"intermediate_size": 40} if kind == "llama" else {"n_layer": 3})}
+    wrong = {"llama": ({"intermediate_size": 40}, "does not hold model.layers.0.mlp"), "gpt2": ({"n_layer": 3}, "has 2 layers .*, the config has 3"),
+             "mixtral": ({"num_local_experts": 3}, "has 4 experts .*, the config has 3|does not hold"),
+             "qwen3_moe": ({"moe_intermediate_size": 20}, "does not hold model.layers.0.mlp.experts")}  # fmt: skip
+    changed, match = wrong[kind.removesuffix("-grouped")]
+    other = {**HF_CONFIGS[kind], **changed}
     (config / "config.json").write_text(json.dumps(other))
     wanted = exported_shapes(model_config_from_hf(str(config)))
-    match = "does not hold model.layers.0.mlp" if kind == "llama" else "has 2 layers .*, the config has 3"
     with pytest.raises(CheckpointError, match=match):
         import_weights(tmp_path / "m/checkpoint", tmp_path / "wrong", config, wanted)

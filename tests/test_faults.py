@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.comm.heartbeat import Beat, verdict
+from tests import fault_cases
 from tests.faults import SECTIONS, Result, joined, main, missing, parts_of, table
 from tests.pool import warm_imports
 
@@ -26,11 +27,22 @@ def test_nothing_is_lost(tmp_path, part):
 
 
 def test_the_table_has_every_section_without_a_failure():
-    rows = (Path(__file__).resolve().parent.parent / "docs/faults.md").read_text().splitlines()
+    text = (Path(__file__).resolve().parent.parent / "docs/faults.md").read_text()
+    rows = text.split("## Fault by fault")[0].splitlines()
     shown = {row.split(" | ")[0].removeprefix("| "): row.split(" | ") for row in rows if row.startswith("| ") and " --- " not in row}
     assert set(shown) - {"case"} == {s.name for s in SECTIONS}
     for name, (_, _, _, faults, _, differing, failed, _) in shown.items():
         assert name == "case" or (int(faults) > 0 and int(differing) == 0 and int(failed) == 0), name
+
+
+def test_every_fault_names_what_shows_it():
+    here, names = Path(__file__).resolve().parent, {s.name for s in SECTIONS}
+    for case in fault_cases.CASES:
+        assert case.by or case.lacks, case
+        for by in case.by:
+            file, _, name = by.partition("::")
+            assert by in names or f"\ndef test_{name}(" in (here / f"test_{file}.py").read_text(), (case.id, by)
+    assert fault_cases.table() in (here.parent / "docs/faults.md").read_text()
 
 
 def test_parts_of_several_machines_are_joined(tmp_path):

@@ -1,7 +1,8 @@
 """GPT models of Megatron-Core in its torch_dist checkpoints: their tensors under Hugging Face names, cut and ordered as Hugging Face does.
 
 What lies there (Megatron-Core 0.16, read from its own files): layers stacked along a leading dim, or one by one; q, k and v in one matrix, by
-groups of query heads, each group followed by its key and its value; gate above up in one matrix; vocabularies padded with rows.
+groups of query heads, each group followed by its key and its value; gate above up in one matrix; vocabularies padded with rows; experts
+stacked behind the layers, alike from its sequential and its grouped ones.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ LLAMA_LAYER = {
     "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     "mlp.gate_proj.weight": ("mlp.linear_fc1.weight",), "mlp.up_proj.weight": ("mlp.linear_fc1.weight",),
     "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
+    "mlp.gate.weight": ("mlp.router.weight",), "block_sparse_moe.gate.weight": ("mlp.router.weight",),
 }  # fmt: skip
 GPT2 = {
     "transformer.wte.weight": EMBEDDING, "transformer.wpe.weight": "embedding.position_embeddings.weight",
@@ -50,21 +52,24 @@ GPT2_LAYER = {
     "mlp.c_fc.weight": ("mlp.linear_fc1.weight",), "mlp.c_fc.bias": ("mlp.linear_fc1.bias",),
     "mlp.c_proj.weight": ("mlp.linear_fc2.weight",), "mlp.c_proj.bias": ("mlp.linear_fc2.bias",),
 }  # fmt: skip
+EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+UP = ("up_proj.weight", "w3.weight")
 
 
 @dataclass(frozen=True)
 class MegatronPart(Part):
-    """A Hugging Face tensor inside `key`: of one layer of a stack (None: it is not stacked), whose rows are cut into `groups`, the rows of each
-    run of every group, one run after the other (GPT-2's fused matrix has three: q, k, v). transposed: as GPT-2's matrices lie."""
+    """A Hugging Face tensor inside `key`: `at` these places of its leading dims (layer, expert; none where it is not stacked), whose rows are
+    cut into `groups`, the rows of each run of every group, one run after the other (GPT-2's fused matrix has three: q, k, v). transposed: as
+    GPT-2's matrices lie."""
 
-    layer: int | None
+    at: tuple[int, ...]
     groups: int
     runs: tuple[tuple[int, int], ...]
     transposed: bool
 
     def read(self, files: Open, where: tuple[slice, ...]) -> Tensor:
-        whole = files(self.file).read(self.key, () if self.layer is None else (slice(self.layer, self.layer + 1),))
-        whole = whole if self.layer is None else whole[0]
+        whole = files(self.file).read(self.key, tuple(slice(i, i + 1) for i in self.at))
+        whole = whole.flatten(0, len(self.at))[: whole.shape[len(self.at)]] if self.at else whole
         rows = whole.view(self.groups, -1, *whole.shape[1:])
         picked = [rows[:, first:last].flatten(0, 1) for first, last in self.runs]
         found = torch.cat(picked)
@@ -77,35 +82,44 @@ def with_megatron(index: Index, wanted: Mapping[str, Shape], config: Mapping[str
         return index
     kind = config.get("model_type", "")
     fixed, layer_names, prefix = (GPT2, GPT2_LAYER, "transformer.h.") if kind == "gpt2" else (LLAMA, LLAMA_LAYER, "model.layers.")
-    experts = sorted(n for n in index if ".experts." in n or ".router." in n)
-    if experts:
-        raise CheckpointError(f"{where}: experts of Megatron-Core are not imported yet ({experts[0]}); convert with its own tools, then import that")
     found: Index = {}
     used = set[str]()
+    last_expert: dict[str, int] = {}
     for name, shape in wanted.items():
         numbered = re.fullmatch(re.escape(prefix) + r"(\d+)\.(.*)", name)
+        expert = EXPERT.fullmatch(numbered[2]) if numbered else None
         options = layer_names.get(numbered[2], ()) if numbered else (fixed[name],) if name in fixed else ()
+        if expert:
+            options = (f"mlp.experts.experts.linear_fc{2 if expert[2] in ('down_proj', 'w2') else 1}.weight",)
         for option in options:
             stacked, single = LAYERS + option, f"{LAYERS}{numbered[1]}.{option}" if numbered else option
             key = stacked if numbered and stacked in index else single
             layer = int(numbered[1]) if numbered and key == stacked else None
             if key in index and (layer is None or layer < index[key].shape[0]):
                 used.add(key)
-                found[name] = Stored(shape, [_part(name, shape, key, layer, index[key].shape, config, where)])
+                at = (*([] if layer is None else [layer]), *([int(expert[1])] if expert else []))
+                if expert and at[-1] >= index[key].shape[len(at) - 1]:
+                    break
+                last_expert[key] = max(last_expert.get(key, 0), at[-1]) if expert else -1
+                found[name] = Stored(shape, [_part(name, shape, key, at, index[key].shape, config, where)])
                 break
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     deeper = sorted(n for n in used if n.startswith(LAYERS) and not n[len(LAYERS) :][0].isdigit() and index[n].shape[0] != layers)
     if deeper:
         raise CheckpointError(f"{where} has {index[deeper[0]].shape[0]} layers ({deeper[0]}), the config has {layers}")
+    for key, last in last_expert.items():
+        stored = index[key].shape[-3:][0]
+        if last >= 0 and stored != last + 1:
+            raise CheckpointError(f"{where} has {stored} experts ({key}), the config has {last + 1}")
     left = sorted(n for n in index if n not in used and not (n == "output_layer.weight" and config.get("tie_word_embeddings")))
     if left:
         raise CheckpointError(f"{where} has tensors that the model of the config has not: {', '.join(left[:5])}")
     return found
 
 
-def _part(name: str, shape: Shape, key: str, layer: int | None, stored: Shape, config: Mapping[str, Any], where: str) -> MegatronPart:
+def _part(name: str, shape: Shape, key: str, at: tuple[int, ...], stored: Shape, config: Mapping[str, Any], where: str) -> MegatronPart:
     """Where a Hugging Face tensor lies in a stored one; its size is checked."""
-    own = stored if layer is None else stored[1:]
+    own = stored[len(at) :]
     transposed = name.startswith("transformer.h.") and len(shape) == 2
     rows = shape[1] if transposed else shape[0]
     groups = 1
@@ -117,7 +131,7 @@ def _part(name: str, shape: Shape, key: str, layer: int | None, stored: Shape, c
         q, k, v = (0, width * dim), (width * dim, (width + 1) * dim), ((width + 1) * dim, (width + 2) * dim)
         one = {"q_proj": q, "k_proj": k, "v_proj": v}.get(name.split(".")[-2])
         runs = (one,) if one else (q, k, v)
-    elif name.endswith("up_proj.weight"):
+    elif name.endswith(UP):
         runs = ((rows, 2 * rows),)
     padded = key in (EMBEDDING, "output_layer.weight")
     have = sum(b - a for a, b in runs) * groups
@@ -125,4 +139,4 @@ def _part(name: str, shape: Shape, key: str, layer: int | None, stored: Shape, c
     fused = 2 if ".linear_fc1.weight" in key and config.get("model_type") != "gpt2" else 1
     if not fits or (not padded and groups == 1 and own[0] != fused * rows):
         raise CheckpointError(f"{where}: {key} has the shape {stored}, which does not hold {name} {shape} of the config")
-    return MegatronPart("", key, Box.full(shape), layer, groups, runs, transposed)
+    return MegatronPart("", key, Box.full(shape), at, groups, runs, transposed)
