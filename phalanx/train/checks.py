@@ -32,7 +32,7 @@ from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
-from phalanx.train.low_checks import check_fp8
+from phalanx.train.low_checks import check_fp8, check_moments
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
 
