@@ -86,7 +86,8 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     found = broken_rules_but_fp8(run, facts)
     sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
     frozen = check_freeze(run) if not any(p.field.startswith("model") for p in found) else []
-    return found + frozen + check_fp8(run, facts.capability, facts.device_name, sound)
+    found = found + frozen + check_moments(run, facts.capability, facts.device_name)
+    return found + check_fp8(run, facts.capability, facts.device_name, sound)
 
 
 def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
