@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
 from phalanx.ops.activation import Gated, GatedGrad
-from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, low_grouped, norm, permute, push, quant, rope, route, scaled_mm
+from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, low_grouped, moments, norm, permute, push, quant, rope, route, scaled_mm
 
 BF = "*bf16"
 
@@ -55,6 +55,9 @@ def kernels() -> list[tuple]:
     found += experts(wide) + low_precision()
     flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
     found.append((adamw._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
+    narrow = dict(m="*fp8e4nv", m_exponents="*i8", v="*fp8e4nv", v_exponents="*i8", out=BF, scalars="*fp64", step="*fp32", n="i64")
+    consts = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, LEAST=-54, MOST=100, RUN=1024, BLOCK=32, **wide)
+    found.append((moments._adamw, dict(p="*fp32", g="*fp32", **narrow), consts))
     return found
 
 

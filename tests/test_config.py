@@ -404,6 +404,13 @@ def test_recipes_need_their_gpus():
         assert problems(overrides, replace(ampere, capability=(9, 0))) == []
 
 
+def test_moments_in_8_bits_need_their_gpu():
+    ampere = replace(LAPTOP, device="cuda", device_name="NVIDIA A100", capability=(8, 0))
+    [lacks] = problems(["optim.moments=fp8"], ampere)
+    assert lacks.field == "optim.moments" and "NVIDIA A100" in lacks.because["device"] and lacks.valid == ("bf16", "master")
+    assert problems(["optim.moments=fp8"], replace(ampere, capability=(8, 9))) == [] == problems(["optim.moments=fp8"])
+
+
 def test_problems_of_the_environment_are_shown_with_the_others():
     found = problems(["train.steps=0"], Facts(env=(Problem("RANK", 5, "must be < WORLD_SIZE"),), files=False))
     assert [p.field for p in found] == ["RANK", "train.steps"]

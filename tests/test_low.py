@@ -30,6 +30,7 @@ from phalanx.train.build import build, init_weights
 from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.train.main import train
 from phalanx.train.memory import rank_uses
+from phalanx.train.oom import held
 from phalanx.train.plan import make_plan
 from phalanx.train.shadow import apart
 from phalanx.train.step import accumulate, shadow_of, train_step
@@ -381,10 +382,11 @@ def test_a_layer_with_outliers_is_caught_and_cured(tmp_path):
 # ---- moments of the optimizer --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_with_moments_in_bf16_goes_on_to_the_bit(tmp_path):
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+def test_a_run_with_narrow_moments_goes_on_to_the_bit(tmp_path, moments):
     def run(name: str, **train) -> Run:
         made = run_of(tmp_path / name, None, **train)
-        return replace(made, optim=replace(made.optim, moments="bf16"))
+        return replace(made, optim=replace(made.optim, moments=moments))
 
     whole = losses(trained(run("whole")))
     trained(run("halves", steps=6))
@@ -394,9 +396,10 @@ def test_a_run_with_moments_in_bf16_goes_on_to_the_bit(tmp_path):
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
 
 
-def test_moments_in_bf16_are_those_of_one_process(ranks):
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+def test_narrow_moments_are_those_of_one_process(ranks, moments):
     run = parity.base_run("low", global_batch=4)
-    run = replace(run, optim=OptimConfig(moments="bf16"), layout=LayoutConfig(tp=2, sharding=2))
+    run = replace(run, optim=OptimConfig(moments=moments), layout=LayoutConfig(tp=2, sharding=2))
     truth = parity.truth_of(ranks, run, 3, False)
     wide = parity.truth_of(ranks, replace(run, optim=OptimConfig()), 3, False)
     assert abs(truth["losses"][2][0] / wide["losses"][2][0] - 1) > 1e-6
@@ -407,3 +410,11 @@ def test_moments_in_bf16_take_half_the_memory():
     run = replace(parity.base_run("low", precision="bf16"), layout=LayoutConfig(tp=2))
     [wide], [narrow] = (rank_uses(make_plan(replace(run, optim=OptimConfig(moments=m)), 4), 4)[0] for m in ("master", "bf16"))
     assert 2 * narrow.memory["moments"] == wide.memory["moments"] and narrow.total == wide.total - narrow.memory["moments"]
+
+
+def test_moments_in_fp8_take_what_the_plan_says():
+    run = replace(parity.base_run("low", precision="bf16"), optim=OptimConfig(moments="fp8"))
+    plan = make_plan(run, 1)
+    state = build(plan, Mesh(plan.grid, 0))
+    elements = sum(len(s.master) for s in state.optimizer.shards)
+    assert rank_uses(plan, 4)[0][0].memory["moments"] == held(state)["moments"] == 2 * elements * 33 / 32

@@ -96,13 +96,13 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> dict[str, list[Item]]:
     found: dict[str, list[Item]] = {kind: [] for kind in KINDS}
     for s in shards:
         for kind in KINDS:
-            found[kind] += [i for i in items_in(s.bucket, getattr(s, kind), s.lo, *s.own) if i.piece.is_writer(mesh.at)]
+            found[kind] += [i for i in items_in(s.bucket, s.values(kind), s.lo, *s.own) if i.piece.is_writer(mesh.at)]
     return found
 
 
-def state_to_load(shards: list[Shard]) -> dict[str, list[Item]]:
-    """Everything that this rank's shards hold, copies included."""
-    return {kind: [i for s in shards for i in items_in(s.bucket, getattr(s, kind), s.lo, s.lo, s.hi)] for kind in KINDS}
+def state_to_load(shards: list[Shard], values: dict[str, list[Tensor]]) -> dict[str, list[Item]]:
+    """Everything that this rank's shards hold, copies included; `values`: of each kind and shard, where to."""
+    return {kind: [i for s, x in zip(shards, values[kind]) for i in items_in(s.bucket, x, s.lo, s.lo, s.hi)] for kind in KINDS}
 
 
 def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:

@@ -50,17 +50,20 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
-    items, kept = state_to_load(optimizer.shards), kept_to_load(buffers)
+    values = {kind: [shard.values(kind) for shard in optimizer.shards] for kind in KINDS}
+    items, kept = state_to_load(optimizer.shards, values), kept_to_load(buffers)
     masters = [*items[KINDS[0]], *kept]
     wanted = wanted_names(mesh, masters)
     moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted))
-    for shard in optimizer.shards:
-        for kind in KINDS:
-            getattr(shard, kind).zero_()  # padding is zero, whatever was there
+    for x in (x for kind in KINDS for x in values[kind]):
+        x.zero_()  # padding is zero, whatever was there
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
     had = {kind: [i for i in items[kind] if i.name in moving] for kind in KINDS[1:]}  # what was frozen then starts with moments of zero
     agree(mesh.world, lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state")))
+    for kind in KINDS:
+        for shard, x in zip(optimizer.shards, values[kind]):
+            shard.keep(kind, x)
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(numbers["optimizer.step"][0])
     for name, value in scaler.state().items():

@@ -29,6 +29,7 @@ from phalanx.data_parallel.fixed_order import GradientTrees, sum_of_squares, sum
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
+from phalanx.ops.moments import Narrow
 from phalanx.ops.shard import Shard
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
 from phalanx.schedule.places import Places
@@ -320,13 +321,15 @@ class Buffers:
         }  # fmt: skip
 
     def shards(self, moments: torch.dtype | None = None) -> list[Shard]:
-        """What the optimizer updates; moments start at zero, in their own dtype if there is one."""
+        """What the optimizer updates; moments start at zero, in their own dtype if there is one (E4M3: as ops.moments keeps them)."""
 
-        def zero(f: FlatBucket) -> Tensor:
+        def zero(f: FlatBucket, root: bool) -> Tensor | Narrow:
+            if moments == torch.float8_e4m3fn:
+                return Narrow.zeros(len(f.master), f.master.device, root)
             return torch.zeros_like(f.master, dtype=moments)
 
         return [
-            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero(f), zero(f), f.out)
+            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero(f, False), zero(f, True), f.out)
             for f in self.flat
             if f.bucket.learns
         ]

@@ -114,7 +114,7 @@ def measure(forward: Callable[[Tensor], Tensor], x: Callable[[], Tensor], params
     return Use(kept, max(0, seen.peak - kept), output)
 
 
-def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, moment: int = 0) -> dict[str, int]:
+def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, moment: float = 0) -> dict[str, int]:
     """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `moment` (0: as master) are
     bytes per element.
 
@@ -129,5 +129,5 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
         if b.learns:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
             found["masters"] += 0 if weight == master else updated * master
-            found["moments"] += 2 * updated * (moment or master)
+            found["moments"] += round(2 * updated * (moment or master))
     return found

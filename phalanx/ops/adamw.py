@@ -5,23 +5,24 @@ The same call scales and clips the gradient, writes the low-precision weights an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.moments import Narrow
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of elements of one group: master, gradient, m and v (n,) in the master dtype, m and v perhaps in a narrower one (rounded after each
-    step); `out` (n,) the weights if they are apart."""
+    """A run of elements of one group: master, gradient, m and v (n,) in the master dtype, m and v perhaps in a narrower one or in 8 bits (rounded
+    after each step); `out` (n,) the weights if they are apart."""
 
     master: Tensor
     grad: Tensor
-    m: Tensor
-    v: Tensor
+    m: Tensor | Narrow
+    v: Tensor | Narrow
     out: Tensor | None = None
 
 
@@ -32,6 +33,17 @@ class AdamOptions:
     beta2: float
     eps: float
     decay: float
+
+
+def widened(moment: Tensor | Narrow, dtype: torch.dtype) -> Tensor:
+    return moment.wide(dtype) if isinstance(moment, Narrow) else moment.to(dtype)
+
+
+def keep(moment: Tensor | Narrow, values: Tensor, step: Tensor) -> None:
+    if isinstance(moment, Narrow):
+        moment.store_(values, step)
+    else:
+        moment.copy_(values)
 
 
 def adamw_(parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto") -> None:
@@ -50,20 +62,24 @@ def adamw_(parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor
         kept = torch.full_like(t, 1 - o.lr * o.decay)
         scalars = torch.stack((factor.double(), o.lr / (1 - o.beta1**t), (1 - o.beta2**t).rsqrt(), kept, skip.double()))
         for p in parts:
-            adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)
+            if isinstance(p.m, Narrow) and isinstance(p.v, Narrow):
+                from phalanx.ops.kernels.moments import adamw_narrow_
+
+                adamw_narrow_(p.master, p.grad, p.m, p.v, p.out, scalars, step, o.beta1, o.beta2, o.eps)
+            else:
+                adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)  # type: ignore[arg-type]
         return
-    narrow = parts
-    parts = [replace(p, m=p.m.to(p.master.dtype), v=p.v.to(p.master.dtype)) for p in parts]  # themselves where they are as wide
+    ms, vs = [widened(p.m, p.master.dtype) for p in parts], [widened(p.v, p.master.dtype) for p in parts]  # themselves where they are as wide
     grads = [p.grad for p in parts]
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     torch._fused_adamw_(
-        [p.master for p in parts], grads, [p.m for p in parts], [p.v for p in parts], [], [step] * len(parts), lr=o.lr, beta1=o.beta1,
+        [p.master for p in parts], grads, ms, vs, [], [step] * len(parts), lr=o.lr, beta1=o.beta1,
         beta2=o.beta2, weight_decay=o.decay, eps=o.eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
     )  # fmt: skip
-    for p, held in zip(parts, narrow):
-        if held.m is not p.m:
-            held.m.copy_(p.m)
-            held.v.copy_(p.v)
+    for p, m, v in zip(parts, ms, vs):
+        if p.m is not m:
+            keep(p.m, m, step)
+            keep(p.v, v, step)
         if p.out is not None:
             p.out.copy_(p.master)
         p.grad.zero_()
@@ -78,9 +94,9 @@ def adamw_reference_(parts: list[Part], step: Tensor, options: AdamOptions, fact
         if skip.item() == 1:
             continue
         p.master.mul_(1 - o.lr * o.decay)
-        m, v = p.m.to(g.dtype).lerp(g, 1 - o.beta1), p.v.to(g.dtype).mul(o.beta2).addcmul_(g, g, value=1 - o.beta2)
-        p.m.copy_(m)
-        p.v.copy_(v)
+        m, v = widened(p.m, g.dtype).lerp(g, 1 - o.beta1), widened(p.v, g.dtype).mul(o.beta2).addcmul_(g, g, value=1 - o.beta2)
+        keep(p.m, m, step)
+        keep(p.v, v, step)
         p.master.addcdiv_(m / (1 - o.beta1**t), (v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
         if p.out is not None:
             p.out.copy_(p.master)

@@ -11,6 +11,7 @@ from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
 from phalanx.ops.adamw import AdamOptions, Part, adamw_
 from phalanx.ops.kernels import Kernels
+from phalanx.ops.moments import BLOCK
 from phalanx.ops.shard import Shard
 from phalanx.optim.config import OptimConfig
 
@@ -43,7 +44,12 @@ def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[
 
 def moment_dtype(config: OptimConfig) -> torch.dtype | None:
     """None: that of the masters."""
-    return torch.bfloat16 if config.moments == "bf16" else None
+    return {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(config.moments)
+
+
+def moment_bytes(config: OptimConfig) -> float:
+    """Of an element of one moment; 0: as many as the masters'."""
+    return {"bf16": 2.0, "fp8": 1.0 + 1.0 / BLOCK}.get(config.moments, 0.0)
 
 
 class AdamW:

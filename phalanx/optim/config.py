@@ -20,8 +20,9 @@ class OptimConfig:
     """Decay of Adam's second moment, in [0, 1)."""
     eps: float = 1e-8
     """Adam's epsilon, > 0."""
-    moments: Literal["master", "bf16"] = "master"
-    """Dtype of Adam's moments: that of the masters (fp32), or bf16, which takes half the memory and is rounded at every step."""
+    moments: Literal["master", "bf16", "fp8"] = "master"
+    """Dtype of Adam's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at every step; or fp8, which takes a
+    quarter: E4M3, a power of two for every 32, the second moment as its root, rounded up or down at random."""
     weight_decay: float = 0.1
     """Decoupled weight decay; norms and biases have none."""
     clip_grad: float = 1.0

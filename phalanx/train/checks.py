@@ -32,7 +32,7 @@ from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
-from phalanx.train.low_checks import check_fp8
+from phalanx.train.low_checks import check_fp8, check_moments
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
 
@@ -86,7 +86,8 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     found = broken_rules_but_fp8(run, facts)
     sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
     frozen = check_freeze(run) if not any(p.field.startswith("model") for p in found) else []
-    return found + frozen + check_fp8(run, facts.capability, facts.device_name, sound)
+    found = found + frozen + check_moments(run, facts.capability, facts.device_name)
+    return found + check_fp8(run, facts.capability, facts.device_name, sound)
 
 
 def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:

@@ -41,6 +41,14 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
     return found + (check_linears(run) if sound and not found else [])
 
 
+def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> list[Problem]:
+    """Codes of moments are made by the GPU."""
+    if run.optim.moments != "fp8" or capability is None or capability >= (8, 9):
+        return []
+    rule = "fp8 needs an NVIDIA GPU of compute capability 8.9"
+    return [problem("optim", run.optim, "moments", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, ("bf16", "master"))]
+
+
 def check_linears(run: Run) -> list[Problem]:
     """There is something to do, every glob fits something, and no block of a scale is cut by a size."""
     c, low = run.train.fp8, low_precision(run)

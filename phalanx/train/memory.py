@@ -19,7 +19,7 @@ from phalanx.layout.grid import Coords
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import Tape
-from phalanx.optim.adamw import moment_dtype
+from phalanx.optim.adamw import moment_bytes
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
@@ -175,8 +175,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         shared += 4 * plan.expert_exchange_bytes
     blocks_here = plan.blocks_of(Coords(pp=pp))
     codes = 2 * sum(p.numel() for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None)
-    moment = moment_dtype(plan.run.optim)
-    held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment.itemsize if moment else 0)
+    held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim))
     for name, nbytes in placed_bytes(plan, pp, kind).items():
         held[name] += nbytes
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums

@@ -53,7 +53,7 @@ def _alike(state: State) -> dict[tuple[int, str], Tensor]:
     found = {(i, "weight"): f.weight_kept for i, f in enumerate(state.buffers.flat)}
     numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
     for shard in (s for s in state.optimizer.shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
-        found |= {(numbers[shard.bucket.id], what): getattr(shard, what) for what in ("master", "m", "v")}
+        found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in ("master", "m", "v")}
     return found
 
 
