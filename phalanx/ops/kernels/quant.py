@@ -166,7 +166,7 @@ def _row_multiplier(v, rows, there, row_amax, MODE: tl.constexpr, MAX: tl.conste
 
 
 @triton.jit
-def _emit(v, counting, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C,
+def _emit(v, counting, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C,
           MODE: tl.constexpr, OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
           WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Cast the tile v, number (down, along), of a tensor (R, C). Of LARGEST and LARGEST_LINES, only note its amaxes."""
@@ -184,24 +184,28 @@ def _emit(v, counting, down, along, rows, cols, rows_there, cols_there, row_amax
                 _note_largest(tl.max(_bits(v)), counts, SLOTS)
             elif (down == 0) & (along == 0):
                 _note_largest(tl.load(row_amax), counts, SLOTS)
-            _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, MODE, OTHER,
+            _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, one, R, C, MODE, OTHER,
                    TURNED, MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
     else:
-        _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, MODE, OTHER,
+        _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, one, R, C, MODE, OTHER,
                TURNED, MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
 
 
 @triton.jit
-def _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, MODE: tl.constexpr,
+def _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, one, R, C, MODE: tl.constexpr,
            OTHER: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
            FLOOR: tl.constexpr):  # fmt: skip
     """out (R, C): codes with scales shared along a row (or the whole). other: (R, C) or, TURNED, (C, R): with scales shared along a column.
 
     row_scales (columns of tiles, R) and col_scales (rows of tiles, C); of WHOLE and GIVEN one number. Amaxes are bits, of GIVEN a multiplier.
+    `one`: 1.0, not known to the compiler, so that the two are cast apart where they share a scale. Of one cast, stored both as it lies and
+    byte by byte for the transpose, ptxas 12.8 makes code for sm_90 that reads registers before they are set.
     """
     m_r = _row_multiplier(v, rows, rows_there, row_amax, MODE, MAX, FLOOR)
     by_row = v * m_r
     by_col = by_row
+    if MODE != 2 and MODE != 3:
+        by_col = v * (m_r * one)
     if MODE == 0 or MODE == 1:
         if (down == 0) & (along == 0):
             tl.store(row_scales, _inverse(m_r))
@@ -226,18 +230,18 @@ def _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_ama
 
 
 @triton.jit
-def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
+def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C, MODE: tl.constexpr,
           OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr,
           ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Of x (R, C)."""
     counting, down, along, rows, cols = _place(R, C, NOTE, EVERY, ROWS, COLS)
     v = _read(x, rows, cols, C, R, C)
     _emit(v, counting, down, along, rows, cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, R, C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+          counts, one, R, C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
 
 
 @triton.jit
-def _cast_gated(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
+def _cast_gated(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C, MODE: tl.constexpr,
                 OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
                 WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
                 ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
@@ -246,11 +250,11 @@ def _cast_gated(x, row_amax, col_amax, out, other, row_scales, col_scales, count
     gate, up = clamped(_read(x, rows, cols, 2 * C, R, C), _read(x + C, rows, cols, 2 * C, R, C), 0.0, 0.0, False)
     v = _wide(gated(gate, up, 1.0).to(x.dtype.element_ty))
     _emit(v, counting, down, along, rows, cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, R, C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+          counts, one, R, C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
 
 
 @triton.jit
-def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
+def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C, MODE: tl.constexpr,
                      OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
                      WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
                 ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
@@ -261,11 +265,11 @@ def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scal
     dgate, dup = gated_slopes(d, gate, up, sigmoid(gate, 1.0), gate, up, 1.0, 0.0, False)
     v = _wide(dgate.to(x.dtype.element_ty))
     _emit(v, counting, down, along, rows, cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, R, 2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+          counts, one, R, 2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
     v = _wide(dup.to(x.dtype.element_ty))
     along += tl.cdiv(C, COLS)
     _emit(v, counting, down, along, rows, C + cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, R, 2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+          counts, one, R, 2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
 
 
 @triton.jit
@@ -333,9 +337,9 @@ def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, o
     wide = format is not None and format.dtype == torch.float8_e5m2
     counting = 0 if counts is None else down * triton.cdiv(across, every)
     kernel[(down * across + counting,)](
-        *sources, first, second, out, other, *scales, counts, rows, columns, MODE=mode, OTHER=other is not None, TURNED=turn, NOTE=counts is not None,
-        MAX=448.0 if format is None else format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=x.device.type != "cuda",
-        FLOOR=FLOOR, EVERY=every, SLOTS=SLOTS, ROWS=t.rows, COLS=t.columns, num_warps=t.warps,
+        *sources, first, second, out, other, *scales, counts, 1.0, rows, columns, MODE=mode, OTHER=other is not None, TURNED=turn,
+        NOTE=counts is not None, MAX=448.0 if format is None else format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide,
+        ROUND=x.device.type != "cuda", FLOOR=FLOOR, EVERY=every, SLOTS=SLOTS, ROWS=t.rows, COLS=t.columns, num_warps=t.warps,
     )  # fmt: skip
 
 
