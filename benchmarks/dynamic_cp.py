@@ -3,8 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/dynamic_cp.py      measure, on the GPUs there are (or --tiny on a CPU)
     python benchmarks/dynamic_cp.py --predict                                        count FLOPs and bytes for 2, 4 and 8 ranks instead
 
-Lengths are lognormal with a long tail, cut off at the longest sequence: the form of the made-up data that Megatron-LM's sequence-packing and
-dynamic-CP runs use (--sft-mock-dataset-config-json, type lognormal). The parameters are ours and fixed here with the seed: median 1,500,
+Lengths are lognormal with a long tail, cut off at the longest sequence, a form that made-up data for
+sequence packing often has. The parameters are ours and fixed here with the seed: median 1,500,
 sigma 1.2, longest 32,768 tokens. Padded batches are the good kind: a micro-batch has as many neighbouring documents as fit when each is
 filled up to the longest of them. All rows train on the same documents, and tokens are counted without padding.
 """

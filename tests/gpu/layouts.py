@@ -130,7 +130,7 @@ def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run
 
 def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", "fp32", "bf16"),
                   parts: Collection[str] = ("",)) -> dict[str, str]:  # fmt: skip
-    """name (that contains one of `parts`) -> "ok ..." or what is wrong. fp64: as the central test. fp32 and bf16: losses against one device's fp32."""
+    """name (that contains one of `parts`) -> "ok ..." or what is wrong. fp64: as the central test. Below: losses against one device's fp32."""
     runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() if any(part in name for part in parts) for p in precisions}
     table: dict[str, str] = {}
     every: dict[str, list[dict]] = {}
