@@ -322,6 +322,16 @@ def known(results: Path) -> dict[tuple[str, str], Outcome]:
     return found
 
 
+def by_pair(outcomes: dict[tuple[str, str], Outcome]) -> dict[tuple[str, str], Outcome]:
+    """Those of today's pairs, in their order; what no run has needs none."""
+    found = {(a.name, b.name): outcomes.get((a.name, b.name)) if exclude(a, b) is None else judge_apart(a, b) for a, b in pairs()}
+    return {pair: o for pair, o in found.items() if o is not None}
+
+
+def judge_apart(a: Feature, b: Feature) -> Outcome:
+    return Outcome("apart", exclude(a, b) or "")
+
+
 # ---- the page ------------------------------------------------------------------------------------------------------------------
 
 SIGNS = {"green": "+", "apart": "\u00b7", "failed": "!"}
@@ -412,8 +422,7 @@ def main() -> None:
     names = [(a.name, b.name) for a, b in pairs()]
     todo = [pair for pair in names if pair not in outcomes or outcomes[pair].kind in options.again]
     judge_all(todo, options.jobs, options.minutes, options.results)
-    outcomes = known(options.results)
-    here = {pair: outcomes[pair] for pair in names if pair in outcomes}
+    here = by_pair(known(options.results))
     options.page.write_text(page(here, how_made(sum(o.seconds for o in here.values()))), encoding="utf-8")
     print(f"{len(names) - len(here)} of {len(names)} pairs are still to be run")
 
