@@ -33,6 +33,8 @@ def begin_history(state: State, forward_backward: Callable[[], None]) -> None:
     if state.low is None:
         return
     with state.low.measuring(), aside(state):
+        for layer in state.routed:  # as in the step itself: all-to-all weighs elsewhere, so its amaxes are others; rows without room only miss here
+            layer.dispatch = layer.env.dispatch
         forward_backward()
     state.low.settle(state.mesh.world)
 
