@@ -117,6 +117,7 @@ def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
     out = open(Path(run.dir).parent / f"output-{placement.rank}.txt", "w", buffering=1)
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out  # a test runner may have its own
+    faulthandler.disable()  # pytest's, which would write of a rank that gloo aborts
     faulthandler.dump_traceback_later(LIMIT_S - 20, file=out)  # where a rank that does not end is
     code = 1
     try:

@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Waited:
-    """What one step waited. `seconds` once the device has done the step."""
+    """What one step waited. `seconds` once the device has done the step; what other streams still do then is left out."""
 
     def __init__(self, host_s: float, events: list[tuple[torch.cuda.Event, torch.cuda.Event]]):
         self._host_s, self._events = host_s, events
 
     def seconds(self) -> float:
-        return self._host_s + sum(before.elapsed_time(after) for before, after in self._events) / 1e3
+        return self._host_s + sum(before.elapsed_time(after) for before, after in self._events if after.query()) / 1e3
 
 
 class Waits:
