@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.ops.flash import use_flash
+from phalanx.ops.flash import LEAST_BOUND, use_flash
 from phalanx.ops.kernels import Kernels
 
 aten = torch.ops.aten
@@ -66,7 +66,8 @@ class Segments:
 def segments_backend(segments: Segments, wheel: bool) -> Backend:
     """Attention inside segments: q (B, heads, S, K) lies flat as B * S tokens, k and v alike; values may be narrower. Causal: the segments
     have as many queries as keys. Of queries whose segment has no keys the output and the log-sum-exp mean nothing, and dq is zero."""
-    ends = (segments.of_queries, segments.of_keys, segments.most_queries, segments.most_keys)
+    queries, keys = (max(LEAST_BOUND, n) for n in (segments.most_queries, segments.most_keys))
+    ends = (segments.of_queries, segments.of_keys, queries, keys)
     return _segments_by_wheel(ends) if wheel else _segments_by_torch(ends)
 
 

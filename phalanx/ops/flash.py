@@ -23,6 +23,7 @@ from phalanx.ops.kernels import Kernels, capable
 from phalanx.ops.wheels import use_wheel
 
 aten = torch.ops.aten
+LEAST_BOUND = 2  # on lengths: with 1 and shared keys torch's kernels believe that every span has exactly one query, and fail where one is empty
 
 
 def flash_fits(query: int, value: int) -> bool:
@@ -118,7 +119,8 @@ class _TorchFlash(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spans: Spans, window: Any, scale: Any) -> Tensor:  # type: ignore[override]
-        ctx.shape = (spans.offsets, spans.offsets, spans.longest, spans.longest, 0.0, True)
+        longest = max(LEAST_BOUND, spans.longest)
+        ctx.shape = (spans.offsets, spans.offsets, longest, longest, 0.0, True)
         ctx.how = {"scale": scale, "window_size_left": None if window is None else window - 1, "window_size_right": 0 if window else None}
         out, lse, *random, _ = aten._flash_attention_forward(q, k, v, *ctx.shape, False, **ctx.how)  # lse (heads, T)
         if sinks is not None:

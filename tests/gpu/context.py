@@ -9,6 +9,7 @@ import torch
 
 from phalanx.ops import backends
 from phalanx.ops.context import Joint
+from phalanx.ops.flash import Spans, flash_attention
 from phalanx.ops.wheels import unusable
 from tests.gpu.truth import ROUNDINGS, within
 from tests.test_ops import normal
@@ -82,6 +83,19 @@ def segments_check(wheel: bool, width: int, value: int, kv_heads: int, dtype: to
     return check
 
 
+def one_token_check(device: torch.device) -> str:
+    """A sequence of one token in a batch with room for 64 documents: it reads itself, so the output is its value."""
+    q, k, v = (normal(1, heads, 1, 128, seed=heads, dtype=torch.bfloat16).to(device).requires_grad_() for heads in (8, 2, 2))
+    offsets = torch.ones(65, dtype=torch.int32, device=device)
+    offsets[0] = 0
+    out = flash_attention(q, k, v, Spans(offsets, 1, False), wheel=False)
+    out.sum().backward()
+    truth = v.detach().repeat_interleave(4, 1).flatten()
+    if not (torch.equal(out.flatten(), truth) and torch.equal(v.grad, torch.full_like(v, 4)) and not q.grad.any()):
+        raise AssertionError("a token alone does not read itself")
+    return "to the bit"
+
+
 def segments_backend(own: list[int], other: list[int], device: torch.device, wheel: bool) -> backends.Backend:
     ends = [torch.tensor([0, *sizes]).cumsum(0).int().to(device) for sizes in (own, other)]
     return backends.segments_backend(backends.Segments(*ends, 1024, 1024 if own is other else 2048), wheel)
@@ -95,6 +109,7 @@ def context_checks() -> dict[str, Callable[[torch.device], str]]:
     found["block of attention EFFICIENT, fp32"] = block_check("EFFICIENT", 64, 64, 2, 1000, torch.float32)
     found["block of attention EFFICIENT, 192 and 128"] = block_check("EFFICIENT", 192, 128, 8, 1024, torch.bfloat16)
     found["block of attention WHEEL, 192 and 128"] = block_check("WHEEL", 192, 128, 8, 1024, torch.bfloat16)
+    found["documents of a block, one token, room for many"] = one_token_check
     for wheel, width, value, kv_heads in ((False, 128, 128, 2), (False, 64, 64, 8), (False, 192, 128, 8), (True, 128, 128, 2), (True, 192, 128, 8)):
         name = f"documents of a block, {'flash-attn-4' if wheel else 'torch'}, {kv_heads} kv heads of {width} and {value}"
         found[name] = segments_check(wheel, width, value, kv_heads, torch.bfloat16)
