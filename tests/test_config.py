@@ -350,7 +350,7 @@ def test_accepted(base, overrides, world):
 sizes = st.integers(min_value=-2, max_value=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(tp=sizes, pp=sizes, vs=st.integers(0, 4), gb=st.integers(-1, 200), mb=sizes, heads=sizes, kv=sizes, hidden=sizes, layers=sizes, seq=sizes, world=st.integers(1, 32))
 def test_every_suggestion_ends_its_problem(tp, pp, vs, gb, mb, heads, kv, hidden, layers, seq, world):
     overrides = [
@@ -603,7 +603,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), m
 numbers = st.floats(allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(folder=texts, lr=numbers, scale=st.dictionaries(texts, numbers, max_size=3), paths=st.lists(texts, max_size=3), seed=st.integers(), stages=st.none() | st.lists(st.integers(), max_size=3))
 def test_round_trip(tmp_path_factory, folder, lr, scale, paths, seed, stages):
     base = {

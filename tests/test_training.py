@@ -105,6 +105,7 @@ def test_step_lines_and_files(undisturbed):
     assert abs(first - 4.875) < 0.1 and last < first - 0.3  # ln 131 at the start, then it learns
 
 
+@pytest.mark.soak  # tests/test_faults.py has a sample of kills
 def test_kill_9_of_a_rank_changes_nothing(config, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = start(config, folder)
@@ -149,7 +150,8 @@ def test_one_rank_or_a_limit_of_time_is_enough(config, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [
-    ("layout.tp=1", "layout.pp=1", "--ranks", "2"), ("layout.tp=1", "layout.sharding=3", "layout.bucket_mb=1", "--ranks", "4"),
+    pytest.param(("layout.tp=1", "layout.pp=1", "--ranks", "2"), marks=pytest.mark.soak),
+    ("layout.tp=1", "layout.sharding=3", "layout.bucket_mb=1", "--ranks", "4"),
 ], ids=["dp2", "pp2 dp2, level 3"])  # fmt: skip
 def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path, layout):
     """Stopped at step 10 on tp2 x pp2, continued, evaluated and saved on data-parallel ranks: the same losses up to rounding."""
