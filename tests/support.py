@@ -407,7 +407,8 @@ def how_made(seconds: float) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {metadata.version('triton')}"
     made = f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, {versions}, CPU ranks over gloo, {seconds / 60:.0f} minutes of runs"
-    return f"## How it was made\n\n{made}.\n"
+    kept = "The page was written then; outcomes are kept from call to call, and were made at that commit or at earlier ones"
+    return f"## How it was made\n\n{made}.\n{kept}.\n"
 
 
 def main() -> None:
