@@ -66,7 +66,7 @@ CASES = [
     Case("F46, F50", "what may change is told", ("resume::what_may_change_is_told",)),
     Case("F47", "another model", ("resume::what_must_match_is_refused_old_to_new", "checkpoint::another_model_is_told_field_by_field")),
     Case("F48, F67", "other data, or another file of the same size", ("resume::another_file_of_the_same_size_is_seen_and_a_moved_one_is_the_same",)),
-    Case("F49", "another tokenizer", lacks="compared by the same fingerprint as the data; no test of its own"),
+    Case("F49", "another tokenizer", ("resume::another_tokenizer_is_seen",)),
     Case("F51", "another version of the format", ("checkpoint::manifests_that_are_none",), "one version has been released"),
     Case("F52", "a run that is complete", (KILLS,)),
     Case("F54", "other versions of torch", ("resume::what_is_recorded_is_not_told_but_written_down",)),
@@ -85,8 +85,8 @@ CASES = [
     Case("S03", "folders that name files or code elsewhere", ("checkpoint::an_index_cannot_leave_its_folder",
                                                               "checkpoint::an_unknown_architecture_is_told_the_nearest_and_how_to_add_one")),
     Case("S04, S08", "archives, control ports", lacks="Phalanx opens no archives and no port but the one where ranks meet"),
-    Case("S07", "folders that anybody may write to", lacks="neither warned of nor refused"),
-    Case("S09", "secrets in logs", lacks="the environment is never written down; no test of its own"),
+    Case("S07", "folders that anybody may write to", ("resume::a_folder_that_anybody_may_write_to_is_told",)),
+    Case("S09", "secrets in logs", ("training::secrets_of_the_environment_are_nowhere",)),
 ]  # fmt: skip
 
 

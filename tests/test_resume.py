@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.base import tree
 from phalanx.base.errors import CheckpointError
+from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest
@@ -20,7 +21,7 @@ from phalanx.data.index import CorpusWriter
 from phalanx.models.config import GPT2Config
 from phalanx.train.config import RampConfig, Run
 from phalanx.train.main import train
-from phalanx.train.resume import class_of
+from phalanx.train.resume import check_resume, class_of
 from tests.test_loop import RAMP, make_run, rows_of
 
 
@@ -85,6 +86,18 @@ def test_allow_lets_one_key_differ(begun, tmp_path, capsys):
     assert [r["step"] for r in rows_of(run)] == [1, 2, 3, 4]
 
 
+def test_a_folder_that_anybody_may_write_to_is_told(begun, tmp_path, capsys):
+    run = again(begun, tmp_path, "train.timeout_s", 77.0)
+    checkpoints = Path(run.dir) / "checkpoints"
+    checkpoints.chmod(0o777)
+    train(run, Placement())
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "may be written by anybody" in line]
+    assert len(told) == 1 and str(checkpoints) in told[0] and "777" in told[0] and "chmod o-w" in told[0]
+    checkpoints.chmod(0o1777)  # the sticky bit: nobody replaces what is another's
+    train(replace(run, train=replace(run.train, steps=5)), Placement())
+    assert "may be written by anybody" not in "".join(capsys.readouterr())
+
+
 # --- data -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -109,6 +122,15 @@ def test_another_file_of_the_same_size_is_seen_and_a_moved_one_is_the_same(tmp_p
         train(blend, Placement())
     train(replace(blend, checkpoint=CheckpointConfig(allow=["data"])), Placement())
     assert [r["step"] for r in rows_of(first)] == [1, 2, 3, 4]
+
+
+def test_another_tokenizer_is_seen(begun):
+    """Same size, other merges: only the fingerprint, which is of what decides ids, tells them apart."""
+    manifest = read_manifest(latest(Path(begun.dir) / "checkpoints"))
+    before = manifest.scalars["facts"]
+    then = replace(manifest, scalars={**manifest.scalars, "facts": {**before, "data.tokenizer": "ab"}})
+    with pytest.raises(CheckpointError, match=r'data\.tokenizer "ab" -> "cd"'):
+        check_resume(begun, {**before, "data.tokenizer": "cd"}, then, Path("there"), Log())
 
 
 # --- exactness --------------------------------------------------------------------------------------------------------------------

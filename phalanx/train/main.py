@@ -26,6 +26,7 @@ from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
+from phalanx.checkpoint.trust import open_to_all
 from phalanx.comm.heartbeat import Heartbeat
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.data.loader import Loader
@@ -161,6 +162,9 @@ def choose(state: State, look: Callable[[], list[Path]]) -> list[Path]:
 def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log) -> tuple[Path, dict[str, Any]]:
     """Load the first of these checkpoints that is good in every byte; each damaged one is named. If none is, the run does not start."""
     run, problems = state.plan.run, list[str]()
+    if state.mesh.rank == 0:
+        for warning in filter(None, map(open_to_all, (sources[0].parent, sources[0]))):
+            log.warn(warning)
     for path in sources:
         try:
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
