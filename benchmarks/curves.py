@@ -155,7 +155,7 @@ def main() -> None:
     facts = {
         "date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__, "commit": options.commit,
         "fp32_matmul": torch.get_float32_matmul_precision(), "command": " ".join(["python", *sys.argv]),
-        "config": json.loads(config.read_text(encoding="utf-8")), "text": text,
+        "config": json.loads(config.read_text(encoding="utf-8").replace(f"{options.work}/", "")), "text": text,
     }  # fmt: skip
     options.out.with_suffix(".json").write_text(json.dumps({**facts, "gap": gap, "runs": runs}, indent=1), encoding="utf-8")
     title = " against ".join(options.precisions) + f", {device}"

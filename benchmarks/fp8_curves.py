@@ -90,7 +90,7 @@ def main() -> None:
     device = torch.cuda.get_device_name(0) if gpu else "CPU"
     facts = {
         "date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__, "commit": options.commit,
-        "config": json.loads(config.read_text(encoding="utf-8")),
+        "config": json.loads(config.read_text(encoding="utf-8").replace(f"{options.work}/", "")),  # no paths of this machine
         "text": {key: text[key] for key in ("files", "text_bytes", "documents", "tokens", "vocab_size", "inputs_hash")},
     }  # fmt: skip
     runs: list[dict[str, Any]] = []

@@ -128,6 +128,7 @@ def test_another_tokenizer_is_seen(begun):
     """Same size, other merges: only the fingerprint, which is of what decides ids, tells them apart."""
     manifest = read_manifest(latest(Path(begun.dir) / "checkpoints"))
     before = manifest.scalars["facts"]
+    assert "data.tokenizer" in before, "every checkpoint holds it"
     then = replace(manifest, scalars={**manifest.scalars, "facts": {**before, "data.tokenizer": "ab"}})
     with pytest.raises(CheckpointError, match=r'data\.tokenizer "ab" -> "cd"'):
         check_resume(begun, {**before, "data.tokenizer": "cd"}, then, Path("there"), Log())

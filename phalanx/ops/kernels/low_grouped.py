@@ -7,7 +7,6 @@ cast likewise, as rows of which every expert has as many. Products have the summ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from phalanx.ops.kernels.common import num_programs
 from phalanx.ops.kernels.grouped import _add_part, _halves, _store_part
 from phalanx.ops.kernels.quant import BLOCKS, GIVEN, LARGE, LINES, SAMPLED, SQUARES, WHOLE, _bits, _inverse, _multiplier, _note, _put
+from phalanx.ops.kernels.scaled_mm import Tiles
 from phalanx.ops.quant import FLOOR, SLOTS, Scaled
 
 if TYPE_CHECKING:
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["BLOCKS", "GIVEN", "LINES", "SQUARES", "WHOLE", "add_product_", "amax", "amax_lines", "cast_both", "product", "product_by_places"]
 
 TILE = 128
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Sizes of a program's tile of the output, loads under way, warps, tiles along m that go together. A step along the sum is TILE."""
-
-    m: int = 128
-    n: int = 256
-    stages: int = 4
-    warps: int = 8
-    group: int = 8
 
 
 FAST, CAREFUL = Tiles(), Tiles(n=128)  # sums in fp32 every TILE terms need registers for two sums
