@@ -111,7 +111,7 @@ RULES = [
     (f"{GROUPED} model.num_nextn_predict_layers=1 layout.pp=8", 8, "layout.pp", 8, "stages without a block", {"layout.virtual_stages", "blocks (layers + 3)"}, (4,)),
     (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (2, 4)),
     # what is made again in backward (71)
-    ('train.freeze=["*norm*","*nrom*"]', 1, "train.freeze", ["*norm*", "*nrom*"], "must fit names of tensors", {"fits none"}, (["*norm*"],)),
+    ('train.freeze=["*norm*","*nrom*"]', 1, "train.freeze", ["*norm*", "*nrom*"], "must fit names of tensors", {"fits none", "tensors"}, (["*norm*"],)),
     ('train.freeze=["*"]', 1, "train.freeze", ["*"], "must leave something to train", {"tensors"}, ([],)),
     ('train.freeze=["*.q_proj.*"]', 1, "train.freeze", ["*.q_proj.*"], "all or none of the tensors that are stored as one matrix", {"fits not"}, (["*.q_proj.*", "model.layers.*.self_attn.k_proj.weight", "model.layers.*.self_attn.v_proj.weight"],)),
     ("train.recompute_ops=[norm,nrom]", 1, "train.recompute_ops", ["norm", "nrom"], "must name ops of the model among norm, qkv, rope", {"model.family", "unknown"}, ([],)),

@@ -24,7 +24,8 @@ def check_freeze(run: Run) -> list[Problem]:
     idle = [g for g in globs if not any(fnmatchcase(name, g) for name in names)]
     if idle:
         rest = [g for g in globs if g not in idle]
-        return [problem("train", run.train, "freeze", "must fit names of tensors", {"fits none": ", ".join(idle)}, (rest,))]
+        kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+        return [problem("train", run.train, "freeze", "must fit names of tensors", {"fits none": ", ".join(idle), "tensors": kinds}, (rest,))]
     if all(fits(name, globs) for name in names):
         return [problem("train", run.train, "freeze", "must leave something to train", {"tensors": len(names)}, ([],))]
     torn = [matrix for matrix in matrices if len({fits(name, globs) for name in matrix}) > 1]
