@@ -140,14 +140,14 @@ class Stages:
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
         self._held.pop((i.stage, i.run, i.mb), None)
-        last = (i.stage, i.run) == self._ends[0]
-        dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last)
-        if last:
+        dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
+        if (i.stage, i.run) == self._ends[0]:
             self.batches[i.mb].forget()
         if i.run > 0:
             self._inner["grad", i.stage, i.run - 1, i.mb] = dx  # type: ignore[assignment]
         elif i.stage > 0:
-            self._values[Value("grad", i.stage - 1, i.mb)] = dx  # type: ignore[assignment]
+            kept = dx.clone() if self.runner.reuses_memory else dx  # type: ignore[union-attr]
+            self._values[Value("grad", i.stage - 1, i.mb)] = kept  # type: ignore[assignment]
 
     def _output_grad(self, i: Backward, y: Tensor) -> Tensor:
         if self.is_last(i.stage, i.run):
@@ -167,5 +167,5 @@ class Stages:
     def send(self, i: Send) -> None:
         self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of those that are complete
         value = self._values.pop(i.value)
-        value = value.clone() if self.runner.reuses_memory else value.contiguous()
+        value = value.clone() if self.runner.reuses_memory and i.kind == "act" else value.contiguous()
         self._sending.append(self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))

@@ -1,8 +1,12 @@
 """CUDA graphs of runs of blocks: after a step without them, forward and backward of each run become one launch each.
 
-A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight: its tokens, its activations and its
-gradients always lie at the same addresses, so what a run writes is what the next run's graph reads, without copies. Each slot
-has a memory pool of its own: within a slot the order of captures is the order of replays, between slots it is not.
+A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight in a stage: its tokens, its activations and its
+gradients always lie at the same addresses, so what a run writes is what the next run's graph reads, without copies. A stage has
+as many slots as micro-batches were ever in flight in it at once.
+
+What forward makes lies in a pool of memory of its slot: within a slot the order of captures is the order of replays, between slots
+it is not. What backward makes is needed no longer than until the stage's backward of that micro-batch is over, and nothing comes
+between its runs, so all slots of a rank share one pool for it; whoever keeps the gradient of a stage's input takes a copy.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class Eager:
             return x, compute(x, batch)
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
-        """Gradient of the run's input. `last`: nothing of this micro-batch is left on this rank after it."""
+        """Gradient of the run's input. `last`: nothing of this micro-batch is left in this stage after it."""
         if y.requires_grad:  # not where all that the model's first run has is frozen
             y.backward(dy)
         return x.grad
@@ -81,11 +85,12 @@ class Graphs(Eager):
     def __init__(self, device: torch.device, memories: tuple[Symmetric, ...] = ()):
         self.device, self.memories = device, memories
         self._stream = torch.cuda.Stream(device)
+        self._passing = torch.cuda.graph_pool_handle()  # what backward makes
         self._warm = False
         self._seed: Tensor | None = None
-        self._slots: dict[tuple, list[_Slot]] = {}  # by what sort of batch it takes
+        self._slots: dict[tuple, list[_Slot]] = {}  # by stage and what sort of batch it takes
         self._free: dict[tuple, list[_Slot]] = {}
-        self._taken: dict[int, tuple[tuple, _Slot]] = {}  # by micro-batch
+        self._taken: dict[tuple[int, int], tuple[tuple, _Slot]] = {}  # by stage and micro-batch
 
     def begin(self, seed: Tensor) -> Tensor:
         if self._seed is None:
@@ -117,9 +122,9 @@ class Graphs(Eager):
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm or batch.most_documents > usual_documents(batch.all_tokens):  # such a batch may come once: not worth a pool of memory
             return super().forward(where, mb, x, batch, compute)
-        if mb not in self._taken:
-            self._taken[mb] = self._take(batch)
-        slot = self._taken[mb][1]
+        if (where[0], mb) not in self._taken:
+            self._taken[where[0], mb] = self._take(where[0], batch)
+        slot = self._taken[where[0], mb][1]
         run = slot.runs.get(where)
         if run is None:
             run = slot.runs[where] = self._capture_forward(slot, where, x, compute)
@@ -129,15 +134,15 @@ class Graphs(Eager):
         return run.x, run.y
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
-        if mb not in self._taken:
+        if (where[0], mb) not in self._taken:
             return super().backward(where, mb, x, y, dy, last)
-        kind, slot = self._taken[mb]
+        kind, slot = self._taken[where[0], mb]
         run = slot.runs[where]
         if run.backward is None and run.y.requires_grad:
             if dy is None:
                 raise RuntimeError("the gradient of a run that is being captured must be given")
             run.dy = dy if self._stays(slot, dy) else dy.clone()
-            run.backward = self._capture(slot, lambda: run.y.backward(run.dy))
+            run.backward = self._capture(self._passing, lambda: run.y.backward(run.dy))
             run.y = run.y.detach()
             self._let_go(slot, run)
         elif run.dy is not None and dy is not None and dy.data_ptr() != run.dy.data_ptr():
@@ -145,13 +150,13 @@ class Graphs(Eager):
         if run.backward is not None:
             run.backward.replay()
         if last:
-            del self._taken[mb]
+            del self._taken[where[0], mb]
             self._free[kind].append(slot)
         return run.x.grad
 
-    def _take(self, batch: Batch) -> tuple[tuple, _Slot]:
-        """A free slot for such a batch, holding its values."""
-        kind = (batch.num_sequences, batch.seq_length, batch.documents is None)
+    def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
+        """A free slot of the stage for such a batch, holding its values."""
+        kind = (stage, batch.num_sequences, batch.seq_length, batch.documents is None)
         free = self._free.setdefault(kind, [])
         if not free:
             tensors = {f.name: getattr(batch, f.name).clone() for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
@@ -190,15 +195,15 @@ class Graphs(Eager):
             with torch.enable_grad():
                 made.append(compute(x, slot.batch))
 
-        graph = self._capture(slot, run)
+        graph = self._capture(slot.pool, run)
         return _Captured(x, made[0], graph)
 
-    def _capture(self, slot: _Slot, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, pool: Any, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         turns = [memory.turn for memory in self.memories]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=slot.pool, capture_error_mode="thread_local")  # other threads watch communicators meanwhile
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads watch communicators meanwhile
             try:
                 work()
                 for memory, turn in zip(self.memories, turns):

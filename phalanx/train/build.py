@@ -32,10 +32,12 @@ from phalanx.train.checks import unfit_for_wheels
 from phalanx.train.deterministic import be_deterministic
 from phalanx.train.guard import Guard
 from phalanx.train.low import LowState
+from phalanx.train.memory import OVERHEAD, rank_uses
 from phalanx.train.plan import Plan, low_names, low_precision
 
 NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: shapes follow the lengths of documents"
-NO_GRAPHS_STAGES = "pipeline stages: train.cuda_graphs=on takes more memory"
+NO_GRAPHS_STAGES = "no room for a pool of memory for each micro-batch in flight, by the forecast: train.cuda_graphs=on tries"
+ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
 NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host"
@@ -186,13 +188,22 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
-    """Whether blocks are replayed as CUDA graphs. With pipeline stages only if asked for: each micro-batch in flight needs a pool of its own;
-    and so where weights or gradients come and go: they then keep their places. Never where the host must see how many tokens go where."""
+    """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own: only if asked for,
+    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places. Never where the host must
+    see how many tokens go where."""
     wanted = plan.run.train.cuda_graphs
     unsteady = plan.waits_for_sizes or plan.offloaded or plan.grid.dynamic
     if unsteady or counts_rows(plan, device) or (plan.buckets_come_and_go and not plan.fixed_places):
         return False
-    return device.type == "cuda" and (wanted == "on" or (wanted == "auto" and plan.grid.pp == 1))
+    if device.type != "cuda" or wanted == "off":
+        return False
+    return wanted == "on" or plan.grid.pp == 1 or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
+
+
+def room_for_pools(plan: Plan, memory: int) -> bool:
+    """Whether the fullest rank with pools has, by the forecast, room in `memory` bytes of a device."""
+    uses, _ = rank_uses(plan, plan.num_micro_batches(plan.run.train.global_batch))
+    return max(use.total + use.pools for use in uses) + OVERHEAD <= ROOM_FOR_POOLS * memory
 
 
 def counts_rows(plan: Plan, device: torch.device) -> bool:

@@ -94,7 +94,7 @@ class TrainConfig:
     plain_ops: list[str] = field(default_factory=list)
     """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped, quant, attention, mlp. For comparisons."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay blocks as CUDA graphs: auto (on a GPU without pipeline stages), on, off. Same numbers, less work for the host."""
+    """Replay blocks as CUDA graphs: auto (on a GPU; with pipeline stages if memory allows), on, off. Same numbers, less work for the host."""
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
     deterministic: bool = False

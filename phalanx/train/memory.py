@@ -45,7 +45,8 @@ class BlockUse:
 class RankUse:
     """Of one pipeline rank, tp rank 0. memory: bytes by kind, of weights and gradients when they are most. passing: those of them that are
     there only while blocks at work need them (sharding levels 2 and 3). sent: bytes that it sends in a step, by axis. live: most (stage,
-    micro-batch) activations at once. numel: elements of its buckets, padding included. host: most bytes of activations that wait there."""
+    micro-batch) activations at once. numel: elements of its buckets, padding included. host: most bytes of activations that wait there.
+    pools: bytes beyond `memory` where CUDA graphs are used with several micro-batches in flight, each with a pool of memory of its own."""
 
     memory: dict[str, int]
     passing: dict[str, int]
@@ -53,6 +54,7 @@ class RankUse:
     live: int
     numel: int
     host: int = 0
+    pools: int = 0
 
     @property
     def total(self) -> int:
@@ -185,11 +187,13 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
             held["gradients"] += b.numel * kind.master.itemsize * (len(b.users) * (waiting(plan.leaves) + several))
     moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
     here, away = peak_moved(program.lists[pp], moved)
+    kept = {s: _kept(plan, s, blocks) - sum(moved[s].values()) for s in plan.stages_of(pp)}
+    working = {s: max(blocks[b].bytes.working for b in plan.stages[s]) for s in plan.stages_of(pp)}
     memory = {
         **held,
         **({"codes": codes} if codes else {}),
-        "activations": peak_activations(trace.live[pp], {s: _kept(plan, s, blocks) - sum(moved[s].values()) for s in plan.stages_of(pp)}) + here,
-        "working": max(blocks[b].bytes.working for b in mine),
+        "activations": peak_activations(trace.live[pp], kept) + here,
+        "working": max(working.values()),
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
     }
     for name, nbytes in passing.items():
@@ -201,7 +205,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         "pp": sends * message + of_buckets["pp"],
         "dp": of_buckets["dp"],
     }
-    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away)
+    pools = pool_bytes(plan, trace.live[pp], kept, working) - memory["activations"]
+    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
 
 
 def whole_tokens(plan: Plan) -> int:
@@ -257,6 +262,16 @@ def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int
         live[change.stage] = change.live
         peak = max(peak, sum(kept[s] * n for s, n in live.items()))
     return peak
+
+
+def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], working: dict[int, int]) -> int:
+    """Bytes of the pools of pipeline.graphs: a stage has one for each of the most micro-batches that were ever alive in it. What backward works
+    with is there once; the head works in forward."""
+    most: Counter[int] = Counter()
+    for change in changes:
+        most[change.stage] = max(most[change.stage], change.live)
+    heads = len(plan.stages) - 1
+    return sum(count * kept[stage] + (count - 1) * working[stage] * (stage == heads) for stage, count in most.items())
 
 
 def _num_sends(program: Program, pp: int) -> int:

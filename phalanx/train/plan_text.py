@@ -129,7 +129,16 @@ def memory_table(plan: Plan, uses: Sequence[RankUse]) -> str:
     rows = [("pp rank", *uses[0].memory, "total", "in flight")]
     for pp, use in enumerate(uses):
         rows.append((str(pp), *(gib(b) for b in use.memory.values()), gib(use.total), str(use.live)))
-    return "\n".join([table(rows), *passing_text(uses)])
+    return "\n".join([table(rows), *passing_text(uses), *pools_text(plan, uses)])
+
+
+def pools_text(plan: Plan, uses: Sequence[RankUse]) -> list[str]:
+    """What CUDA graphs take beyond the table with pipeline stages."""
+    most = max(use.pools for use in uses)
+    if plan.grid.pp == 1 or not most or plan.run.train.cuda_graphs == "off":
+        return []
+    when = "" if plan.run.train.cuda_graphs == "on" else ", taken where they leave a tenth of it free"
+    return [f"CUDA graphs need up to {gib(most)} GiB more on a GPU: pools for each micro-batch in flight{when}."]
 
 
 def passing_text(uses: Sequence[RankUse]) -> list[str]:
