@@ -1,32 +1,37 @@
 """What checkpoints cost on this machine, beside the raw disk in the same run, and how long a run takes to go on from one.
 
-torchrun --nproc-per-node 2 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [a.b=c ...]
-torchrun --nproc-per-node 2 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json [layout.tp=2 ...]
+torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150] [a.b=c ...]
+torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json [--cold] [layout.tp=2 ...]
 
-Without torchrun: one rank. `measure` leaves one checkpoint in FOLDER, from which `resume` goes on, in any layout; each appends its numbers to
-OUT.json and prints them. The stall is the time that as many steps take longer with a save than without; every time is the slowest rank's.
-Files are dropped from the page cache before they are read, where the system lets one (a tmpfs is memory whatever one does); `resume` reads
-them as they are unless --cold. Room: one checkpoint, and RAW_BYTES for each rank.
+Without torchrun: one rank. `measure` leaves one checkpoint in FOLDER, from which `resume` goes on, in any layout. Each adds a record to OUT.json and
+writes it anew as soon as a figure is known: a time limit loses nothing that was measured. `measure` begins with the raw speed of FOLDER; if a save
+and a load at that speed do not fit into --seconds it stops there and names a number of layers that would. Further saves are made while there is time.
+
+Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its beginning to its end; of that,
+stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before they are read, where the system
+lets one (a tmpfs is memory whatever one does); `resume` reads them as they are unless --cold, and counts from the start of the rank's process.
+Room in FOLDER: one checkpoint and RAW_BYTES for each rank; in memory: another for the copies.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from phalanx.base.placement import Placement
 from phalanx.bench.step import LR, batches_of, joined, long_enough, wait
 from phalanx.checkpoint.keep import Keep, latest
-from phalanx.checkpoint.load import load_state
-from phalanx.checkpoint.manifest import read_manifest, verify
+from phalanx.checkpoint.load import check_weights, load_state
+from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.storage import Storage
@@ -35,11 +40,14 @@ from phalanx.launch.env import read_placement
 from phalanx.train.build import State
 from phalanx.train.config import Run
 from phalanx.train.load import load_run, to_dict
+from phalanx.train.plan_text import num_parameters
 from phalanx.train.step import train_step
 
-RAW_BYTES = 4 << 30  # most that a rank writes and reads raw
+RAW_BYTES = 4 << 30  # most that a rank writes and reads raw,
+RAW_SECONDS = 5.0  # and for how long, unless syncing what was written takes longer
 BLOCK = 64 << 20
-WARMUP = 3
+WARMUP, PLAIN = 2, 4  # steps before, and steps that the others are compared with
+MOST_BESIDE, MOST_SAVES = 12, 5  # steps beside a save, and saves that steps go on beside
 
 
 def started() -> float:
@@ -49,9 +57,9 @@ def started() -> float:
     return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def slowest(state: State, seconds: float) -> float:
-    own = torch.tensor([seconds], dtype=torch.float64, device=state.mesh.device)
-    return float(state.mesh.world.all_reduce(own, "max").wait().item())
+def over_ranks(state: State, value: float, op: Literal["max", "sum"]) -> float:
+    own = torch.tensor([value], dtype=torch.float64, device=state.mesh.device)
+    return float(state.mesh.world.all_reduce(own, op).wait().item())
 
 
 def timed(state: State, work: Callable[[], Any]) -> float:
@@ -61,11 +69,11 @@ def timed(state: State, work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
     wait(state)
-    return slowest(state, time.perf_counter() - began)
+    return over_ranks(state, time.perf_counter() - began, "max")
 
 
-def drop_from_cache(folder: Path) -> None:
-    for path in (p for p in folder.rglob("*") if p.is_file()):
+def drop_from_cache(where: Path) -> None:
+    for path in [where] if where.is_file() else (p for p in where.rglob("*") if p.is_file()):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -74,15 +82,13 @@ def drop_from_cache(folder: Path) -> None:
 
 def raw(state: State, folder: Path, size: int) -> dict[str, float]:
     """Bytes per second of all ranks together, each with a file of its own: written and synced, then read again."""
-    path, block = folder / f"raw-{state.mesh.rank}", os.urandom(min(BLOCK, size))
-    count = max(1, size // len(block))
+    path, block, written = folder / f"raw-{state.mesh.rank}", os.urandom(min(BLOCK, size)), 0
 
     def write() -> None:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for _ in range(count):
-            left = memoryview(block)
-            while left:
-                left = left[os.write(file, left) :]
+        nonlocal written
+        end, file = time.perf_counter() + RAW_SECONDS, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        while written < size and time.perf_counter() < end:
+            written += os.write(file, block)
         os.fsync(file)
         os.close(file)
 
@@ -92,12 +98,33 @@ def raw(state: State, folder: Path, size: int) -> dict[str, float]:
             while file.readinto(into):
                 pass
 
-    total = count * len(block) * state.mesh.world.size
-    found = {"write": total / timed(state, write)}
-    drop_from_cache(folder)
-    found["read"] = total / timed(state, read)
+    seconds = timed(state, write)
+    drop_from_cache(path)
+    total = over_ranks(state, written, "sum")
+    found = {"raw_bytes": total, "raw_write": total / seconds, "raw_read": total / timed(state, read)}
     path.unlink()
     return found
+
+
+def file_system(folder: Path) -> str:
+    """Its kind, as `mount` calls it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    return max(((where, kind) for where, kind in mounts if folder.resolve().is_relative_to(where)), key=lambda m: len(m[0]))[1]
+
+
+class Record:
+    """What was found so far, in the file on rank 0 as soon as it is known."""
+
+    def __init__(self, rank: int, out: Path | None, known: dict[str, Any]):
+        self.found, self._out = known, out if rank == 0 else None
+        self._before = json.loads(out.read_text()) if self._out and self._out.is_file() else []
+
+    def add(self, **more: Any) -> None:
+        self.found.update(more)
+        if self._out:
+            fresh = self._out.with_suffix(".new")
+            fresh.write_text(json.dumps([*self._before, self.found], indent=1), encoding="utf-8")
+            fresh.replace(self._out)
 
 
 class Measured:
@@ -110,53 +137,94 @@ class Measured:
         self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=True)
         state.before_update = self.saver.release
 
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            train_step(self.state, self.next_batches(), LR)
+    def step(self) -> None:
+        train_step(self.state, self.next_batches(), LR)
 
-    def start(self) -> None:
-        """Begin a save; the checkpoint before it goes first, to save room."""
-        before, self.saved = latest(self.root), self.saved + 1
+    def make_room(self) -> None:
+        """The checkpoint before the next one goes."""
+        before = latest(self.root)
         if self.state.mesh.rank == 0 and before is not None:
             Storage().retire(before)
         self.state.mesh.world.barrier()
+
+    def start(self) -> None:
+        """Begin a save."""
+        self.saved += 1
         self.began = time.perf_counter()
         self.saver.start(Snapshot(self.saved, 0, self.run.model, to_dict(self.run)))
         self.host_s = time.perf_counter() - self.began
 
     def wait(self) -> float:
+        """Seconds from the beginning of the save to its end."""
         self.saver.wait()
-        return slowest(self.state, time.perf_counter() - self.began)
+        return over_ranks(self.state, time.perf_counter() - self.began, "max")
 
 
-def measure(run: Run, placement: Placement, root: Path, repeats: int) -> dict[str, Any]:
+def measure(run: Run, placement: Placement, root: Path, record: Record, ends: float) -> None:
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
-        m = Measured(run, state, root, next_batches)
-        m.steps(WARMUP)
-        step = timed(state, lambda: m.steps(WARMUP)) / WARMUP
+        m, expected = Measured(run, state, root, next_batches), run_bytes(state)
+        disk = raw(state, root, min(RAW_BYTES, expected // state.mesh.world.size))
+        record.add(expected_bytes=expected, file_system=file_system(root), **disk)
+        check_time(run, expected, expected / disk["raw_write"] + expected / disk["raw_read"], left(state, ends))
+        for _ in range(WARMUP):
+            m.step()
+        plain = [timed(state, m.step) for _ in range(PLAIN)]
+        record.add(step_s=median(plain), steps_s=plain)
+        m.make_room()
         first = timed(state, m.start)
         took = m.wait()
-        count = max(3, min(100, round(1.5 * took / step)))  # so that the writing ends before the steps do
-        plain, stalls, hosts = timed(state, lambda: m.steps(count)), [], []
-        for _ in range(repeats):
-            stalls.append(timed(state, lambda: (m.start(), m.steps(count))) - plain)
-            hosts.append(slowest(state, m.host_s))
-            m.wait()
-        m.start()
-        saving = m.wait()
-        path = newest(root)
-        size = sum(r.size for r in read_manifest(path).files.values())
-        drop_from_cache(path)
-        loading = timed(state, lambda: load(state, path))
-        checking = timed(state, lambda: check(path) if placement.rank == 0 else None)
-        disk = raw(state, root, min(RAW_BYTES, size // state.mesh.world.size))
-        step = plain / count
-        return {
-            "bytes": size, "step_s": step, "steps_with_a_save": count, "stall_s": median(stalls), "stalls_s": stalls,
-            "stall_of_100_steps": median(stalls) / (100 * step), "host_s": median(hosts), "first_save_s": first, "background_save_s": took,
-            "save_s": saving, "load_s": loading, "verify_s": checking, "raw_write": disk["write"], "raw_read": disk["read"],
-            "save_over_raw": size / saving / disk["write"], "load_over_raw": size / loading / disk["read"], "verify_rate": size / checking,
-        }  # fmt: skip
+        size = sum(r.size for r in read_manifest(newest(root)).files.values())
+        record.add(bytes=size, background=m.saver.background, why_not=m.saver.why_not, first_start_s=first, first_save_s=took, write_s=took - first,
+                   write_over_raw=size / (took - first) / disk["raw_write"])  # fmt: skip
+        reading(state, root, record)
+        took = beside(m, record, took - first)
+        while len(record.found["saves"]) < MOST_SAVES and left(state, ends) > 1.2 * took:
+            took = beside(m, record, took)
+
+
+def run_bytes(state: State) -> int:
+    """Of the whole model: weights, masters and two moments."""
+    numel = num_parameters(state.plan)
+    return numel * (next(f.weight.dtype for f in state.buffers.flat).itemsize + 3 * state.buffers.flat[0].master.element_size())
+
+
+def left(state: State, ends: float) -> float:
+    """Seconds, of the rank with fewest."""
+    return -over_ranks(state, time.time() - ends, "max")
+
+
+def check_time(run: Run, size: int, seconds: float, left: float) -> None:
+    if 1.5 * seconds > left:
+        layers = max(1, int(run.model.num_hidden_layers * left / (1.5 * seconds)))
+        raise SystemExit(f"a save and a load of {size / 1e9:.1f} GB take {seconds:.0f} s at the speed of this folder, {left:.0f} s are left: "
+                         f"more --seconds, or model.num_hidden_layers={layers}")  # fmt: skip
+
+
+def beside(m: Measured, record: Record, expected: float) -> float:
+    """A save while training goes on: what it costs the steps. Seconds that all of it took."""
+    began, found, plain = time.time(), record.found, record.found["step_s"]
+    m.make_room()
+    count = min(MOST_BESIDE, max(2, math.ceil(expected / plain)))
+    steps = [timed(m.state, lambda: (m.start(), m.step())), *(timed(m.state, m.step) for _ in range(count - 1))]
+    host, took = over_ranks(m.state, m.host_s, "max"), m.wait()
+    saves = [*found.get("saves", []), {"steps_s": steps, "stall_first_s": steps[0] - plain, "stall_s": sum(steps) - count * plain,
+                                       "host_s": host, "save_s": took}]  # fmt: skip
+    middle = {name: median(s[name] for s in saves) for name in ("stall_first_s", "stall_s", "host_s", "save_s")}
+    record.add(saves=saves, **middle, stall_of_100_steps=middle["stall_s"] / (100 * plain),
+               save_over_raw=found["bytes"] / middle["save_s"] / found["raw_write"])  # fmt: skip
+    return over_ranks(m.state, time.time() - began, "max")
+
+
+def reading(state: State, root: Path, record: Record) -> None:
+    """Load the checkpoint where it was saved, and compare the checksums of its weights, each rank those of its share of the files."""
+    path, size = newest(root), record.found["bytes"]
+    drop_from_cache(path)
+    seconds = timed(state, lambda: load(state, path))
+    record.add(load_s=seconds, load_over_raw=size / seconds / record.found["raw_read"])
+    manifest, mesh = read_manifest(path), state.mesh
+    mine = sum(r.size for r in list(manifest.receipts("weights").values())[mesh.rank :: mesh.world.size])
+    seconds = timed(state, lambda: check_weights(path, manifest, mesh.rank, mesh.world.size))
+    record.add(verify_rate=over_ranks(state, mine, "max") / seconds)
 
 
 def newest(root: Path) -> Path:
@@ -170,40 +238,42 @@ def load(state: State, path: Path) -> None:
     load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, state.plan.run.model)
 
 
-def check(path: Path) -> None:
-    """Every byte, on one core, as `phalanx checkpoint verify` does."""
-    if problems := verify(path):
-        raise SystemExit("\n".join(problems))
-
-
-def resume(run: Run, placement: Placement, root: Path, cold: bool) -> dict[str, Any]:
+def resume(run: Run, placement: Placement, root: Path, record: Record, cold: bool) -> None:
     """Seconds from the start of the process to the end of the first step."""
     path, marks = newest(root), {"imports": time.time()}
     if cold and placement.rank == 0:
         drop_from_cache(path)
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
-        marks["meet and build"] = time.time()
+
+        def mark(name: str) -> None:
+            wait(state)
+            marks[name] = time.time()
+            record.add(seconds_since_start={n: over_ranks(state, at - started(), "max") for n, at in marks.items()})
+
+        mark("meet and build")
         load(state, path)
-        wait(state)
-        marks["load"] = time.time()
+        mark("load")
         train_step(state, next_batches(), LR)
-        wait(state)
-        marks["first step"] = time.time()
-        since = {name: slowest(state, at - started()) for name, at in marks.items()}
-    return {"layout": to_dict(run)["layout"], "cold": cold, "seconds_since_start": since, "resume_s": since["first step"]}
+        mark("first step")
+        record.add(resume_s=record.found["seconds_since_start"]["first step"])
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    if "resume_s" in found:
-        return [f"first step {found['resume_s']:.2f} s after the start: " + ", ".join(f"{n} {s:.2f}" for n, s in found["seconds_since_start"].items())]
+    if found["what"] == "resume":
+        marks = ", ".join(f"{name} {s:.2f}" for name, s in found["seconds_since_start"].items())
+        return [f"first step {found['resume_s']:.2f} s after the start: {marks}"]
     gb = {name: found[name] / 1e9 for name in ("bytes", "raw_write", "raw_read", "verify_rate")}
+    rate = {name: f"{gb['bytes'] / found[name]:.2f} GB/s in {found[name]:.2f} s" for name in ("write_s", "save_s", "load_s")}
+    share = {name: f"{100 * found[f'{name}_over_raw']:.0f} % of raw" for name in ("write", "save", "load")}
     return [
-        f"checkpoint {gb['bytes']:.3f} GB; step {1e3 * found['step_s']:.1f} ms",
-        f"stall {1e3 * found['stall_s']:.1f} ms a save, {100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms); "
-        f"first save {found['first_save_s']:.2f} s, memory included",
-        f"save {gb['bytes'] / found['save_s']:.2f} GB/s in {found['save_s']:.2f} s, raw write {gb['raw_write']:.2f}: {100 * found['save_over_raw']:.0f} %",
-        f"load {gb['bytes'] / found['load_s']:.2f} GB/s in {found['load_s']:.2f} s, raw read {gb['raw_read']:.2f}: {100 * found['load_over_raw']:.0f} %",
-        f"verify {gb['verify_rate']:.2f} GB/s on one core",
+        f"checkpoint {gb['bytes']:.3f} GB on {found['file_system']}: raw write {gb['raw_write']:.2f} GB/s, raw read {gb['raw_read']:.2f}; "
+        f"step {1e3 * found['step_s']:.1f} ms",
+        f"stall {1e3 * found['stall_s']:.1f} ms a save, {1e3 * found['stall_first_s']:.1f} of it in the first step, "
+        f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms; {len(found['saves'])} saves)",
+        f"first save: {found['first_start_s']:.2f} s until its memory is there; written without steps beside: {rate['write_s']}, {share['write']}"
+        + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
+        f"save beside steps: {rate['save_s']}, {share['save']}",
+        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a core",
     ]
 
 
@@ -214,23 +284,24 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--folder", required=True, type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--cold", action="store_true")
     options = parser.parse_args()
     placement = read_placement(os.environ)[0] or Placement()
     run = long_enough(load_run(options.config, ["data.mock=true", *options.overrides]), 1000)
     options.folder.mkdir(parents=True, exist_ok=True)
+    known = {
+        "what": options.what, "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU", "torch": torch.__version__,
+        "ranks": placement.world_size, "config": options.config, "overrides": options.overrides, "layout": to_dict(run)["layout"],
+    }  # fmt: skip
+    record = Record(placement.rank, options.out, known)
     if options.what == "measure":
-        measured = measure(run, placement, options.folder, options.repeats)
+        measure(run, placement, options.folder, record, started() + options.seconds)
     else:
-        measured = resume(run, placement, options.folder, options.cold)
+        record.add(cold=options.cold)
+        resume(run, placement, options.folder, record, options.cold)
     if placement.rank == 0:
-        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-        measured = {"what": options.what, "device": device, "ranks": placement.world_size, "config": options.config, **measured}
-        print("\n".join(lines(measured)), flush=True)
-        if options.out:
-            before = json.loads(options.out.read_text()) if options.out.is_file() else []
-            options.out.write_text(json.dumps([*before, measured], indent=1), encoding="utf-8")
+        print("\n".join(lines(record.found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -607,7 +607,7 @@ def test_checkpoints_are_measured_and_resumed_from(tmp_path):
     """Both parts of benchmarks/checkpoint.py at a small size; the second goes on from what the first saved."""
     small = ["recipes/tiny_llama.yaml", "train.device=cpu", "model.num_hidden_layers=1", "train.seq_length=16", "train.global_batch=2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for what, more in (("measure", ["--repeats", "1"]), ("resume", ["--cold"])):
+    for what, more in (("measure", ["--seconds", "60"]), ("resume", ["--cold"])):
         where = ["--folder", str(tmp_path / "c"), "--out", str(tmp_path / "o.json")]
         command = [sys.executable, "benchmarks/checkpoint.py", what, *small, *where, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
