@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File, Held, gather, plan_files
 from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
@@ -27,8 +27,8 @@ from phalanx.checkpoint.keep import Keep, remove_leftovers, retain, step_name
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import is_remote, place
-from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, sum_of, write_file
-from phalanx.checkpoint.tensors import DTYPES, NAMES, TensorFile
+from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
+from phalanx.checkpoint.tensors import DTYPES, NAMES, TensorFile, check_file
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
@@ -316,8 +316,13 @@ def _read_back(folder: Path, receipts: dict[str, Receipt]) -> None:
     """What a rank wrote is what it meant to write. Of object storage the size is asked: its client sends checksums along."""
     for name, receipt in receipts.items():
         path = folder / name
-        if path.stat().st_size != receipt.size or (not is_remote(path) and sum_of(path) != receipt.xxh3):
-            raise CheckpointError(f"{path} does not read back as it was written: the disk or the memory is bad")
+        try:
+            if path.stat().st_size != receipt.size:
+                raise DamagedCheckpoint(f"it has {path.stat().st_size} bytes instead of {receipt.size}")
+            if not is_remote(path):
+                check_file(path, receipt)
+        except DamagedCheckpoint as error:
+            raise CheckpointError(f"{path} does not read back as it was written: the disk or the memory is bad ({error})") from error
 
 
 def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.holdings import Item
-from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage
+from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
 from phalanx.layout.box import Box
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Entry = tuple[str, tuple[int, ...], torch.dtype]
 WRITE_BYTES = 16 * CHUNK  # copied to the host and written at once
+READERS = 4  # threads of a rank: one cannot read, hash and copy to the device as fast as memory or a good disk gives
 
 
 class TensorFile:
@@ -128,11 +131,53 @@ def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, R
                 found += common.numel
         if found != item.box.numel:
             raise DamagedCheckpoint(f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored")
-    for file in sorted(jobs):
+    groups = [group for file in sorted(jobs) for group in _runs(jobs[file])]
+    in_threads(groups, lambda name: open_tensors(folder / name, receipt_of(receipts, folder, name)), _read_once)
+
+
+T = TypeVar("T")
+F = TypeVar("F", bound="CheckedFile | PlainFile")
+
+
+def in_threads(tasks: Iterable[T], opener: Callable[[str], F], work: Callable[[T, Callable[[str], F]], Any]) -> None:
+    """Every task by one of READERS threads, roughly in order; each opens files for itself. The first error ends them all."""
+    todo = deque(tasks)
+
+    def next_ones() -> Iterator[T]:
+        with suppress(IndexError):  # another thread took the last one
+            while True:
+                yield todo.popleft()
+
+    @torch.no_grad()
+    def thread() -> None:
         with ExitStack() as opened:
-            files = cache(lambda name, opened=opened: opened.enter_context(open_tensors(folder / name, receipt_of(receipts, folder, name))))
-            for group in _runs(jobs[file]):
-                _read_once(group, files)
+
+            @cache
+            def files(name: str) -> F:
+                opened.enter_context(file := opener(name))
+                return file
+
+            try:
+                for task in next_ones():
+                    work(task, files)
+            except BaseException:
+                todo.clear()
+                raise
+
+    with ThreadPoolExecutor(READERS, "read-checkpoint") as pool:
+        for done in [pool.submit(thread) for _ in range(READERS)]:
+            done.result()
+
+
+def check_file(path: Path, receipt: Receipt) -> None:
+    """Compare every byte of a file of the right size with its receipt. DamagedCheckpoint says what is wrong."""
+    if not receipt.parts:
+        if sum_of(path) != receipt.xxh3:
+            raise DamagedCheckpoint(f"{path} is damaged: its checksum is wrong")
+        return
+    with CheckedFile(path, receipt) as file:
+        keys = file.keys()
+    in_threads(keys, lambda name: CheckedFile(path.with_name(name), receipt), lambda key, files: files(path.name).check(key))
 
 
 Job = tuple[Part, tuple[slice, ...], Tensor]  # a stored box, the box of it that is wanted, and where it goes
