@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from phalanx.base.rng import key_of
 from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, clamped_swiglu, gated_rows, swiglu
 from phalanx.ops.grouped import add_grouped_product_, grouped_matmul, grouped_product
+from phalanx.ops.matmul import PIECES, pieces
 from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows, row_weights
 from phalanx.ops.route import (
     BalanceSums,
@@ -652,3 +653,11 @@ def test_experts_of_nan_are_experts_by_triton():
     logits[1] = -torch.inf
     experts = route(logits, Router(4, 60), kernels="triton").experts_TK
     assert ((0 <= experts) & (experts < 60)).all()
+
+
+def test_pieces_of_fp32_numbers_add_up_to_them():
+    """Three bf16 numbers hold the 24 bits of any fp32 number that is not among the smallest: their sum in float64 is the number itself."""
+    y = torch.randn(512, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 8)
+    parts = pieces(y)
+    assert parts.dtype == torch.bfloat16 and parts.shape == (512, 8 * PIECES)
+    assert torch.equal(parts.double().view(512, PIECES, 8).sum(1), y.double())

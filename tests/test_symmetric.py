@@ -22,7 +22,7 @@ ROUNDS, WIDTH = 9, 3
 
 
 def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
-    """Rounds of gathering ("g"), scattering ("s") and both open at once ("b"); what was wrong."""
+    """Rounds of gathering ("g"), scattering ("s"), both open at once ("b") and two gatherings ("d"); what was wrong."""
     mesh = Mesh(Grid(tp=world), rank)
     tp = mesh.tp
     before = set(os.listdir("/dev/shm")) if rank == 0 and os.path.isdir("/dev/shm") else set()
@@ -34,7 +34,8 @@ def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
         product = normal(world * rows, WIDTH, seed=1000 + 100 * number + rank)
         everyone = torch.cat([normal(rows, WIDTH, seed=100 * number + r) for r in range(world)])
         summed = sum(normal(world * rows, WIDTH, seed=1000 + 100 * number + r) for r in range(world))[rank * rows : (rank + 1) * rows]
-        gathering = tp.gather(mine) if kind in "gb" else None
+        gathering = tp.gather(mine) if kind in "gbd" else None
+        again = tp.gather(-mine) if kind == "d" else None
         scattering = tp.scatter(world * rows, WIDTH, product) if kind in "sb" else None
         assert isinstance(gathering, PulledParts | None) and isinstance(scattering, PushedParts | None)
         if scattering:
@@ -46,6 +47,8 @@ def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
                 seen[part] = values
             wrong += [f"parts in round {number}"] if not torch.equal(seen, everyone) else []
             wrong += [f"whole in round {number}"] if not torch.equal(gathering.wait(), everyone) else []
+        if again and not torch.equal(again.wait(), -everyone):
+            wrong.append(f"second whole in round {number}")
         if scattering and not torch.allclose(scattering.wait(), summed, rtol=1e-14, atol=1e-14):
             wrong.append(f"sum in round {number}")
     tp.barrier()
@@ -54,7 +57,7 @@ def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("order", ["g", "s", "gs", "b", "ggs", "bsg"])
+@pytest.mark.parametrize("order", ["g", "s", "gs", "b", "ggs", "bsg", "dgs"])
 @pytest.mark.parametrize("world, rows", [(2, 1), (3, 5), (4, 2)])
 def test_exchanges_equal_their_collectives(ranks, world, rows, order):
     """Truth: the tensors of all ranks, made again here. Every round has other numbers, so memory used too early or late shows."""

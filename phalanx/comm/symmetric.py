@@ -8,8 +8,8 @@ on the device alone.
 
 Buffers come in two sets used in turns, with one barrier per exchange. An exchange writes to a set last used two exchanges ago;
 the barrier of the exchange in between, which every rank enters only after its own work with the older one, makes that safe. So
-an exchange must be over on this rank (its parts all taken, or waited for) before the barrier of the next: `gather` and then
-`scatter` may be open together if the gathered is waited for first.
+an exchange must be over on this rank (its parts all taken, or waited for) before the barrier of the next: a second `gather` sees to
+that for the first; `gather` and then `scatter` may be open together, since copies run one after another.
 On a GPU the memory is torch's symmetric memory (never multicast); on the CPU a file mapped by all ranks.
 """
 
@@ -40,6 +40,7 @@ class Symmetric:
         self.whole = -(-whole // (ALIGN * axis.size)) * ALIGN * axis.size
         total = 4 * self.whole
         self.turn = 0
+        self.open: PulledParts | None = None  # the gathering that parts may still be on their way of
         self._handle: Any = None
         self._axis = axis
         self._views: dict[tuple, Tensor] = {}  # made once: a view costs the host microseconds
@@ -131,36 +132,51 @@ def _make_file(nbytes: int) -> str:
 
 
 class PulledParts:
-    """The gathering of x (n, ...) of each rank into (size * n, ...): parts as they arrive, own first."""
+    """The gathering of x (n, ...) of each rank into (size * n, ...): parts as they arrive, own first.
+
+    They arrive in this rank's buffer, where its own part is for the others to pull; what is given is good until the exchange after the next.
+    The own part is written, and the barrier passed, before whatever works on parts: behind a matmul they would wait for its
+    multiprocessors, and the others for them.
+    """
 
     def __init__(self, memory: Symmetric, x: Tensor):
-        self.memory, self.x = memory, x.contiguous()
+        self.memory, self.tokens = memory, x.shape[0]
         m, n = memory, memory.size
         turn = m.take_turn()
-        self.out = x.new_empty(n * x.shape[0], *x.shape[1:])
+        shape = torch.empty(n * x.shape[0], *x.shape[1:], dtype=x.dtype, device="meta")
+        wholes = [m.view(rank, turn, False, 0, shape) for rank in range(n)]
+        self.out = wholes[m.index]
         self.order = [(m.index + k) % n for k in range(1, n)]
+        self.out[self._rows(m.index)].copy_(x)
+        if m.open is not None:
+            m.open.arrived()
+        m.barrier()
+        m.open = self
         begun, self.marks = m.mark(), []
-        with m.aside():  # the barrier too: meanwhile the matmul works on this rank's own part
+        with m.aside():
             m.after(begun)
-            m.view(m.index, turn, False, 0, x).copy_(self.x)
-            m.barrier()
             for peer in self.order:
-                self.out[self._rows(peer)].copy_(m.view(peer, turn, False, 0, x))
+                self.out[self._rows(peer)].copy_(wholes[peer][self._rows(peer)])
                 self.marks.append(m.mark())
 
     def _rows(self, rank: int) -> slice:
-        return slice(rank * self.x.shape[0], (rank + 1) * self.x.shape[0])
+        return slice(rank * self.tokens, (rank + 1) * self.tokens)
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows of the whole, their values), ready for the current stream."""
-        yield self._rows(self.memory.index), self.x
-        for peer, mark in zip(self.order, self.marks):
+        for peer, mark in ((self.memory.index, None), *zip(self.order, self.marks)):
             self.memory.after(mark)
             yield self._rows(peer), self.out[self._rows(peer)]
+        self.arrived()
+
+    def arrived(self) -> None:
+        """The current stream waits for all parts."""
+        self.memory.after(self.marks[-1])
+        if self.memory.open is self:
+            self.memory.open = None
 
     def wait(self) -> Tensor:
-        self.memory.after(self.marks[-1])
-        self.out[self._rows(self.memory.index)].copy_(self.x)
+        self.arrived()
         return self.out
 
 

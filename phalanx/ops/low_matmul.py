@@ -279,12 +279,12 @@ class _LowGatedMLP(Function):
         x_codes, x_scales, both, h_codes, h_scales = ctx.saved_tensors
         x, h = Scaled(x_codes, x_scales, ctx.blocks[0]), Scaled(h_codes, h_scales, ctx.blocks[1])
         need_x, need_up, need_down = ctx.needs_input_grad[:3]
-        gathering = _gather(x, tp) if need_up and tp.size > 1 else None
         q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
         dh = dy.new_empty(h.codes.shape[::-1])
         gathered = _gather_multiply(q, tp, low, low.codes(down)[1], low.fast_backward, dh)
         d_down = _add_from_gathered(q, columns, gathered, tp, low, down, h) if need_down else None
         q, columns = up_low.both(DY, GatedGrad(dh, both, ctx.kernels), cut=1, turn=True)
+        gathering = _gather(x, tp) if need_up and tp.size > 1 else None
         scattering = _multiply_scatter(q, tp, up_low, up_low.codes(gate_up)[1], up_low.fast_backward, dy) if need_x else None
         d_up = up_low.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_low)) if need_up else None
         return scattering.wait() if scattering else None, d_up, d_down, None, None, None, None

@@ -27,7 +27,7 @@ from phalanx.ops.cross_entropy import linear_cross_entropy
 from phalanx.ops.embedding import embedding
 from phalanx.ops.flash import flash_attention, spans_of
 from phalanx.ops.gated_mlp import PlainGemms, gated_mlp
-from phalanx.ops.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.matmul import gather_matmul, matmul_scatter, wide_matmul
 from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
 from phalanx.ops.rope import rotary_table
 from phalanx.ops.rope_scaling import inverse_frequencies
@@ -98,6 +98,23 @@ def weight_gradients(device: torch.device) -> str:
                     op(x.to(device), weight, ONE).backward(dy.to(device))
                 worst = max(worst, within(f"{op.__name__} {dtype} {tokens}x{inner}x{outer}", weight.grad, truth, 1e-5))
     return f"{worst:.1e}"
+
+
+def routers(device: torch.device) -> str:
+    """bf16 tokens times a router's weight in fp32, and its gradients, against float64: products of bf16 pieces keep fp32's precision."""
+    x, weight, dy = normal(8192, 512, dtype=torch.bfloat16), normal(64, 512, seed=1, dtype=torch.bfloat16), normal(8192, 64, seed=2, dtype=torch.float32)
+    a, w = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
+    w.grad_dtype = torch.float32
+    w.grad = torch.ones(w.shape, dtype=torch.float32, device=device)
+    y = wide_matmul(a, w)
+    y.backward(dy.to(device))
+    truth = {"y": x.double() @ weight.double().t(), "dw": dy.double().t() @ x.double(), "dx": dy.double() @ weight.double()}
+    found = {"y": y, "dw": w.grad - 1.0, "dx": a.grad}
+    for name, bound in (("y", 1e-5), ("dw", 1e-5), ("dx", 2.0**-8)):
+        off = ((found[name].double().cpu() - truth[name]).norm() / truth[name].norm()).item()
+        if off > bound:
+            raise AssertionError(f"{name} off by {off:.2e}")
+    return "ok"
 
 
 def cross_entropy_large(device: torch.device) -> str:
@@ -468,6 +485,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     for dtype in ROUNDINGS:
         found.update({f"{name}, {str(dtype)[6:]}": op_check(name, dtype) for name in OPS})
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
+    found["routers: gradients by bf16 pieces"] = routers
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
     found |= twin_cases() | wheel_cases() | expert_checks() | low_checks() | context_checks()
     for length in (1000, 4096):
