@@ -143,7 +143,9 @@ NAMED = {
     ),
     "dynamic cp4, gpt_oss with sinks and window": case("gpt_oss", 4, cp=4, cp_degree="dynamic", documents="packed"),
     "dynamic cp2 tp2, room by document": case("mixtral-full", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
-    "dynamic cp4, parts of other lengths, gpt_oss with sinks and window, ep4": case("gpt_oss", 4, cp=4, ep=4, cp_degree="dynamic", documents="filling"),
+    "dynamic cp4, parts of other lengths, gpt_oss with sinks and window, ep4": case(
+        "gpt_oss", 4, cp=4, ep=4, cp_degree="dynamic", documents="filling"
+    ),
     "dynamic cp4, parts of other lengths, heads in pairs, tp2, pointwise recompute": case(
         "llama-tied", 8, cp=4, cp_ulysses=2, tp=2, cp_degree="dynamic", documents="filling", recompute="pointwise"
     ),
