@@ -101,6 +101,8 @@ def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Ba
             cuts = torch.tensor([[(t >= 1 + i % 5) + (t >= 9 + i % 4) + (t >= 13) for t in range(length)] for i in ids])
             real = (cuts < 3).long().reshape(-1)
             labels = torch.where(cuts < 3, labels, IGNORE)
+        if documents == "filling":  # short ones that fill four ranks of 4 tokens only where the long one is cut into parts of other lengths
+            cuts = torch.tensor([[(t >= (12, 2)[i % 2]) + (t >= 13 + i % 2) + (t >= 14 + i % 2) for t in range(length)] for i in ids])
         docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 4).reshape(-1)
         starts = torch.cat([torch.tensor([0]), (docs[1:] != docs[:-1]).nonzero()[:, 0] + 1])
         positions = torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]

@@ -27,8 +27,8 @@ def held(lengths, shares: list[Share], count: int) -> list[int]:
     """Tokens of each rank."""
     found = [0] * count
     for length, share in zip(lengths, shares):
-        for part in Part(0, share.degree).all:
-            found[share.first + part.index] += part.size(length)
+        for rank, part in enumerate(share.parts, share.first):
+            found[rank] += part.size(length)
     return found
 
 
@@ -67,6 +67,31 @@ def test_a_document_is_cut_for_balance_where_that_is_worth_it():
     each = loads(lengths, shares, 4)
     assert shares[0].degree == 4 and max(each) <= 1.1 * sum(each) / 4
     assert 60_000 * EXCHANGE < 60_000**2 / 8  # what it costs is less than what it saves
+
+
+def test_one_document_fills_up_what_others_leave():
+    """Whole documents that fill no rank to the last token: the longest is not cut for it, another is, into parts of any length."""
+    lengths, sizes = [700, 500, 420, 380, 333, 300, 250, 217, 170, 130, 100], [875] * 4
+    assert sum(lengths) == sum(sizes)
+    shares = deal(lengths, sizes, (1, 2, 4))
+    assert held(lengths, shares, 4) == sizes
+    cut = [i for i, share in enumerate(shares) if share.degree > 1]
+    assert cut and max(lengths[i] for i in cut) < 300 and any(len(set(shares[i].sizes)) > 1 for i in cut)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(2, 40), min_size=2, max_size=8), run=st.sampled_from([1, 2, 4]))
+def test_parts_of_any_sizes_are_a_document(sizes, run):
+    """Every place once, in chunks that stand as those of equal parts do; neighbours together are a part as well."""
+    parts, length = Part.of_sizes(sizes).all, sum(sizes)
+    assert [part.size(length) for part in parts] == sizes and all(len(r) for part in parts for r in part.runs(length))
+    chunks = [part.runs(length)[0] for part in parts] + [part.runs(length)[1] for part in reversed(parts)]
+    assert [place for chunk in chunks for place in chunk] == list(range(length))
+    if len(sizes) % run == 0:
+        for first in range(0, len(sizes), run):
+            together = parts[first].among(run).runs(length)
+            for side in (0, 1):
+                assert sorted(place for part in parts[first].neighbours(run) for place in part.runs(length)[side]) == list(together[side])
 
 
 def test_loads_count_every_pair_once():
@@ -109,6 +134,8 @@ def test_what_parity_is_shown_of():
         parts = [sample_batch([i], "packed").cut(Part(rank, 4, True)) for rank in range(4)]
         seen |= {"not dealt"} if parts[0].dealt is None else {piece.part.count for part in parts for piece in part.pieces}
     assert seen == {1, 2, 4, "not dealt"}
+    filling = [shared for i in range(4) for rank in range(4) for shared in sample_batch([i], "filling").cut(Part(rank, 4, True)).shared]
+    assert len(filling) == 16 and all(shared.part.borders for shared in filling)
 
 
 def test_one_document_as_long_as_the_micro_batch_is_cut_over_all():

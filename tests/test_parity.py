@@ -143,6 +143,15 @@ NAMED = {
     ),
     "dynamic cp4, gpt_oss with sinks and window": case("gpt_oss", 4, cp=4, cp_degree="dynamic", documents="packed"),
     "dynamic cp2 tp2, room by document": case("mixtral-full", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4, parts of other lengths, gpt_oss with sinks and window, ep4": case(
+        "gpt_oss", 4, cp=4, ep=4, cp_degree="dynamic", documents="filling"
+    ),
+    "dynamic cp4, parts of other lengths, heads in pairs, tp2, pointwise recompute": case(
+        "llama-tied", 8, cp=4, cp_ulysses=2, tp=2, cp_degree="dynamic", documents="filling", recompute="pointwise"
+    ),
+    "dynamic cp4 by all-gather, parts of other lengths, deepseek_v3 dense, level 2": case(
+        "deepseek_v3-dense", 4, cp=4, cp_attention="allgather", cp_degree="dynamic", documents="filling", sharding=2
+    ),
     "dynamic cp4, qwen3_moe by document, ep2 x etp2": case("qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),

@@ -15,6 +15,7 @@ from phalanx.base.deal import deal, degrees_of
 from phalanx.base.part import WHOLE, Part
 
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
+PADDING_RUN = 512  # tokens of a document of padding, at most
 ROWS = ("tokens", "labels", "positions", "samples", "documents", "real")  # of `whole`, those that there are, in this order
 
 
@@ -169,13 +170,13 @@ class Batch:
         shares = deal(lengths, sizes, (part.count,) if self.tokens.is_meta else degrees_of(part.count, part.heads))
         if shares is None:
             return None, ()
-        shared = sorted(((-share.degree, start, length, share.first) for start, length, share in zip(starts, lengths, shares) if share.degree > 1))
+        shared = sorted((-share.degree, start, length, share) for start, length, share in zip(starts, lengths, shares) if share.degree > 1)
         here: list[list[np.ndarray]] = [[] for _ in sizes]
         mine = []
-        for negative, start, length, first in shared:
-            for each in Part(0, -negative).all:
-                here[first + each.index] += [np.arange(start + run.start, start + run.stop) for run in each.runs(length)]
-                if first + each.index == part.index:
+        for _, start, length, share in shared:  # no two start alike
+            for rank, each in enumerate(share.parts, share.first):
+                here[rank] += [np.arange(start + run.start, start + run.stop) for run in each.runs(length)]
+                if rank == part.index:
                     mine.append(Shared(start, length, each))
         for rank, places in enumerate(here):
             alone = [np.arange(s, s + n) for s, n, share in zip(starts, lengths, shares) if share.degree == 1 and share.first == rank]

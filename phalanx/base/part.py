@@ -5,7 +5,9 @@ Pure numbers; tensors are cut by it in `base.batch`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Part:
     Chunk j of a sequence of S tokens is places j S // (2 count) .. (j + 1) S // (2 count): lengths differ by at most one. So `run`
     neighbouring parts together are one part of count / run: their first chunks are one run of places, their second ones another.
 
+    borders  where the chunks of one document begin and the last one ends, where they are not equally long; 2 count + 1 places
     dynamic  documents are dealt to the parts by their lengths (base.deal), in as many tokens as a part has anyway; runs of `heads` of them
              exchange heads
     """
@@ -23,11 +26,19 @@ class Part:
     count: int = 1
     dynamic: bool = False
     heads: int = 1
+    borders: tuple[int, ...] = ()
+
+    @staticmethod
+    def of_sizes(sizes: Sequence[int]) -> Part:
+        """Part 0 of a document of which part i has sizes[i] tokens, as many in one chunk as in the other."""
+        early = [(n + 1) // 2 for n in sizes]
+        return Part(0, len(sizes), borders=tuple(accumulate([0, *early, *(n - e for n, e in zip(reversed(sizes), reversed(early)))])))
 
     def runs(self, length: int) -> tuple[range, range]:
         """The places of its two chunks in a sequence of `length` tokens, ascending."""
         n = 2 * self.count
-        first, second = (range(j * length // n, (j + 1) * length // n) for j in (self.index, n - 1 - self.index))
+        ends = self.borders or tuple(j * length // n for j in range(n + 1))
+        first, second = (range(ends[j], ends[j + 1]) for j in (self.index, n - 1 - self.index))
         return first, second
 
     def size(self, length: int) -> int:
@@ -42,7 +53,7 @@ class Part:
     def neighbours(self, run: int) -> tuple[Part, ...]:
         """The `run` parts, this one among them, that together are one part of count / run."""
         first = self.index // run * run
-        return tuple(Part(i, self.count) for i in range(first, first + run))
+        return tuple(Part(i, self.count, borders=self.borders) for i in range(first, first + run))
 
     def most(self, length: int) -> int:
         """Tokens of the largest part of a sequence of `length`."""
@@ -50,7 +61,7 @@ class Part:
 
     def among(self, run: int) -> Part:
         """What its `run` neighbours are together."""
-        return Part(self.index // run, self.count // run)
+        return Part(self.index // run, self.count // run, borders=self.borders[::run])
 
 
 WHOLE = Part()

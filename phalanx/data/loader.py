@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from phalanx.base.batch import IGNORE, Batch, room_for_documents
+from phalanx.base.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.base.errors import DataError
 from phalanx.base.part import WHOLE, Part
 from phalanx.data.config import DataConfig
@@ -90,7 +90,8 @@ class Loader:
 
         Labels are the next tokens. With document attention positions restart at each document, `documents` counts documents
         through the micro-batch, and the last token of a document has no loss: what comes next is not its continuation. The padding of
-        a packed sequence is a document of its own, without loss; the last token of a packed document never has one.
+        a packed sequence is a document of its own, without loss, or several short ones, in which attention costs nothing; the last token
+        of a packed document never has one.
         """
         return self.read(self.locate(samples))
 
@@ -143,7 +144,9 @@ class Loader:
         for row, place in enumerate(places):
             starts = self.sources[place.source].starts(place.window)
             labels[row, starts - 1] = IGNORE
-            firsts.append(row * length + np.concatenate([[0], starts[starts < length]]))  # a sequence counts as a start
+            filled = self.sources[place.source].filled(place.window) if self.packed else length
+            padding = np.arange(filled + PADDING_RUN, length, PADDING_RUN)
+            firsts.append(row * length + np.concatenate([[0], starts[starts < length], padding]))  # a sequence counts as a start
         first = np.concatenate(firsts)
         lengths = np.diff(first, append=labels.size)
         positions = np.arange(labels.size) - np.repeat(first, lengths)

@@ -49,7 +49,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind = CAUSAL
     """
     window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
     wheel = use_flash(kernels, q, v)
-    if wheel or ((batch.documents is not None or window is not None) and use_torch_flash(kernels, q, v)):
+    no_dense = batch.documents is not None or window is not None or batch.piece  # lengths that hardly come again: cuDNN prepares itself for each
+    if wheel or (no_dense and use_torch_flash(kernels, q, v)):
         return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, wheel)
     if window is not None and 2 * window < batch.seq_length:
         out = _in_blocks(q, k, v, batch, kind, window, sinks)

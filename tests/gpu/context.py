@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from phalanx.base.part import Part
 from phalanx.ops import backends
-from phalanx.ops.context import Joint
+from phalanx.ops.context import Joint, block_of
 from phalanx.ops.flash import Spans, flash_attention
 from phalanx.ops.wheels import unusable
 from tests.gpu.truth import ROUNDINGS, within
@@ -96,6 +97,35 @@ def one_token_check(device: torch.device) -> str:
     return "to the bit"
 
 
+def few_tokens_check(device: torch.device) -> str:
+    """A document of 5 tokens on two ranks: kernels for blocks of one or two queries and keys, which few documents have."""
+    parts, results = Part.of_sizes([3, 2]).all, []
+    shapes = [(heads, 5, 128) for heads in (8, 2, 2, 8)]
+    given = [normal(1, *shape, seed=i, dtype=torch.bfloat16).to(device) for i, shape in enumerate(shapes)]
+    for name, tensors in (("FLASH", given), ("PLAIN", [t.double() for t in given])):
+        q, k, v, dout = tensors
+        backend, scale, found = getattr(backends, name), 1 / math.sqrt(128), []
+        for mine in parts:
+            joint, rows = Joint(triton=name == "FLASH" and device.type == "cuda"), _places(mine)
+            for theirs in (mine, *(p for p in parts if p != mine)):
+                block = block_of(mine, theirs, 5, None, False)
+                if block is not None:
+                    queries, keys = rows[block.queries], _places(theirs)[block.keys]
+                    read = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+                    out, lse, *kept = backend.forward(*read, None, block.how == "causal", scale)
+                    joint.add(block.queries, out, lse, None)
+                    back = backend.backward(dout[:, :, queries], *read, out, lse.contiguous(), None, block.how == "causal", scale, *kept)
+                    found += [t.double() for t in back[0 if len(keys) > 1 else 2 :]]  # of one key alone dq and dk are zero but for rounding
+            found.append(joint.out.double())
+        results.append(found)
+    worst = max(within(f"tensor {i}", a, b.cpu(), 4 * ROUNDINGS[torch.bfloat16]) for i, (a, b) in enumerate(zip(*results)))
+    return f"{worst:.1e}"
+
+
+def _places(part: Part) -> list[int]:
+    return [place for run in part.runs(5) for place in run]
+
+
 def segments_backend(own: list[int], other: list[int], device: torch.device, wheel: bool) -> backends.Backend:
     ends = [torch.tensor([0, *sizes]).cumsum(0).int().to(device) for sizes in (own, other)]
     return backends.segments_backend(backends.Segments(*ends, 1024, 1024 if own is other else 2048), wheel)
@@ -110,6 +140,7 @@ def context_checks() -> dict[str, Callable[[torch.device], str]]:
     found["block of attention EFFICIENT, 192 and 128"] = block_check("EFFICIENT", 192, 128, 8, 1024, torch.bfloat16)
     found["block of attention WHEEL, 192 and 128"] = block_check("WHEEL", 192, 128, 8, 1024, torch.bfloat16)
     found["documents of a block, one token, room for many"] = one_token_check
+    found["blocks of one or two tokens"] = few_tokens_check
     for wheel, width, value, kv_heads in ((False, 128, 128, 2), (False, 64, 64, 8), (False, 192, 128, 8), (True, 128, 128, 2), (True, 192, 128, 8)):
         name = f"documents of a block, {'flash-attn-4' if wheel else 'torch'}, {kv_heads} kv heads of {width} and {value}"
         found[name] = segments_check(wheel, width, value, kv_heads, torch.bfloat16)
