@@ -1,12 +1,14 @@
 """The support matrix: every pair of features in one run, compared with one process, or refused by the config's rules.
 
-    python -m tests.support docs/support.md --jobs 8 --results pairs.jsonl
+    python -m tests.support docs/support.md --jobs 8 --results pairs.jsonl --minutes 8
 
-runs the pairs that pairs.jsonl does not have yet, and writes the page from all of them. tests/test_support.py runs some.
+runs the pairs that pairs.jsonl does not have yet, and writes the page from all of them; called again it goes on. A pair takes about half
+a second of one core. tests/test_support.py runs some.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -15,9 +17,10 @@ import tempfile
 import time
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import metadata
@@ -30,6 +33,7 @@ import numpy as np
 import torch
 
 from phalanx.base import tree
+from phalanx.base.batch import Batch
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.convert import export
@@ -37,8 +41,12 @@ from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.mesh import Mesh
+from phalanx.data.index import Corpus, CorpusWriter
+from phalanx.data.loader import micro_batch_samples, train_loader
+from phalanx.data.packing import make_packing, packing_path, write_packing
 from phalanx.train.build import State, build, init_weights
 from phalanx.train.checks import Facts, check
+from phalanx.train.config import Run
 from phalanx.train.generate import load_for_inference, next_logits
 from phalanx.train.plan import make_plan, storing_all, without_layout
 from phalanx.train.replicas import check_replicas
@@ -47,11 +55,14 @@ from phalanx.train.shadow import apart
 from phalanx.train.step import accumulate, evaluate_step, shadow_of, update
 from tests.parity import assemble, compare, parts_of, set_weights, step_batches
 from tests.pool import RankPool, warm_imports
-from tests.support_features import FEATURES, Feature, Trial, exclude, trial
+from tests.support_features import CORPUS, FEATURES, Feature, Trial, exclude, trial
 
 STEPS = 2
 NEAR = {"fp32": 2.0**-16, "bf16": 2.0**-7, "fp16": 2.0**-10}  # of a tensor's gradient, beside 2 x what one process has
 NEAR_FP8 = 0.02  # codes of blocks that are cut otherwise
+SAVES = {"resume", "export", "init"}
+SOURCES = ("support.py", "support_features.py", "parity.py", "pool.py")
+DOCUMENTS = 200  # of the file that is packed
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 ALLOWED = (
@@ -60,6 +71,7 @@ ALLOWED = (
 )
 """The refusals that are there to stay."""
 HOLES = (
+    ("train.cuda_graphs", "needs shapes that do not follow the lengths of documents"),
     ("train.deterministic", "needs a model without experts: their gradients add up tokens of several ranks"),
     ("train.cuda_graphs", "needs sizes that the host need not wait for"),
     ("train.cuda_graphs", "needs activations that stay where they are"),
@@ -69,7 +81,8 @@ HOLES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was changed to make a refused run work."""
+    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was changed to make a refused run work.
+    code, versions: of what it was found."""
 
     kind: Literal["green", "refused", "apart", "failed"]
     text: str = ""
@@ -77,6 +90,8 @@ class Outcome:
     rule: tuple[str, str] | None = None
     world: int = 0
     seconds: float = 0.0
+    code: str = ""
+    versions: str = ""
 
 
 # ---- one pair ------------------------------------------------------------------------------------------------------------------
@@ -121,8 +136,9 @@ def mended(t: Trial, problems: list[Problem]) -> tuple[str, Trial]:
 def confirm(ranks: RankPool, t: Trial) -> None:
     """AssertionError or RanksFailed unless the layout does what one process does."""
     with tempfile.TemporaryDirectory() as folder:
+        t = with_files(t, Path(folder))
         alone = one_process(t)
-        [truth] = ranks.run("tests.support:train_and_more", 1, alone, Path(folder) / "alone")
+        truth = alone_on_one(ranks, alone, Path(folder))
         found = ranks.run("tests.support:train_and_more", t.world, t, Path(folder) / "ranks")
         equal_enough(ranks, t, alone, found, truth)
         if "resume" in t.also:
@@ -130,6 +146,43 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                 equal_enough(ranks, t, alone, ranks.run("tests.support:resume", n, what, Path(folder) / source), truth["more"])
         if "export" in t.also:
             same_exports(Path(folder) / "ranks", Path(folder) / "alone")
+
+
+def alone_on_one(ranks: RankPool, alone: Trial, folder: Path | None) -> dict:
+    """What one process finds. Trials that differ in their layout alone have one, which is kept for the next."""
+    if SAVES & set(alone.also) or alone.run.data.packing != "off":
+        [truth] = ranks.run("tests.support:train_and_more", 1, alone, folder and folder / "alone")
+        return truth
+    return _alone_on_one(ranks, Keyed(repr(alone), alone))
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A trial that is the same where its text is."""
+
+    key: str
+    trial: Trial = field(compare=False)
+
+
+@lru_cache(maxsize=50)
+def _alone_on_one(ranks: RankPool, keyed: Keyed) -> dict:
+    [truth] = ranks.run("tests.support:train_and_more", 1, keyed.trial, None)
+    return truth
+
+
+def with_files(t: Trial, folder: Path) -> Trial:
+    """The trial with its file of documents, if it reads one, and their packing."""
+    if not t.run.data.paths:
+        return t
+    length, prefix = t.run.train.seq_length, str(folder / CORPUS)
+    pick = np.random.default_rng(1)
+    with CorpusWriter(prefix, np.uint16) as writer:
+        for size in pick.integers(1, length * 5 // 8, DOCUMENTS):
+            writer.add_document(pick.integers(0, t.run.model.vocab_size, size))
+    corpus = Corpus(prefix)
+    stop = corpus.num_tokens
+    write_packing(packing_path(prefix, 0, stop, length), make_packing(corpus, 0, stop, length, True), corpus, 0, stop)
+    return replace(t, run=replace(t.run, data=replace(t.run.data, paths=(prefix,))))
 
 
 def equal_enough(ranks: RankPool, t: Trial, alone: Trial, found: list[dict], truth: dict) -> None:
@@ -140,7 +193,7 @@ def equal_enough(ranks: RankPool, t: Trial, alone: Trial, found: list[dict], tru
             for name, values in truth["beside"].items():
                 np.testing.assert_allclose(result["beside"][name], values, rtol=1e-9, err_msg=name)
         return
-    [ideal] = ranks.run("tests.support:train_and_more", 1, exactly(alone), None)
+    ideal = alone_on_one(ranks, exactly(alone), None)
     stay_near(t, found, whole, assemble([ideal["grads"][0]]))
 
 
@@ -176,13 +229,13 @@ def train_and_more(rank: int, world: int, t: Trial, folder: Path | None) -> dict
     state = started(rank, world, t, folder)
     beside: dict[str, Any] = {}
     if "shadow" in t.also:
-        batches = step_batches(t.run, state.mesh, 0, t.documents)
+        batches = batches_of(t, t.run, state.mesh, 0)
         beside["shadow"] = apart(state, shadow_kept(state, batches))
         beside["shadow"] = beside["shadow"].nan_to_num(7.0).numpy()  # type: ignore[union-attr]
         state.buffers.zero_grads()
     result = {**steps(state, t, range(STEPS)), "beside": beside}
     if "evaluate" in t.also:
-        loss, tokens = evaluate_step(state, step_batches(t.run, state.mesh, 9, t.documents))
+        loss, tokens = evaluate_step(state, batches_of(t, t.run, state.mesh, 9))
         beside["evaluate"] = np.array([loss.item(), tokens.item()])
     if "replicas" in t.also:
         check_replicas(state)
@@ -220,7 +273,7 @@ def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
     for step in numbers:
         growing = "ramp-up" in t.also and step == 0  # the first step has half the batch
         size = t.run.train.global_batch // (2 if growing else 1)
-        batches = step_batches(replace(t.run, train=replace(t.run.train, global_batch=size)), state.mesh, step, t.documents)
+        batches = batches_of(t, replace(t.run, train=replace(t.run.train, global_batch=size)), state.mesh, step)
         tokens = accumulate(state, batches)
         spoilt = "skip" in t.also and step == 1
         if spoilt:
@@ -233,6 +286,16 @@ def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
         assert bool(result.skipped) == spoilt, f"step {step} skipped: {int(result.skipped)}"
     state.buffers.ready()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master")}
+
+
+def batches_of(t: Trial, run: Run, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's micro-batches: made up, or as a run reads them from its file."""
+    if run.data.packing == "off":
+        return step_batches(run, mesh, step, t.documents)
+    train, size = run.train, run.train.global_batch
+    loader = train_loader(run.data, seq_length=train.seq_length, seed=train.seed, vocab_size=run.model.vocab_size, samples=size)
+    samples = micro_batch_samples(step * size, size, train.micro_batch, mesh.dp.size, mesh.dp.index)
+    return [loader.batch(each).cut(mesh.part) for each in samples]
 
 
 def spoil(state: State) -> None:
@@ -307,7 +370,20 @@ def judge_named(a: str, b: str) -> dict:
     outcome = judge(pool(), found[a], found[b])
     if outcome.kind == "failed":
         close_pool()  # whatever state it is in
-    return {"a": a, "b": b, **asdict(outcome)}
+    return {"a": a, "b": b, **asdict(replace(outcome, code=code_here(), versions=versions_here()))}
+
+
+@lru_cache(maxsize=1)
+def code_here() -> str:
+    """A fingerprint of the sources that outcomes follow from."""
+    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted([*root.glob("phalanx/**/*.py"), *(root / "tests" / name for name in SOURCES)]):
+        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def versions_here() -> str:
+    return f"Python {platform.python_version()}, torch {torch.__version__}, triton {metadata.version('triton')}, numpy {np.__version__}"
 
 
 def known(results: Path) -> dict[tuple[str, str], Outcome]:
@@ -403,12 +479,14 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(text.strip().splitlines()) if line.strip()), "").strip()[:200].replace("`", "'")
 
 
-def how_made(seconds: float) -> str:
+def how_made(outcomes: Collection[Outcome]) -> str:
+    ran = [o for o in outcomes if o.kind != "apart"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {metadata.version('triton')}"
-    made = f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, {versions}, CPU ranks over gloo, {seconds / 60:.0f} minutes of runs"
-    kept = "The page was written then; outcomes are kept from call to call, and were made at that commit or at earlier ones"
-    return f"## How it was made\n\n{made}.\n{kept}.\n"
+    minutes, old = sum(o.seconds for o in ran) / 60, sum(o.code != code_here() for o in ran)
+    state = "All runs had the sources of this commit" if not old else f"{len(ran) - old} runs had the sources of this commit, {old} earlier ones"
+    versions = "; ".join(f"{v or 'versions not kept'}: {n} pairs" for v, n in Counter(o.versions for o in ran).most_common())
+    lines = [f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, CPU ranks over gloo, {minutes:.0f} minutes of runs.", f"{state}. {versions}."]
+    return "## How it was made\n\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -417,14 +495,16 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("support.jsonl"), help="outcomes so far; new ones are added")
     parser.add_argument("--jobs", type=int, default=1, help="pools of ranks that run at once (each has up to 8 processes)")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no more runs after so many minutes")
-    parser.add_argument("--again", choices=("failed", "refused"), nargs="*", default=[], help="judge these again")
+    parser.add_argument("--again", choices=("failed", "refused", "old"), nargs="*", default=[], help="judge these again; old: of other sources")
     options = parser.parse_args()
     outcomes = known(options.results)
     names = [(a.name, b.name) for a, b in pairs()]
     todo = [pair for pair in names if pair not in outcomes or outcomes[pair].kind in options.again]
+    if "old" in options.again:
+        todo = [pair for pair in names if pair in todo or outcomes[pair].code != code_here()]
     judge_all(todo, options.jobs, options.minutes, options.results)
     here = by_pair(known(options.results))
-    options.page.write_text(page(here, how_made(sum(o.seconds for o in here.values()))), encoding="utf-8")
+    options.page.write_text(page(here, how_made(here.values())), encoding="utf-8")
     print(f"{len(names) - len(here)} of {len(names)} pairs are still to be run")
 
 

@@ -60,7 +60,8 @@ class Feature:
     model, layout, train, optim, fp8   values of these sections
     least      sharding level that it needs at least
     dp, data   ranks of dp, and of dp and cp together, that it needs at least
-    micro      micro-batches of a rank; documents: several in a sequence; budget: of memory for activations, half of what they take
+    reads      values of the section `data`; documents: several in a sequence ("packed": and padding), where `reads` packs none
+    micro      micro-batches of a rank; budget: of memory for activations, half of what they take
     unit       sizes of linears are multiples of it; also: what is done beside training
     near       compared with float64 as one process in the same precision is, rather than to 1e-9
     """
@@ -74,11 +75,12 @@ class Feature:
     train: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     fp8: dict[str, Any] = field(default_factory=dict)
+    reads: dict[str, Any] = field(default_factory=dict)
     least: int = 0
     dp: int = 1
     data: int = 1
     micro: int = 1
-    documents: bool = False
+    documents: bool | str = False
     budget: bool = False
     unit: int = 8
     also: Also | None = None
@@ -95,6 +97,10 @@ def model(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "", **cha
 
 def ranks(name: str, kind: str, families: tuple[str, ...] = FAMILIES, dp: int = 1, data: int = 1, micro: int = 1, **layout: Any) -> Feature:
     return Feature(name, "Layout", kind, families, layout=layout, dp=dp, data=data, micro=micro)
+
+
+def packed(name: str, **reads: Any) -> Feature:
+    return Feature(name, "Data", "documents", reads=reads)
 
 
 def sharded(name: str, kind: str = "level", least: int = 0, data: int = 2, **layout: Any) -> Feature:
@@ -117,6 +123,7 @@ ROTARY = tuple(f for f in FAMILIES if f != "gpt2")
 KEYS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")  # families with heads of keys and values of their own number
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
+CORPUS = "documents"  # prefix of the file that a trial with packing gets
 SMALL_BUCKETS = 0  # MiB: each block has its own; the config's rules want at least 1, which would hold the whole of these models
 
 FEATURES = (
@@ -139,6 +146,7 @@ FEATURES = (
     ranks("pp, interleaved", "schedule", micro=2, pp=2, virtual_stages=2),
     ranks("pp, stages given", "stages", micro=2, pp=2, stages=()),
     ranks("dp", "", dp=2),
+    replace(ranks("cp of each document (dynamic)", "", cp=2, cp_degree="dynamic"), documents="packed"),
     ranks("cp, ring", "cp", cp=2, cp_attention="ring"),
     ranks("cp, all-gather", "cp", cp=2, cp_attention="allgather"),
     ranks("cp, heads (Ulysses)", "cp", cp=2, cp_ulysses=2),
@@ -158,7 +166,10 @@ FEATURES = (
     sharded("groups, optimizer over all", "groups", 1, 4, shard_group=2, shard_across="optimizer"),
     Feature("places for CUDA graphs", "Sharding", train={"cuda_graphs": "on"}, least=2, data=2, micro=2),
     Feature("large buckets", "Sharding", layout={"bucket_mb": 100}),
-    Feature("packed documents", "Data", documents=True),
+    Feature("attention inside documents", "Data", "documents", documents=True),
+    packed("packing, online", packing="online"),
+    packed("packing, offline", packing="offline"),
+    packed("packing, attention across", packing="online", document_attention=False),
     Feature("accumulation", "Data", micro=3),
     Feature("2 sequences a micro-batch", "Data", train={"micro_batch": 2}),
     made_again("recompute pointwise", recompute="pointwise"),
@@ -169,6 +180,7 @@ FEATURES = (
     made_again("recompute by budget", budget=True),
     made_again("frozen attention", kind="freeze", freeze=["*attn*"]),
     made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_tokens*", "model.layers.0.*"]),
+    made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
     made_again("offload", kind="", offload_layers=1),
     Feature("fp32", "Precision", "precision", train={"precision": "fp32"}, near=True),
     Feature("bf16", "Precision", "precision", train={"precision": "bf16"}, near=True),
@@ -179,7 +191,9 @@ FEATURES = (
     recipe("blockwise", 128),
     recipe("mxfp8", 32),
     recipe("nvfp4"),
-    Feature("moments in bf16", "Precision", optim={"moments": "bf16"}),
+    Feature("FP8 experts, not attention", "Precision", families=EXPERTS, fp8={"exclude": ["*attn*"]}, unit=16),
+    Feature("moments in bf16", "Precision", "moments", optim={"moments": "bf16"}),
+    Feature("moments in FP8", "Precision", "moments", optim={"moments": "fp8"}),
     Feature("deterministic", "Precision", train={"deterministic": True}, micro=2),
     Feature("Triton kernels", "Precision", "kernels", train={"kernels": "triton"}, near=True),
     Feature("learning rates by name", "Optimizer", optim={"lr_scale": {"*mlp*": 0.5, "*norm*": 0.0}}),
@@ -200,7 +214,7 @@ class Trial:
 
     run: Run
     world: int
-    documents: bool
+    documents: bool | str
     also: tuple[Also, ...]
     near: bool
 
@@ -224,9 +238,10 @@ def trial(a: Feature, b: Feature) -> Trial:
     while dp * cp * tp % (layout.get("ep", 1) * layout.get("etp", 1)):
         dp += 1
     also = tuple(dict.fromkeys(x.also for x in (a, b) if x.also))
-    documents, unit = a.documents or b.documents, max(a.unit, b.unit)
+    documents, unit = b.documents or a.documents, max(a.unit, b.unit)
     near = a.near or b.near
-    other_codes = bool(fp8) and max(layout.get("ep", 1), layout.get("etp", 1)) > 1  # tokens of several micro-batches share scales
+    # other tokens share scales than on one process: those of several micro-batches, or of the documents of a rank
+    other_codes = bool(fp8) and (max(layout.get("ep", 1), layout.get("etp", 1)) > 1 or layout.get("cp_degree") == "dynamic")
     length = unit * tp * 2 * cp if fp8 else 16  # each rank's tokens are whole blocks of scales
     sequences = train.get("micro_batch", 1)
     made = changed_model(a, b, unit, length, near or other_codes)
@@ -238,10 +253,15 @@ def trial(a: Feature, b: Feature) -> Trial:
                "precision": "fp32" if near else "fp64", "fp8": Fp8Config(**{"recipe": "tensorwise", **fp8}) if fp8 else None}  # fmt: skip
     run = Run(
         model=made, train=TrainConfig(**{**options, **train}), layout=LayoutConfig(**layout), optim=OptimConfig(**{**a.optim, **b.optim}),
-        data=DataConfig(mock=True, document_attention=documents),
+        data=data_of({**a.reads, **b.reads}, bool(documents)),
     )  # fmt: skip
     world = tp * cp * pp * dp
     return Trial(with_budget(run, world) if a.budget or b.budget else run, world, documents, also, near or other_codes)
+
+
+def data_of(reads: dict[str, Any], documents: bool) -> DataConfig:
+    """Documents that are packed lie in a file; others are made up."""
+    return DataConfig(paths=(CORPUS,), split="1,0,0", **reads) if reads else DataConfig(mock=True, document_attention=documents)
 
 
 def changed_model(a: Feature, b: Feature, unit: int, length: int, near: bool) -> Any:
