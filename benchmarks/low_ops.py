@@ -1,10 +1,10 @@
 """How fast are casts to 8 bits and products of 8-bit codes on one GPU? Two tables, at the shapes of an 8B layer (8,192 tokens).
 
-python benchmarks/low_ops.py [--only linears|experts] [--sweep] [--out FILE]
+python benchmarks/low_ops.py [--only linears|experts|casts] [--sweep] [--out FILE]
 
 Casts in GB/s of the bytes that must be read and written at least. Products in TFLOP/s: torch's GEMMs (fast and precise sums), the same and
 an addition to an fp32 buffer as a weight's gradient needs, cuBLASLt's (ops.cublaslt) and
-ours, which add in the GEMM. --sweep tries tile sizes of ours.
+ours, which add in the GEMM. --sweep tries tile sizes of ours (--only casts --sweep: those of casts and nothing else; a star marks what is used).
 The same of 16 experts with 65,536 rows (2,048 features, 768 inside), beside the bf16 products that they stand for.
 """
 
@@ -76,16 +76,21 @@ def gated_rows(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+CAST_TILES = ((64, 128, 8), (128, 64, 8), (32, 128, 4), (64, 64, 4), (128, 128, 16))  # rows, columns, warps
+
+
 def cast_sweep(device: torch.device) -> list[dict[str, Any]]:
-    """Tiles of casts with a given multiplier, counted."""
+    """Tiles of casts with a given multiplier, counted; the one in use is marked. About 40 s, most of it compiling."""
     found = []
     counts, one = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device), torch.ones(1, device=device)
     for width in (4096, 14336):
         x, both = torch.randn(TOKENS, width, device=device).bfloat16(), torch.randn(TOKENS, 2 * width, device=device).bfloat16()
-        for name, source in (("cast", x), ("SwiGLU", Gated(both)), ("SwiGLU's gradient", GatedGrad(x, both))):
-            for tile in ((32, 128, 4), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8), (128, 128, 16), (32, 256, 8)):
-                call = lambda s=source, t=tile: kernels.cast_both(s, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=CastTiles(*t))  # noqa: E731
-                found.append({"what": f"{name} {tile}", "width": width, "ms": 1e3 * measure(call, device).median, "GB/s": 0.0})
+        for name, source, bytes_ in (("cast", x, 4), ("SwiGLU", Gated(both), 6), ("SwiGLU's gradient", GatedGrad(x, both), 10)):
+            for tile in map(CastTiles, *zip(*CAST_TILES)):
+                call = lambda s=source, t=tile: kernels.cast_both(s, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=t)  # noqa: E731
+                seconds, used = measure(call, device).median, " *" if tile == kernels.tiles_of(source, kernels.GIVEN) else ""
+                what = f"{name} {tile.rows} x {tile.columns}, {tile.warps} warps{used}"
+                found.append({"what": what, "width": width, "ms": 1e3 * seconds, "GB/s": bytes_ * x.numel() / seconds / 1e9})
     return found
 
 
@@ -207,20 +212,22 @@ def shown(result: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("linears", "experts"))
+    parser.add_argument("--only", choices=("linears", "experts", "casts"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda")
     made: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    made["products"] = product_rows(device) if options.only != "experts" else []
-    made["products"] += expert_rows(device, options.sweep) if options.only != "linears" else []
+    made["products"] = product_rows(device) if options.only in (None, "linears") else []
+    made["products"] += expert_rows(device, options.sweep) if options.only in (None, "experts") else []
     for r in made["products"]:
         print(f"{r['linear']:14} {r['gemm']:17} {r['recipe']:11} {r['way']:26} {shown(r['result'])}", flush=True)
-    made["casts"] = [] if options.only == "experts" else cast_rows(device) + gated_rows(device) + (cast_sweep(device) if options.sweep else [])
+    made["casts"] = cast_sweep(device) if options.sweep and options.only in (None, "casts") else []
+    if options.only in (None, "linears") or (options.only == "casts" and not options.sweep):
+        made["casts"] += cast_rows(device) + gated_rows(device)
     for r in made["casts"]:
         print(f"cast {r['what']:34} {TOKENS} x {r['width']:6} {r['ms']:8.4f} ms {r['GB/s']:6.0f} GB/s", flush=True)
-    if options.sweep and options.only != "experts":
+    if options.sweep and options.only in (None, "linears"):
         made["sweep"] = sweep(device)
         for r in made["sweep"]:
             print(f"{r['block']} {r['tiles']} {shown(r['result'])}", flush=True)

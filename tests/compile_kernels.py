@@ -75,7 +75,7 @@ def low_precision() -> list[tuple]:
             wide = mode == quant.GIVEN
             code = "*fp8e5" if wide else "*fp8e4nv"
             amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
-            outs = dict(out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64", one="fp32")
+            outs = dict(out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
             t = quant.tiles_of(kinds[kernel], mode)
             consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip

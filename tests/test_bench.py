@@ -95,6 +95,17 @@ def milli(budget, row: str) -> float:
     return round(1e6 * budget.rows.get(row, 0.0), 6)  # the traces count in microseconds; so do these numbers
 
 
+def test_pointwise_kernels_are_told_apart_by_grid():
+    gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 300)
+    for start, grid in ((100, [8, 1, 1]), (200, [8, 1, 1]), (300, [9, 1, 1])):
+        gpu.runs("vectorized_elementwise", 10, start, start + 50)
+        gpu.events[-1]["args"]["grid"] = grid
+    budget = budget_of(gpu.runs("gemm", 10, 400, 450).events)
+    twice, once = (pytest.approx(1e-4), 2), (pytest.approx(5e-5), 1)
+    assert budget.pointwise == {"[8, 1, 1] vectorized_elementwise": twice, "[9, 1, 1] vectorized_elementwise": once}
+    assert "0.100 ms in 2 x 50.0 us  [8, 1, 1]" in budget.lines()[-2]
+
+
 def test_each_moment_of_a_gpu_belongs_to_one_row():
     """Kernels by name; communication only where nothing computes; the update by when it was launched; gaps to the host."""
     gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 300).says("comm tp all_gather", 20, 30).says("comm dp reduce_scatter", 60, 70, tid=5)

@@ -49,6 +49,7 @@ class Budget:
                  CPU: the step under the profiler, which lengthens every operator
     profiled_s   the step under the profiler
     plain_s      the step without it, if known
+    pointwise    GPU: (seconds, calls) of the kernels of that row by grid and name, so that sizes stand apart
     unattributed step_s less all rows: kernels of unknown names (`unknown`: seconds by name) and what no row explains. Negative:
                  kernels ran slower under the profiler than without
     """
@@ -59,6 +60,7 @@ class Budget:
     rows: dict[str, float]
     unattributed: float
     unknown: dict[str, float] = field(default_factory=dict)
+    pointwise: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def share(self, row: str) -> float:
         return self.rows.get(row, 0.0) / self.step_s
@@ -69,12 +71,14 @@ class Budget:
         shown = [_line(name, seconds, self.step_s) for name, seconds in rows if seconds > 0]
         shown.append(_line(UNATTRIBUTED, self.unattributed, self.step_s))
         shown += [f"    unknown kernel {1e3 * s:.3f} ms  {name[:100]}" for name, s in sorted(self.unknown.items(), key=lambda i: -i[1])[:5]]
+        largest = sorted(self.pointwise.items(), key=lambda i: -i[1][0])[:12]
+        shown += [f"    pointwise {1e3 * s:8.3f} ms in {calls:.0f} x {1e6 * s / calls:.1f} us  {name[:100]}" for name, (s, calls) in largest]
         other = "" if self.plain_s is None else f", {1e3 * self.plain_s:.2f} ms without it"
         return [f"step budget of rank 0: {1e3 * self.profiled_s:.2f} ms a step under the profiler{other}", *shown]
 
     def as_dict(self) -> dict[str, Any]:
         return {"step_s": self.step_s, "profiled_s": self.profiled_s, "plain_s": self.plain_s, **{f"{k}_s": v for k, v in self.rows.items()},
-                "unattributed_s": self.unattributed, "unknown": self.unknown}  # fmt: skip
+                "unattributed_s": self.unattributed, "unknown": self.unknown, "pointwise_kernels": self.pointwise}  # fmt: skip
 
 
 def _line(name: str, seconds: float, whole: float) -> str:
@@ -101,7 +105,8 @@ def budget_of(events: Iterable[Mapping[str, Any]], plain_s: float | None = None)
     gap = step - sum(s for name, s in rows.items() if name != HOST)
     rows[HOST] = min(rows.get(HOST, 0.0), max(0.0, gap))
     rows.pop(UNKNOWN, None)
-    return Budget(step, profiled, plain_s, rows, step - sum(rows.values()), unknown)
+    pointwise = {name: (us / 1e6 / count, calls / count) for name, (us, calls) in trace.pointwise.items()}
+    return Budget(step, profiled, plain_s, rows, step - sum(rows.values()), unknown, pointwise)
 
 
 class Trace:
@@ -120,6 +125,7 @@ class Trace:
             self.comm[e["tid"]].append((e["ts"], e["ts"] + e["dur"], e["name"].split()[1]))
         self.kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
         runtime = (e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
+        self.pointwise: dict[str, tuple[float, int]] = {}  # microseconds and calls, as `gpu_spans` finds them
         self.launches = {e["args"]["correlation"]: e for e in runtime if "correlation" in e.get("args", {})}
 
     def in_instruction(self, ts: float) -> bool:
@@ -135,6 +141,10 @@ class Trace:
             row = self._kernel_row(kernel, ours)
             if row == UNKNOWN:
                 unknown[kernel["name"]] += kernel["dur"]
+            elif row == POINTWISE:
+                name = f"{kernel.get('args', {}).get('grid', '')} {kernel['name']}"
+                us, calls = self.pointwise.get(name, (0.0, 0))
+                self.pointwise[name] = us + kernel["dur"], calls + 1
             spans.append(Span(kernel["ts"], kernel["ts"] + kernel["dur"], row, number))
         return spans, unknown
 

@@ -1,8 +1,10 @@
 """Casts to 8 bits, one pass over memory for all that a linear needs of a tensor: codes as it lies, codes of its transpose, both scales,
 and counts of what was lost. What SwiGLU makes, and its gradient, are cast as they are made and are in memory as codes alone.
 
-A program does a tile, which lies inside one block of 128 or holds whole rows' parts. Largest values are compared as the bits of |x| in
-int32: the order of what runs first changes nothing, and NaN is above all numbers.
+A program reads its tile as four: of every fourth row, of those after them, and so on. A thread so has four values that follow each other in the
+transposed matrix, casts them into one word and transposes words. That is half the instructions of transposing bytes, and such kernels wait for
+instructions more than for memory. A tile lies inside one block of 128 or holds parts of whole rows. Largest values are compared as the bits of
+|x| in int32: the order of what runs first changes nothing, and NaN is above all numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ WHOLE, GIVEN, LINES, BLOCKS, SQUARES, LARGEST, LARGEST_LINES = range(7)
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program does: rows, columns (of gate and up each), by so many warps. 16 or 32 values a thread: more leave too few threads."""
+    """What a program does: rows, columns (of gate and up each), by so many warps. 32 values a thread are four reads of 16 bytes of bf16."""
 
     rows: int
     columns: int
@@ -57,8 +59,8 @@ def _amax(x, out, n, steps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(whether this program only counts, its tile's number down and along, its rows, its columns). Programs past those of all tiles count
-    losses, in every EVERY-th of a row of tiles, from row to row one further: which needs no registers of those that cast."""
+    """(whether this program only counts, its tile's number down and along, every fourth of its rows, its columns). Programs past those of all
+    tiles count losses, in every EVERY-th of a row of tiles, from row to row one further: which needs no registers of those that cast."""
     across = tl.cdiv(C, COLS)
     more = tl.program_id(0) - across * tl.cdiv(R, ROWS)
     down = tl.program_id(0) // across
@@ -67,23 +69,24 @@ def _place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, CO
         if more >= 0:
             down = more // tl.cdiv(across, EVERY)
             along = more % tl.cdiv(across, EVERY) * EVERY + (EVERY - down % EVERY) % EVERY
-    return more >= 0, down, along, down * ROWS + tl.arange(0, ROWS), along * COLS + tl.arange(0, COLS)
+    return more >= 0, down, along, down * ROWS + 4 * tl.arange(0, ROWS // 4), along * COLS + tl.arange(0, COLS)
 
 
 @triton.jit
 def _read(x, rows, cols, stride, R, C):
-    mask = (rows < R)[:, None] & (cols < C)[None, :]
-    return _wide(tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0))
+    """Four tiles in fp32: of rows `rows`, of those after them, and so on."""
+    return (
+        _read_rows(x, rows, cols, stride, R, C),
+        _read_rows(x, rows + 1, cols, stride, R, C),
+        _read_rows(x, rows + 2, cols, stride, R, C),
+        _read_rows(x, rows + 3, cols, stride, R, C),
+    )
 
 
 @triton.jit
-def _wide(x):
-    """x in fp32. The way of bf16's bits through an integer's number comes to one shift; a plain widening Triton would do after it has brought
-    values, not codes, into the order of the transpose: casting all of them twice, of twice the bytes."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.float32).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
+def _read_rows(x, rows, cols, stride, R, C):
+    mask = (rows < R)[:, None] & (cols < C)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -102,8 +105,8 @@ def _inverse(m):
 def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
     """As quant.cast, up to the cast itself, which saturates on a GPU. WIDE_RANGE: E5M2. ROUND: to the format's numbers, for the interpreter,
     whose cast neither rounds to the nearest nor saturates."""
-    finite = tl.abs(v) < float("inf")
     if ROUND:
+        finite = tl.abs(v) < float("inf")
         v = tl.minimum(tl.maximum(v, -MAX), MAX)
         drop: tl.constexpr = 21 if WIDE_RANGE else 20
         least: tl.constexpr = 2.0**-14 if WIDE_RANGE else 2.0**-6  # of the numbers with a full mantissa
@@ -111,8 +114,9 @@ def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
         bits = v.to(tl.int32, bitcast=True)
         full = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & (-1 << drop)).to(tl.float32, bitcast=True)
         small = (((tl.abs(v) + magic) - magic).to(tl.int32, bitcast=True) | (bits & (-1 << 31))).to(tl.float32, bitcast=True)
-        v = tl.where(tl.abs(v) < least, small, full)
-    return tl.where(finite, v, float("nan"))
+        return tl.where(finite, tl.where(tl.abs(v) < least, small, full), float("nan"))
+    else:
+        return tl.fma(v, 0.0, v)  # v, or NaN where v is not finite
 
 
 @triton.jit
@@ -150,126 +154,230 @@ def _count(v, scaled, mask, counts, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAS
 
 
 @triton.jit
-def _row_multiplier(v, rows, there, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
-    """What rows of the tile v are multiplied by: (rows, 1), or one number."""
-    if MODE == 0:
-        m = _multiplier(tl.load(row_amax), MAX, FLOOR)
-    elif MODE == 1:
-        m = tl.load(row_amax)
-    elif MODE == 2:
-        m = _multiplier(tl.load(row_amax + rows, mask=there, other=0), MAX, FLOOR)[:, None]
-    elif MODE == 3:
-        m = _multiplier(tl.max(_bits(v), 1), MAX, FLOOR)[:, None]
-    else:
-        m = _multiplier(tl.max(_bits(v)), MAX, FLOOR)
-    return m
+def _largest(v):
+    """|v| of four tiles, the largest of each four; NaN if one is."""
+    first = tl.maximum(tl.abs(v[0]), tl.abs(v[1]), propagate_nan=tl.PropagateNan.ALL)
+    second = tl.maximum(tl.abs(v[2]), tl.abs(v[3]), propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _emit(v, counting, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C,
+def _word(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
+    """Codes of four tiles, those of four rows of a column in a word: what lies side by side in the transposed matrix."""
+    if ROUND:
+        word = _byte(v[0], MAX, WIDE_RANGE) | (_byte(v[1], MAX, WIDE_RANGE) << 8)
+        return word | (_byte(v[2], MAX, WIDE_RANGE) << 16) | (_byte(v[3], MAX, WIDE_RANGE) << 24)
+    else:
+        a, b = _code(v[0], MAX, WIDE_RANGE, False), _code(v[1], MAX, WIDE_RANGE, False)
+        c, d = _code(v[2], MAX, WIDE_RANGE, False), _code(v[3], MAX, WIDE_RANGE, False)
+        if WIDE_RANGE:
+            return tl.inline_asm_elementwise(
+                "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high};}",
+                "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high};}",
+                "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def _byte(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr):
+    """The code of v, for the interpreter."""
+    code = _code(v, MAX, WIDE_RANGE, True).to(tl.float8e5 if WIDE_RANGE else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(v) < float("inf"), code, 0x7F).to(tl.int32)
+
+
+@triton.jit
+def _row(v, rows, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE: tl.constexpr, OTHER: tl.constexpr,
+         TURNED: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
+    """Write codes of a tile whose rows are `rows` (R, C), and scales of rows, of LINES where the tile is the `first` of its rows.
+
+    Returns what the transposed codes are cast from. by_col: what columns are multiplied by; `shared`: what all of it is.
+    """
+    rows_there = rows < R
+    mask = rows_there[:, None] & cols_there[None, :]
+    if MODE == 2:
+        m = _multiplier(tl.load(row_amax + rows, mask=rows_there, other=0), MAX, FLOOR)[:, None]
+        tl.store(row_scales + rows[:, None], _inverse(m), mask=(rows_there & first)[:, None])
+    elif MODE == 3:
+        m = _multiplier(tl.max(_bits(v), 1), MAX, FLOOR)[:, None]
+        tl.store(row_scales + rows[:, None], _inverse(m), mask=rows_there[:, None])
+    else:
+        m = shared
+    scaled = v * m
+    _put(scaled, out, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
+    if OTHER and (MODE == 2 or MODE == 3):
+        scaled = v * by_col[None, :]
+        if not TURNED:
+            _put(scaled, other, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
+    return scaled
+
+
+@triton.jit
+def _emit(v, counting, down, along, rows, cols, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C,
           MODE: tl.constexpr, OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
           WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Cast the tile v, number (down, along), of a tensor (R, C). Of LARGEST and LARGEST_LINES, only note its amaxes."""
     if MODE == 5:
-        tl.atomic_max(row_amax, tl.max(_bits(v)), sem="relaxed")
+        tl.atomic_max(row_amax, tl.max(_bits(_largest(v))), sem="relaxed")
     elif MODE == 6:
-        tl.atomic_max(row_amax + rows, tl.max(_bits(v), 1), mask=rows_there, sem="relaxed")
-        tl.atomic_max(col_amax + cols, tl.max(_bits(v), 0), mask=cols_there, sem="relaxed")
+        tl.atomic_max(row_amax + rows, tl.max(_bits(v[0]), 1), mask=rows < R, sem="relaxed")
+        tl.atomic_max(row_amax + rows + 1, tl.max(_bits(v[1]), 1), mask=rows + 1 < R, sem="relaxed")
+        tl.atomic_max(row_amax + rows + 2, tl.max(_bits(v[2]), 1), mask=rows + 2 < R, sem="relaxed")
+        tl.atomic_max(row_amax + rows + 3, tl.max(_bits(v[3]), 1), mask=rows + 3 < R, sem="relaxed")
+        tl.atomic_max(col_amax + cols, tl.max(_bits(_largest(v)), 0), mask=cols_there, sem="relaxed")
     elif NOTE:
         if counting:
-            by_row = v * _row_multiplier(v, rows, rows_there, row_amax, MODE, MAX, FLOOR)
-            _count(v, by_row, rows_there[:, None] & cols_there[None, :], counts, SLOTS, MAX, LEAST)
+            _count_rows(v, rows, cols_there, row_amax, counts, R, MODE, SLOTS, MAX, LEAST, FLOOR)
         else:
             if MODE != 0:
-                _note_largest(tl.max(_bits(v)), counts, SLOTS)
+                _note_largest(tl.max(_bits(_largest(v))), counts, SLOTS)
             elif (down == 0) & (along == 0):
                 _note_largest(tl.load(row_amax), counts, SLOTS)
-            _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, one, R, C, MODE, OTHER,
-                   TURNED, MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
+            _write(v, down, along, rows, cols, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, MODE, OTHER, TURNED, MAX,
+                   WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
     else:
-        _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, one, R, C, MODE, OTHER,
-               TURNED, MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
+        _write(v, down, along, rows, cols, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, MODE, OTHER, TURNED, MAX,
+               WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
 
 
 @triton.jit
-def _write(v, down, along, rows, cols, rows_there, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, one, R, C, MODE: tl.constexpr,
+def _shared_multiplier(v, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
+    """What the whole tile is multiplied by, of modes where it is one number; else 1."""
+    if MODE == 0:
+        return _multiplier(tl.load(row_amax), MAX, FLOOR)
+    elif MODE == 1:
+        return tl.load(row_amax)
+    elif MODE == 4:
+        return _multiplier(tl.max(_bits(_largest(v))), MAX, FLOOR)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _count_rows(v, rows, cols_there, row_amax, counts, R, MODE: tl.constexpr, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
+                FLOOR: tl.constexpr):  # fmt: skip
+    shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
+    for i in tl.static_range(4):
+        there = rows + i < R
+        if MODE == 2:
+            m = _multiplier(tl.load(row_amax + rows + i, mask=there, other=0), MAX, FLOOR)[:, None]
+        elif MODE == 3:
+            m = _multiplier(tl.max(_bits(v[i]), 1), MAX, FLOOR)[:, None]
+        else:
+            m = shared
+        _count(v[i], v[i] * m, there[:, None] & cols_there[None, :], counts, SLOTS, MAX, LEAST)
+
+
+@triton.jit
+def _write(v, down, along, rows, cols, cols_there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, MODE: tl.constexpr,
            OTHER: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
            FLOOR: tl.constexpr):  # fmt: skip
-    """out (R, C): codes with scales shared along a row (or the whole). other: (R, C) or, TURNED, (C, R): with scales shared along a column.
+    """out (R, C): codes with scales shared along a row (or the whole). other: with scales shared along a column: (R, C) codes or, TURNED, (C, R)
+    codes as words of four, R whole fours.
 
     row_scales (columns of tiles, R) and col_scales (rows of tiles, C); of WHOLE and GIVEN one number. Amaxes are bits, of GIVEN a multiplier.
-    `one`: 1.0, not known to the compiler, so that the two are cast apart where they share a scale. Of one cast, stored both as it lies and
-    byte by byte for the transpose, ptxas 12.8 makes code for sm_90 that reads registers before they are set.
+    What is stored in both orders is cast twice, each time with its neighbours: bytes of one cast, taken apart and put together anew, cost
+    three times the instructions, and ptxas 12.8 made code of it for sm_90 that read registers before they were set.
     """
-    m_r = _row_multiplier(v, rows, rows_there, row_amax, MODE, MAX, FLOOR)
-    by_row = v * m_r
-    by_col = by_row
-    if MODE != 2 and MODE != 3:
-        by_col = v * (m_r * one)
+    shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
+    by_col = shared
     if MODE == 0 or MODE == 1:
         if (down == 0) & (along == 0):
-            tl.store(row_scales, _inverse(m_r))
+            tl.store(row_scales, _inverse(shared))
     elif MODE == 2:
-        m_c = _multiplier(tl.load(col_amax + cols, mask=cols_there, other=0), MAX, FLOOR)
-        by_col = v * m_c[None, :]
-        if along == 0:
-            tl.store(row_scales + rows[:, None], _inverse(m_r), mask=rows_there[:, None])
+        by_col = _multiplier(tl.load(col_amax + cols, mask=cols_there, other=0), MAX, FLOOR)
         if down == 0:
-            tl.store(col_scales + cols, _inverse(m_c), mask=cols_there)
+            tl.store(col_scales + cols, _inverse(by_col), mask=cols_there)
     elif MODE == 3:
-        m_c = _multiplier(tl.max(_bits(v), 0), MAX, FLOOR)
-        by_col = v * m_c[None, :]
-        tl.store(row_scales + along.to(tl.int64) * R + rows[:, None], _inverse(m_r), mask=rows_there[:, None])
-        tl.store(col_scales + down.to(tl.int64) * C + cols, _inverse(m_c), mask=cols_there)
+        row_scales += along.to(tl.int64) * R
+        by_col = _multiplier(tl.max(_bits(_largest(v)), 0), MAX, FLOOR)
+        tl.store(col_scales + down.to(tl.int64) * C + cols, _inverse(by_col), mask=cols_there)
     else:
-        tl.store(row_scales + down * tl.cdiv(C, 128) + along, _inverse(m_r))
-    mask = rows_there[:, None] & cols_there[None, :]
-    _put(by_row, out, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
-    if OTHER:
-        _put(by_col, other, R if TURNED else C, rows, cols, mask, TURNED, MAX, WIDE_RANGE, ROUND)
+        tl.store(row_scales + down * tl.cdiv(C, 128) + along, _inverse(shared))
+    first = along == 0
+    turned = (
+        _row(v[0], rows, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND,
+             FLOOR),
+        _row(v[1], rows + 1, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
+             ROUND, FLOOR),
+        _row(v[2], rows + 2, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
+             ROUND, FLOOR),
+        _row(v[3], rows + 3, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
+             ROUND, FLOOR),
+    )  # fmt: skip
+    if OTHER and TURNED:
+        words = _word(turned, MAX, WIDE_RANGE, ROUND)
+        fours = down * words.shape[0] + tl.arange(0, words.shape[0])  # rows // 4, but known to be consecutive
+        tl.store(other + cols.to(tl.int64)[:, None] * (R // 4) + fours[None, :], words.T, mask=cols_there[:, None] & (fours < R // 4)[None, :])
 
 
 @triton.jit
-def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C, MODE: tl.constexpr,
+def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
           OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr,
           ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Of x (R, C)."""
     counting, down, along, rows, cols = _place(R, C, NOTE, EVERY, ROWS, COLS)
     v = _read(x, rows, cols, C, R, C)
-    _emit(v, counting, down, along, rows, cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, one, R, C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+    _emit(v, counting, down, along, rows, cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE, OTHER, TURNED,
+          NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
 
 
 @triton.jit
-def _cast_gated(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C, MODE: tl.constexpr,
+def _rounded(v, x, INTERPRETED: tl.constexpr):
+    """v (fp32) rounded to the dtype of x. Written out for bf16: Triton's own way there takes a slow instruction for each number."""
+    if INTERPRETED or x.dtype.element_ty != tl.bfloat16:
+        return v.to(x.dtype.element_ty).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
+            "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
+def _gated(gate, up, x, INTERPRETED: tl.constexpr):
+    gate, up = clamped(gate, up, 0.0, 0.0, False)
+    return _rounded(gated(gate, up, 1.0), x, INTERPRETED)
+
+
+@triton.jit
+def _cast_gated(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
                 OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
                 WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
                 ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Of silu(gate) up (R, C), of x = [gate, up] (R, 2C), rounded to x's dtype as if it were in memory."""
     counting, down, along, rows, cols = _place(R, C, NOTE, EVERY, ROWS, COLS)
-    gate, up = clamped(_read(x, rows, cols, 2 * C, R, C), _read(x + C, rows, cols, 2 * C, R, C), 0.0, 0.0, False)
-    v = _wide(gated(gate, up, 1.0).to(x.dtype.element_ty))
-    _emit(v, counting, down, along, rows, cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, one, R, C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+    g, u = _read(x, rows, cols, 2 * C, R, C), _read(x + C, rows, cols, 2 * C, R, C)
+    v = (_gated(g[0], u[0], x, ROUND), _gated(g[1], u[1], x, ROUND), _gated(g[2], u[2], x, ROUND), _gated(g[3], u[3], x, ROUND))
+    _emit(v, counting, down, along, rows, cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE, OTHER, TURNED,
+          NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
 
 
 @triton.jit
-def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scales, counts, one, R, C, MODE: tl.constexpr,
+def _slopes(d, gate, up, x, INTERPRETED: tl.constexpr):
+    gate, up = clamped(gate, up, 0.0, 0.0, False)
+    dgate, dup = gated_slopes(d, gate, up, sigmoid(gate, 1.0), gate, up, 1.0, 0.0, False)
+    return _rounded(dgate, x, INTERPRETED), _rounded(dup, x, INTERPRETED)
+
+
+@triton.jit
+def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
                      OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
                      WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
-                ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+                     ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Of the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded likewise. Of BLOCKS, C is whole blocks."""
     counting, down, along, rows, cols = _place(R, C, NOTE, EVERY, ROWS, COLS)
     d = _read(dy, rows, cols, C, R, C)
-    gate, up = clamped(_read(x, rows, cols, 2 * C, R, C), _read(x + C, rows, cols, 2 * C, R, C), 0.0, 0.0, False)
-    dgate, dup = gated_slopes(d, gate, up, sigmoid(gate, 1.0), gate, up, 1.0, 0.0, False)
-    v = _wide(dgate.to(x.dtype.element_ty))
-    _emit(v, counting, down, along, rows, cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, one, R, 2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
-    v = _wide(dup.to(x.dtype.element_ty))
+    g, u = _read(x, rows, cols, 2 * C, R, C), _read(x + C, rows, cols, 2 * C, R, C)
+    dg0, du0 = _slopes(d[0], g[0], u[0], x, ROUND)
+    dg1, du1 = _slopes(d[1], g[1], u[1], x, ROUND)
+    dg2, du2 = _slopes(d[2], g[2], u[2], x, ROUND)
+    dg3, du3 = _slopes(d[3], g[3], u[3], x, ROUND)
+    _emit((dg0, dg1, dg2, dg3), counting, down, along, rows, cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, 2 * C,
+          MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
     along += tl.cdiv(C, COLS)
-    _emit(v, counting, down, along, rows, C + cols, rows < R, cols < C, row_amax, col_amax, out, other, row_scales, col_scales,
-          counts, one, R, 2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+    _emit((du0, du1, du2, du3), counting, down, along, rows, C + cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R,
+          2 * C, MODE, OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
 
 
 @triton.jit
@@ -314,8 +422,6 @@ def tiles_of(x: Source, mode: int) -> Tiles:
     """Blocks ask for a tile of their size."""
     if mode in (BLOCKS, SQUARES):
         return Tiles(TILE, TILE, 16)
-    if isinstance(x, GatedGrad):
-        return Tiles(64, 64, 8)
     return Tiles(TILE, TILE, 8) if mode == LARGEST_LINES else Tiles(64, 128, 8)  # fewer, larger tiles: fewer atomics
 
 
@@ -337,7 +443,7 @@ def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, o
     wide = format is not None and format.dtype == torch.float8_e5m2
     counting = 0 if counts is None else down * triton.cdiv(across, every)
     kernel[(down * across + counting,)](
-        *sources, first, second, out, other, *scales, counts, 1.0, rows, columns, MODE=mode, OTHER=other is not None, TURNED=turn,
+        *sources, first, second, out, other, *scales, counts, rows, columns, MODE=mode, OTHER=other is not None, TURNED=turn,
         NOTE=counts is not None, MAX=448.0 if format is None else format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide,
         ROUND=x.device.type != "cuda", FLOOR=FLOOR, EVERY=every, SLOTS=SLOTS, ROWS=t.rows, COLS=t.columns, num_warps=t.warps,
     )  # fmt: skip
@@ -355,6 +461,8 @@ def cast_both(x: Source, format: Format, mode: int, first: Tensor | None, second
     tiles          for benchmarks
     """
     rows, columns = x.shape
+    if turn and rows % 4:
+        raise ValueError(f"{rows} rows: codes of the transposed matrix are written in words of four")
     device, whole, squares = x.device, mode in (WHOLE, GIVEN), mode == SQUARES
     down, across = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
     shared = whole or squares
@@ -366,7 +474,8 @@ def cast_both(x: Source, format: Format, mode: int, first: Tensor | None, second
         other = torch.empty((columns, rows) if turn else (rows, columns), dtype=format.dtype, device=device) if wanted else None
     sizes = {LINES: (rows, columns), BLOCKS: (across * rows, down * columns), SQUARES: (down * across, 1)}.get(mode, (1, 1))
     row_scales, col_scales = (torch.empty(n, device=device) for n in sizes)
-    _launch(x, mode, first, second, out, other, (row_scales, col_scales), counts, turn, format, tiles)
+    written = other.view(torch.int32) if turn and other is not None else other
+    _launch(x, mode, first, second, out, written, (row_scales, col_scales), counts, turn, format, tiles)
     if into is not None:
         _copy_scales(into, row_scales, col_scales, mode, turn)
         return into
