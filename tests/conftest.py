@@ -1,4 +1,4 @@
-"""Shared by all tests: one pool of ranks per session."""
+"""Shared by all tests of a session: one pool of ranks, and one server of processes that have torch imported."""
 
 import os
 
@@ -10,6 +10,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 
 from tests.pool import RankPool, warm_imports
+from tests.warm import Warm
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,11 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm():
+    server = Warm()
+    server.start()
+    yield server
+    server.close()

@@ -58,12 +58,15 @@ def small(config: Path, *overrides: str) -> Run:
     return load_run(str(config), ["data.mock=true", *overrides])
 
 
-def phalanx(*args: str, code: int = 0) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-m", "phalanx", *args], capture_output=True, text=True, timeout=150, env=env)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def phalanx(warm):
+    def said(*args: str, code: int = 0) -> str:
+        done = warm.phalanx(*args)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return said
 
 
 # ---- the budget of hand-made GPU traces ------------------------------------------------------------------------------------------
@@ -293,7 +296,7 @@ def test_times_are_medians_of_repeats():
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.0, 3.0, 3)
 
 
-def test_bench_step_agrees_with_the_formulas(config, tmp_path):
+def test_bench_step_agrees_with_the_formulas(phalanx, config, tmp_path):
     """Two ranks: rates from the median and the FLOP formula, memory from the number of parameters, the budget from a real trace."""
     out, trace = tmp_path / "step.json", tmp_path / "trace.json"
     said = phalanx("bench", "step", str(config), "layout.tp=2", "--steps", "3", "--warmup", "1", "--json", str(out), "--trace", str(trace))
@@ -312,7 +315,7 @@ def test_bench_step_agrees_with_the_formulas(config, tmp_path):
     assert "advice: " in said and "data-sheet peak" in said and trace.exists()
 
 
-def test_bench_step_needs_no_data_and_checks_the_rest(config):
+def test_bench_step_needs_no_data_and_checks_the_rest(phalanx, config):
     assert "config error: layout.tp=3" in phalanx("bench", "step", str(config), "layout.tp=3", "--ranks", "3", code=2)
     assert "needs a path" in phalanx("train", str(config), code=2)  # what bench step fills in
 
@@ -354,7 +357,7 @@ def test_bench_ops_leaves_the_modules_as_they_were(config):
     assert (mlp.swiglu, attention.attention) == before
 
 
-def test_bench_comm_reports_bus_bandwidth(tmp_path):
+def test_bench_comm_reports_bus_bandwidth(phalanx, tmp_path):
     """Bytes over the busiest link by the ring formulas: 2 (n-1)/n, (n-1)/n, (n-1)/n and 1 of the buffer."""
     out = tmp_path / "comm.json"
     said = phalanx("bench", "comm", "--ranks", "2", "--sizes", "0.5,1", "--repeats", "2", "--json", str(out))
@@ -367,7 +370,7 @@ def test_bench_comm_reports_bus_bandwidth(tmp_path):
     assert "bus GB/s" in said
 
 
-def test_bench_comm_refuses_what_it_cannot_do():
+def test_bench_comm_refuses_what_it_cannot_do(phalanx):
     assert "x>=2" in phalanx("bench", "comm", "--ranks", "1", code=2)
     assert "'x' is not MIB" in phalanx("bench", "comm", "--sizes", "x", code=2)
 
@@ -390,7 +393,7 @@ def test_a_sweep_is_the_product():
     assert combinations(["a=1,2", "b=x", "c=3,4"]) == [("a=1", "b=x", "c=3"), ("a=1", "b=x", "c=4"), ("a=2", "b=x", "c=3"), ("a=2", "b=x", "c=4")]
 
 
-def test_bench_sweep_goes_on_after_what_fails(config, tmp_path):
+def test_bench_sweep_goes_on_after_what_fails(phalanx, config, tmp_path):
     """One that fits, one that is not legal, and one that really runs out of memory (a vocabulary of terabytes): three rows."""
     out = tmp_path / "sweep.json"
     said = phalanx("bench", "sweep", str(config), "train.micro_batch=2,3", "model.vocab_size=96,4000000000000", "--steps", "1", "--warmup", "0",
@@ -614,13 +617,13 @@ def test_ablation_has_a_row_for_what_fails(tmp_path):
     assert plain["step"]["repeats"] == 2 and "| without any kernel of ours |" in done.stdout and math.isfinite(plain["loss"])
 
 
-def test_checkpoints_are_measured_and_resumed_from(tmp_path):
+def test_checkpoints_are_measured_and_resumed_from(warm, tmp_path):
     """Both parts of benchmarks/checkpoint.py at a small size; the second goes on from what the first saved."""
     small = ["recipes/tiny_llama.yaml", "train.device=cpu", "model.num_hidden_layers=1", "train.seq_length=16", "train.global_batch=2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for what, more in (("measure", ["--seconds", "60"]), ("resume", ["--cold"])):
         where = ["--folder", str(tmp_path / "c"), "--out", str(tmp_path / "o.json")]
-        command = [sys.executable, "benchmarks/checkpoint.py", what, *small, *where, *more]
+        command = [warm.python, "benchmarks/checkpoint.py", what, *small, *where, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
         assert done.returncode == 0, done.stderr
     measured, resumed = json.loads((tmp_path / "o.json").read_text())

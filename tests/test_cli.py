@@ -73,9 +73,13 @@ def early(placement, folder):
 '''
 
 
+INTERPRETER = sys.executable
+
+
 @pytest.fixture
-def jobs(tmp_path, monkeypatch):
-    """A module of jobs that ranks can import, and a folder for their notes."""
+def jobs(warm, tmp_path, monkeypatch):
+    """A module of jobs that ranks can import, and a folder for their notes. Ranks are forked, not started (tests/warm.py)."""
+    monkeypatch.setattr(sys, "executable", warm.python)
     (tmp_path / "phalanx_test_jobs.py").write_text(JOBS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -90,9 +94,10 @@ def config(tmp_path):
     return str(file)
 
 
-def program(*args: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    return subprocess.run([sys.executable, "-m", "phalanx", *args], capture_output=True, text=True, env=env, cwd=cwd, timeout=120)
+def program(*args: str) -> subprocess.CompletedProcess[str]:
+    """In an interpreter of its own; most tests here have tests/warm.py's."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "phalanx", *args], capture_output=True, text=True, env=env, timeout=120)
 
 
 # ---- the program ---------------------------------------------------------------------------------------------------------------
@@ -135,9 +140,9 @@ def test_explain():
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "verify"])
-def test_a_bad_config_is_exit_2_at_once_with_all_problems_and_nothing_written(config, tmp_path, verb):
+def test_a_bad_config_is_exit_2_at_once_with_all_problems_and_nothing_written(warm, config, tmp_path, verb):
     before = sorted(p.name for p in tmp_path.iterdir())
-    done = program(verb, config, "layout.tp=3", "optim.beta1=1", "train.stepz=3", f"dir={tmp_path}/new", cwd=tmp_path)
+    done = warm.phalanx(verb, config, "layout.tp=3", "optim.beta1=1", "train.stepz=3", f"dir={tmp_path}/new", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     lines = done.stderr.splitlines()
     assert all(line.startswith("config error: ") for line in lines)
@@ -147,11 +152,11 @@ def test_a_bad_config_is_exit_2_at_once_with_all_problems_and_nothing_written(co
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-def test_plan_needs_neither_gpu_nor_data(config, tmp_path):
+def test_plan_needs_neither_gpu_nor_data(warm, config, tmp_path):
     args = ("plan", config, "data.mock=false", "data.paths=[far/away]", "train.device=cuda", "layout.tp=2", "--ranks", "4", "--device")
-    done = program(*args, "H100", cwd=tmp_path)
+    done = warm.phalanx(*args, "H100", cwd=tmp_path)
     assert done.returncode == 0 and "pp 1 x dp 2 x tp 2" in done.stdout and sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml"]
-    wrong = program(*args, "H1000")
+    wrong = warm.phalanx(*args, "H1000")
     assert wrong.returncode == 2 and "H100" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
@@ -162,8 +167,8 @@ def test_plan_needs_neither_gpu_nor_data(config, tmp_path):
         ("data.tokenizer=nowhere", 3, "data error: data.tokenizer='nowhere'"),
     ],
 )
-def test_missing_paths(config, override, code, text):
-    done = program("train", config, override)
+def test_missing_paths(warm, config, override, code, text):
+    done = warm.phalanx("train", config, override)
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr
 
 
@@ -172,35 +177,35 @@ def test_missing_config_names_near_ones(config):
     assert done.returncode == 2 and f"Valid near it: {config}" in done.stderr
 
 
-def test_a_bad_world_is_printed_by_rank_0_only(config):
+def test_a_bad_world_is_printed_by_rank_0_only(warm, config):
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    first, second = (program("train", config, "layout.tp=4", env={**world, "RANK": r, "LOCAL_RANK": r}) for r in "01")
+    first, second = (warm.phalanx("train", config, "layout.tp=4", env={**world, "RANK": r, "LOCAL_RANK": r}) for r in "01")
     assert first.returncode == second.returncode == 2 and "layout.tp=4" in first.stderr and second.stderr == ""
-    wrong = program("train", config, env={**world, "RANK": "5"})
+    wrong = warm.phalanx("train", config, env={**world, "RANK": "5"})
     assert wrong.returncode == 2 and "RANK=5: must be < WORLD_SIZE, because WORLD_SIZE=2" in wrong.stderr
 
 
-def test_checkpoint_list(tmp_path):
+def test_checkpoint_list(warm, tmp_path):
     (tmp_path / "run1/checkpoints").mkdir(parents=True)
-    assert "no checkpoint" in program("checkpoint", "list", str(tmp_path / "run1")).stdout
+    assert "no checkpoint" in warm.phalanx("checkpoint", "list", str(tmp_path / "run1")).stdout
     (tmp_path / "run1/checkpoints/step-00000100").mkdir()
     (tmp_path / "run1/checkpoints/step-00000200.tmp-x").mkdir()
-    [line] = program("checkpoint", "list", str(tmp_path / "run1")).stdout.splitlines()
+    [line] = warm.phalanx("checkpoint", "list", str(tmp_path / "run1")).stdout.splitlines()
     assert "step-00000100" in line and "manifest" in line and "good" not in line
-    gone = program("checkpoint", "list", str(tmp_path / "rnu1"))
+    gone = warm.phalanx("checkpoint", "list", str(tmp_path / "rnu1"))
     assert gone.returncode == 4 and f"near it: {tmp_path}/run1" in gone.stderr and "Traceback" not in gone.stderr
 
 
-def test_data_prepare_and_show(tmp_path):
+def test_data_prepare_and_show(warm, tmp_path):
     from phalanx.data.tokenizers import byte_tokenizer
 
     byte_tokenizer().save(tmp_path / "tok")
     (tmp_path / "a.txt").write_text("Arma virumque cano")
-    done = program("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
+    done = warm.phalanx("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
     assert done.returncode == 0 and "documents=1" in done.stdout, done.stderr
-    done = program("data", "show", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
+    done = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
     assert "document 0, 19 tokens: Arma virumque cano" in done.stdout, done.stderr
-    gone = program("data", "show", str(tmp_path / "b"))
+    gone = warm.phalanx("data", "show", str(tmp_path / "b"))
     assert gone.returncode == 3 and "Traceback" not in gone.stderr and gone.stderr.startswith("data error: ")
 
 
@@ -269,8 +274,8 @@ sys.exit(guarded(lambda: start("phalanx_test_jobs:%s", {"folder": sys.argv[1]}, 
 """
 
 
-def parent_with_ranks(jobs: Path, job: str) -> subprocess.Popen[str]:
-    made = subprocess.Popen([sys.executable, "-c", PARENT % job, str(jobs)], stderr=subprocess.PIPE, text=True)
+def parent_with_ranks(jobs: Path, job: str, python: str | None = None) -> subprocess.Popen[str]:
+    made = subprocess.Popen([python or sys.executable, "-c", PARENT % job, str(jobs)], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: all((jobs / str(rank)).exists() for rank in range(2)))
     return made
 
@@ -300,7 +305,7 @@ def test_a_signal_before_training_began(jobs):
 
 def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
     """The same signal twice within a second is one request: terminals and schedulers tell everybody, and repeat themselves."""
-    rank = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True)); "
+    rank = subprocess.Popen([INTERPRETER, "-c", "import signal, time; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True)); "
                              "print('ready', flush=True); [time.sleep(1) for _ in range(60)]"], stdout=subprocess.PIPE, text=True)  # fmt: skip
     assert rank.stdout.readline() == "ready\n"
     (tmp_path / "rank-0.pid").write_text(str(rank.pid))
@@ -342,7 +347,7 @@ def test_a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second():
 
 
 def test_ranks_do_not_outlive_their_launcher(jobs):
-    parent = parent_with_ranks(jobs, "save_on_stop")
+    parent = parent_with_ranks(jobs, "save_on_stop", INTERPRETER)
     pids = [int((jobs / str(rank)).read_text().split()[4]) for rank in range(2)]
     parent.kill()
     parent.communicate(timeout=60)

@@ -54,8 +54,11 @@ def ids(page: Path) -> str:
 # ---- running them --------------------------------------------------------------------------------------------------------------
 
 
+AS_INSTALLED = ("quickstart",)  # pages whose commands start interpreters; the others ask tests/warm.py for processes
+
+
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory) -> Path:
+def installed(tmp_path_factory) -> Path:
     """A folder with `phalanx`, `python` and `torchrun` as an installed package would give them."""
     folder = tmp_path_factory.mktemp("bin")
     for name, words in {"phalanx": "-m phalanx", "python": "", "torchrun": "-m torch.distributed.run"}.items():
@@ -65,10 +68,10 @@ def programs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
-def test_the_commands_of_a_page(page, programs, tmp_path):
+def test_the_commands_of_a_page(page, installed, warm, tmp_path):
     for name in ("recipes", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    path = f"{installed if page.stem in AS_INSTALLED else warm.folder}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for block in blocks(page):
         if name := block.option("file"):

@@ -22,12 +22,12 @@ def hour(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory) -> tuple[Path, Path, str]:
+def done(warm, tmp_path_factory) -> tuple[Path, Path, str]:
     """The folder of the hour, a copy of the page that it wrote its table into, and what it printed."""
     folder = tmp_path_factory.mktemp("hour")
     page = folder / "page.md"
     shutil.copy(PAGE, page)
-    ran = hour(folder / "work", FIRST_HOUR_PYTHON=sys.executable, FIRST_HOUR_PAGE=str(page))
+    ran = hour(folder / "work", FIRST_HOUR_PYTHON=warm.python, FIRST_HOUR_PAGE=str(page))
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-3000:]
     assert "Traceback" not in ran.stdout + ran.stderr
     return folder / "work", page, ran.stdout

@@ -322,18 +322,13 @@ def test_the_page_of_a_step(tmp_path):
     assert "source mock" in step_text(mock, step_data(mock, open_loaders(mock, mock.data)[0], 1, 1), 1, None)
 
 
-def program(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-m", "phalanx", *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
-
-
-def test_data_show(tmp_path):
+def test_data_show(warm, tmp_path):
     write(tmp_path / "t", [list(b"ab"), list(b"c"), list(b"ab"), [], list(b"ab")])
-    done = program("data", "show", "t", "--documents", "1", "--start", "2", cwd=tmp_path)
+    done = warm.phalanx("data", "show", "t", "--documents", "1", "--start", "2", cwd=tmp_path)
     assert "min 0, median 2, max 2, empty 1" in done.stdout and "2 repeat an earlier one token for token (40.0%)" in done.stdout
     assert "3 times, 2 tokens: documents 0, 2, 4" in done.stdout and "tokens 3..4: document 2, 2 tokens: [97, 98]" in done.stdout
     (tmp_path / "run.yaml").write_text(json.dumps({**BASE, "data": {"paths": ["t"], "split": "1,0,0"}}))
-    short = program("data", "show", "run.yaml", "train.seq_length=4", "--step", "3", "--ranks", "2", "--rank", "1", cwd=tmp_path)
+    short = warm.phalanx("data", "show", "run.yaml", "train.seq_length=4", "--step", "3", "--ranks", "2", "--rank", "1", cwd=tmp_path)
     assert "data-parallel rank 1, micro-batch 0" in short.stdout and "rank 0" not in short.stdout, short.stderr
     for words, code, text in (
         (("run.yaml", "train.seq_length=4", "--step", "6"), 2, "--step=6: must be a step of the run, because train.steps=5"),
@@ -341,7 +336,7 @@ def test_data_show(tmp_path):
         (("run.yaml", "data.paths=[u]"), 3, "u.bin and u.idx must exist"),
         (("t", "--step", "1"), 2, "belong to a CONFIG"),
     ):
-        wrong = program("data", "show", *words, cwd=tmp_path)
+        wrong = warm.phalanx("data", "show", *words, cwd=tmp_path)
         assert wrong.returncode == code and text in wrong.stderr and "Traceback" not in wrong.stderr, wrong.stderr
 
 
@@ -415,7 +410,7 @@ print(use_text(DataConfig(text=sys.argv[1], tokenizer="bytes"), sys.argv[2], 300
 """
 
 
-def test_one_process_prepares_and_the_others_wait(tmp_path):
+def test_one_process_prepares_and_the_others_wait(warm, tmp_path):
     import fcntl
 
     folder, cache = texts(tmp_path / "in"), tmp_path / "run/data"
@@ -425,7 +420,7 @@ def test_one_process_prepares_and_the_others_wait(tmp_path):
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", WAITER, str(folder), str(tmp_path / "run")]
+        command = [warm.python, "-c", WAITER, str(folder), str(tmp_path / "run")]
         waiting = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         assert all(p.stdout.readline() == f"wait for process 1 on node0, which prepares data in {cache}\n" for p in waiting)
     said = [p.communicate(timeout=60)[0].splitlines() for p in waiting]
@@ -433,28 +428,28 @@ def test_one_process_prepares_and_the_others_wait(tmp_path):
     assert said[0][-1] == said[1][-1] and Corpus(said[0][-1]).num_documents == 60
 
 
-def test_train_from_text(tmp_path):
+def test_train_from_text(warm, tmp_path):
     texts(tmp_path / "in")
     model = {"family": "gpt2", "vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
     train = {"steps": 2, "global_batch": 2, "micro_batch": 1, "seq_length": 16, "eval_interval": 1, "device": "cpu"}
     data = {"text": "in", "tokenizer": "bytes", "split": "90,10,0", "valid": {"more": "m"}}
     write(tmp_path / "m", [list(range(60))])
     (tmp_path / "run.yaml").write_text(json.dumps({"model": model, "train": train, "data": data, "dir": "run", "log": {"report": False}}))
-    first = program("train", "run.yaml", "--ranks", "2", cwd=tmp_path)
+    first = warm.phalanx("train", "run.yaml", "--ranks", "2", cwd=tmp_path)
     assert first.returncode == 0 and first.stdout.count("prepare in into") == 1, first.stderr
     assert first.stdout.index("prepare in into") < first.stdout.index("model gpt2")
-    short = program("train", "run.yaml", "--ranks", "2", "dir=other", "data.cache=run/data", "data.max_epochs=0.001", cwd=tmp_path)
+    short = warm.phalanx("train", "run.yaml", "--ranks", "2", "dir=other", "data.cache=run/data", "data.max_epochs=0.001", cwd=tmp_path)
     assert short.returncode == 3 and "text: not enough data: the run takes 4 samples from it" in short.stderr, short.stderr
     for text in ("validation valid", "validation more", "valid step=2 valid=", " more="):
         assert text in first.stdout
-    again = program("train", "run.yaml", "train.steps=3", cwd=tmp_path)
+    again = warm.phalanx("train", "run.yaml", "train.steps=3", cwd=tmp_path)
     assert again.returncode == 0 and "prepare in into" not in again.stdout and "is not that of" not in again.stderr, again.stderr
     assert load_run(tmp_path / "run/config.yaml").data.text == ("in",)
     other = ("data.text=[]", "data.paths=m", "data.split=1,0,0", "data.valid={}", "train.eval_interval=null")
-    mixed = program("train", "run.yaml", "train.steps=4", *other, cwd=tmp_path)
+    mixed = warm.phalanx("train", "run.yaml", "train.steps=4", *other, cwd=tmp_path)
     assert mixed.returncode == 4 and "cannot continue from run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
     assert "data.order" in mixed.stderr and 'data.sources ["' in mixed.stderr
-    mixed = program("train", "run.yaml", "train.steps=4", *other, "checkpoint.allow=[data]", cwd=tmp_path)
+    mixed = warm.phalanx("train", "run.yaml", "train.steps=4", *other, "checkpoint.allow=[data]", cwd=tmp_path)
     assert mixed.returncode == 0 and "the data is not that of run/checkpoints/step-00000003" in mixed.stderr, mixed.stderr
 
 

@@ -1,4 +1,7 @@
-"""Whole runs through the command line: killed, stopped and continued runs end as undisturbed ones do."""
+"""Whole runs through the command line: killed, stopped and continued runs end as undisturbed ones do.
+
+The run that all are compared with and those whose single ranks get signals have interpreters of their own; the others processes of tests/warm.py.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,21 @@ CONFIG = {
 SECRET = "canary-5d1c7e"  # in the environment of every run
 
 
-def command(config: Path, folder: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "phalanx", "train", str(config), f"dir={folder}", *more]
+def command(config: Path, folder: Path, *more: str, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "phalanx", "train", str(config), f"dir={folder}", *more]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_TOKEN": SECRET}
 
 
-def run(config: Path, folder: Path, *more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(config, folder, *more), env=environment(), capture_output=True, text=True, timeout=240)
+def run(config: Path, folder: Path, *more: str, python: str = sys.executable) -> subprocess.CompletedProcess:
+    return subprocess.run(command(config, folder, *more, python=python), env=environment(), capture_output=True, text=True, timeout=240)
 
 
-def start(config: Path, folder: Path, *more: str) -> subprocess.Popen:
-    return subprocess.Popen(command(config, folder, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(config: Path, folder: Path, *more: str, python: str = sys.executable) -> subprocess.Popen:
+    words = command(config, folder, *more, python=python)
+    return subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
@@ -114,7 +118,7 @@ def test_secrets_of_the_environment_are_nowhere(undisturbed):
 
 
 @pytest.mark.soak  # tests/test_faults.py has a sample of kills
-def test_kill_9_of_a_rank_changes_nothing(config, undisturbed, tmp_path):
+def test_kill_9_of_a_rank_changes_nothing(warm, config, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = start(config, folder)
     wait_for_step(folder, process, 8)
@@ -122,26 +126,26 @@ def test_kill_9_of_a_rank_changes_nothing(config, undisturbed, tmp_path):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 6, out
     assert "Traceback" not in out
-    done = run(config, folder)
+    done = run(config, folder, python=warm.python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continue from" in done.stdout
     assert steps(folder) == steps(undisturbed)
     assert valid(folder) == valid(undisturbed)
 
 
-def test_sigterm_saves_and_the_run_goes_on(config, undisturbed, tmp_path):
+def test_sigterm_saves_and_the_run_goes_on(warm, config, undisturbed, tmp_path):
     folder = tmp_path / "run"
-    process = start(config, folder)
+    process = start(config, folder, python=warm.python)
     wait_for_step(folder, process, 7)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
-    done = run(config, folder)
+    done = run(config, folder, python=warm.python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(folder) == steps(undisturbed)
 
 
-def test_one_rank_or_a_limit_of_time_is_enough(config, undisturbed, tmp_path):
+def test_one_rank_or_a_limit_of_time_is_enough(warm, config, undisturbed, tmp_path):
     """SIGUSR1 to one rank alone: all save the same step. Then a limit that is over at once: one step more each time. Nothing is lost."""
     folder = tmp_path / "run"
     process = start(config, folder)
@@ -150,9 +154,9 @@ def test_one_rank_or_a_limit_of_time_is_enough(config, undisturbed, tmp_path):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     before = max(steps(folder))
-    done = run(config, folder, "train.time_limit_s=0.001")
+    done = run(config, folder, "train.time_limit_s=0.001", python=warm.python)
     assert done.returncode == 75 and before < max(steps(folder)) < before + 4, done.stdout + done.stderr
-    done = run(config, folder)
+    done = run(config, folder, python=warm.python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(folder) == steps(undisturbed)
 
@@ -161,40 +165,40 @@ def test_one_rank_or_a_limit_of_time_is_enough(config, undisturbed, tmp_path):
     pytest.param(("layout.tp=1", "layout.pp=1", "--ranks", "2"), marks=pytest.mark.soak),
     ("layout.tp=1", "layout.sharding=3", "layout.bucket_mb=1", "--ranks", "4"),
 ], ids=["dp2", "pp2 dp2, level 3"])  # fmt: skip
-def test_another_layout_continues_the_same_run(config, undisturbed, tmp_path, layout):
+def test_another_layout_continues_the_same_run(warm, config, undisturbed, tmp_path, layout):
     """Stopped at step 10 on tp2 x pp2, continued, evaluated and saved on data-parallel ranks: the same losses up to rounding."""
     folder = tmp_path / "run"
-    process = start(config, folder)
+    process = start(config, folder, python=warm.python)
     wait_for_step(folder, process, 7)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
-    done = run(config, folder, *layout)
+    done = run(config, folder, *layout, python=warm.python)
     assert done.returncode == 0, done.stdout + done.stderr
     for step, (loss, norm) in steps(undisturbed).items():
         assert steps(folder)[step] == pytest.approx((loss, norm), rel=2e-4), step
     assert valid(folder)[24] == pytest.approx(valid(undisturbed)[24], rel=1e-4)
 
 
-def test_the_saved_config_runs_again(config, undisturbed, tmp_path):
+def test_the_saved_config_runs_again(warm, config, undisturbed, tmp_path):
     """The resolved config of a run is a config."""
-    done = run(undisturbed / "config.yaml", tmp_path / "again", "train.steps=4", "optim.decay_steps=24")
+    done = run(undisturbed / "config.yaml", tmp_path / "again", "train.steps=4", "optim.decay_steps=24", python=warm.python)
     assert done.returncode == 0, done.stdout + done.stderr
     first = {k: v for k, v in steps(undisturbed).items() if k <= 4}
     assert steps(tmp_path / "again") == first
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error(config, undisturbed, tmp_path):
+def test_a_checkpoint_that_is_not_there_is_an_error(warm, config, undisturbed, tmp_path):
     """Never a silent fresh start."""
     wrong = str(undisturbed).replace("run", "rnu")
-    done = run(config, tmp_path / "new", f"checkpoint.load={wrong}")
+    done = run(config, tmp_path / "new", f"checkpoint.load={wrong}", python=warm.python)
     assert done.returncode == 4 and "rnu" in done.stderr and "Traceback" not in done.stderr
-    done = run(config, undisturbed, "checkpoint.resume=never")
+    done = run(config, undisturbed, "checkpoint.resume=never", python=warm.python)
     assert done.returncode == 4 and "resume=never" in done.stdout + done.stderr
 
 
-def test_a_bad_config_writes_nothing(config, tmp_path):
+def test_a_bad_config_writes_nothing(warm, config, tmp_path):
     folder = tmp_path / "run"
-    done = run(config, folder, "layout.tp=3", "optim.lr=-1", "train.learning_rte=2")
+    done = run(config, folder, "layout.tp=3", "optim.lr=-1", "train.learning_rte=2", python=warm.python)
     assert done.returncode == 2
     for text in ("layout.tp=3", "optim.lr=-1", "learning_rte"):
         assert text in done.stderr
