@@ -102,7 +102,8 @@ def weight_gradients(device: torch.device) -> str:
 
 def routers(device: torch.device) -> str:
     """bf16 tokens times a router's weight in fp32, and its gradients, against float64: products of bf16 pieces keep fp32's precision."""
-    x, weight, dy = normal(8192, 512, dtype=torch.bfloat16), normal(64, 512, seed=1, dtype=torch.bfloat16), normal(8192, 64, seed=2, dtype=torch.float32)
+    x, weight = normal(8192, 512, dtype=torch.bfloat16), normal(64, 512, seed=1, dtype=torch.bfloat16)
+    dy = normal(8192, 64, seed=2, dtype=torch.float32)
     a, w = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
     w.grad_dtype = torch.float32
     w.grad = torch.ones(w.shape, dtype=torch.float32, device=device)
