@@ -18,7 +18,7 @@ from phalanx.checkpoint.save import Saved, Snapshot, save
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.comm.mesh import Mesh
-from phalanx.data_parallel.buffers import FlatBucket
+from phalanx.data_parallel.flat import FlatBucket
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.config import LayoutConfig
 from phalanx.ops.shard import Shard

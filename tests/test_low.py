@@ -287,7 +287,7 @@ def run_shadow(rank: int, world: int, run: Run, drop: bool = False) -> np.ndarra
     return found.numpy()
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, pp=2), dict(sharding=2)], ids=str)
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, pp=2), dict(sharding=2), dict(sharding=3)], ids=str)
 def test_shadows_tell_the_same_in_every_layout(ranks, layout):
     """Truth: one process. Without the sum over ranks they would not."""
     run = low_run("tensorwise", train=dict(global_batch=8), **layout)

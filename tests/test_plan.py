@@ -28,7 +28,7 @@ from phalanx.schedule.simulate import LiveChange
 from phalanx.train import doctor
 from phalanx.train.build import build, init_weights
 from phalanx.train.checks import Facts, check
-from phalanx.train.config import Run, TrainConfig
+from phalanx.train.config import Fp8Config, Run, TrainConfig
 from phalanx.train.flops import flops_of, mfu, mfu_text, step_flops
 from phalanx.train.load import load_run
 from phalanx.train.memory import OVERHEAD, peak_activations, rank_uses
@@ -208,6 +208,10 @@ def frozen(run: Run, *globs: str) -> Run:
     return replace(run, train=replace(run.train, freeze=list(globs)))
 
 
+def coded(run: Run, **fp8) -> Run:
+    return replace(run, train=replace(run.train, fp8=Fp8Config(**fp8)))
+
+
 def placed(run: Run) -> Run:
     return replace(run, train=replace(run.train, cuda_graphs="on"))
 
@@ -238,6 +242,14 @@ LAYOUTS = {
     "level 3, dp4 in bf16, attention and the embedding frozen": (
         frozen(small("bf16", sharding=3, bucket_mb=0), "*attn*", "*embed_tokens*"), 4
     ),
+    "level 1, dp2 in FP8, codes gathered": (coded(small("bf16", bucket_mb=0), recipe="tensorwise"), 2),
+    "level 2, tp2 dp2 in FP8, codes gathered, a layer left out": (
+        coded(small("bf16", tp=2, sharding=2, bucket_mb=0), recipe="tensorwise", exclude=["*.1.*"]), 4
+    ),
+    "level 3, dp4 in pairs in FP8, optimizer over both": (
+        coded(small("bf16", sharding=3, shard_group=2, shard_across="optimizer", bucket_mb=0), recipe="tensorwise"), 4
+    ),
+    "level 3, dp2 in FP8, places of CUDA graphs": (placed(coded(small("bf16", sharding=3, bucket_mb=0), recipe="tensorwise")), 2),
     "level 3, dp4 in bf16, places of CUDA graphs": (placed(small("bf16", sharding=3, bucket_mb=0)), 4),
     "level 2, tp2 pp2 dp2 in bf16, places of CUDA graphs": (placed(small("bf16", tp=2, pp=2, sharding=2, bucket_mb=0)), 8),
     "level 2, tp2 dp2 in bf16, attention and the embedding frozen": (

@@ -27,7 +27,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run) pairs.
+    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run) pairs; `coded`: weights are
+    8-bit codes (data_parallel.codes).
 
     How it is cut into them is in `layout.shards`.
     """
@@ -39,11 +40,20 @@ class Bucket:
     axis: SumAxis = "dp"
     trained: bool = True
     frozen: bool = False
+    coded: bool = False
 
     @property
     def learns(self) -> bool:
         """Whether its parameters get gradients."""
         return self.trained and not self.frozen
+
+    def weight_bytes(self, weight: int, master: int) -> int:
+        """Of an element of the weights where they are at work, given the bytes of those two dtypes: codes are there as they lie, and transposed."""
+        return 2 if self.coded else weight if self.trained else master
+
+    def sent_bytes(self, weight: int) -> int:
+        """Of an element of the weights on its way to other ranks, and of a part that is kept, given the bytes of their dtype."""
+        return 1 if self.coded else weight
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
         size = self.numel // shards
@@ -64,19 +74,19 @@ def cut_runs(block_numels: list[int], limit: int) -> list[range]:
 
 def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], grid: Grid) -> list[Bucket]:
     """Buckets for parameters given with their users, in model order; those with equal users, kind and pp replicas share one."""
-    groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, bool, frozenset[Replica]], list[int]] = {}
+    groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, bool, bool, frozenset[Replica]], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
-        groups.setdefault((users, spec.summed_over, spec.trained, spec.frozen, tied), []).append(i)
+        groups.setdefault((users, spec.summed_over, spec.trained, spec.frozen, spec.coded, tied), []).append(i)
     buckets: list[Bucket] = []
-    for (users, axis, trained, frozen, _), members in groups.items():
+    for (users, axis, trained, frozen, coded, _), members in groups.items():
         offset, slots = 0, list[Slot]()
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += -(-numel // ALIGN) * ALIGN
         unit = ALIGN * grid.sum_size(axis)
-        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained, frozen))
+        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained, frozen, coded))
     return buckets
 
 

@@ -125,9 +125,9 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
         cut = sharding.cut(b, grid)
         part = b.numel // cut.inner
         updated = part // cut.outer if cut.outside else part
-        found["weights"] += (part if cut.cuts_weights else b.numel) * (weight if b.trained else master)
+        found["weights"] += part * b.sent_bytes(weight) if cut.cuts_weights else b.numel * b.weight_bytes(weight, master)
         if b.learns:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
-            found["masters"] += 0 if weight == master else updated * master
+            found["masters"] += 0 if weight == master and not b.coded else updated * master
             found["moments"] += round(2 * updated * (moment or master))
     return found

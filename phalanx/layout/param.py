@@ -79,6 +79,7 @@ class ParamSpec:
                   masters' dtype
     exported      whether Hugging Face checkpoints have it
     frozen        whether it stays as it is (train.freeze): its weights are as those of others, but it has no gradient and no moments
+    coded         whether its weights are kept as 8-bit codes of their masters
     """
 
     shape: tuple[int, ...]
@@ -87,6 +88,7 @@ class ParamSpec:
     trained: bool = True
     exported: bool = True
     frozen: bool = False
+    coded: bool = False
 
     @property
     def learns(self) -> bool:

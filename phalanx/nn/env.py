@@ -24,12 +24,14 @@ from phalanx.ops.quant import Recipe
 
 @dataclass(frozen=True)
 class LowPrecision:
-    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`."""
+    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`: their weights are kept as
+    codes, where the recipe allows it."""
 
     recipe: Recipe
     layers: range
     exclude: tuple[str, ...] = ()
     accumulate: Accumulate = "mixed"
+    kept: bool = False
 
     def takes(self, name: str) -> bool:
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)

@@ -12,6 +12,7 @@ from phalanx.base.batch import Batch
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
+from phalanx.ops.low_matmul import LowWeight
 
 ZEROS, ONES = Init("zeros"), Init("ones")
 
@@ -31,8 +32,13 @@ class Module(nn.Module):
 
     def matrix(self, spec: ParamSpec, cut: int) -> nn.Parameter:
         """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision as `.low` (or None)."""
-        made = self.param(spec)
-        made.low = self.env.low_weight((p.name for p in spec.pieces), cut)  # type: ignore[attr-defined]
+        return self.in_low(self.param(spec), self.env.low_weight((p.name for p in spec.pieces), cut))
+
+    def in_low(self, made: nn.Parameter, low: LowWeight | None) -> nn.Parameter:
+        """The parameter with what it keeps beside it in low precision."""
+        spec: ParamSpec = made.spec  # type: ignore[attr-defined]
+        kept = low is not None and self.env.low is not None and self.env.low.kept and spec.learns and low.keeps_codes(spec.shape)
+        made.low, made.spec = low, replace(spec, coded=kept)  # type: ignore[attr-defined]
         return made
 
     def replicated(self, name: str, size: int, init: Init) -> nn.Parameter:

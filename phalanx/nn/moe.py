@@ -133,7 +133,7 @@ class Experts(Module):
         gate_up, down, bias = names.matrices(Part.of(env, count, width, inner), std)
         self.gate_up, self.down = self.param(gate_up), self.param(down)
         for dim, (stack, matrices) in enumerate(zip((self.gate_up, self.down), names.stacks)):  # gate and up by outputs, down by inputs
-            stack.low = env.low_experts(matrices, count, dim)  # type: ignore[attr-defined]
+            self.in_low(stack, env.low_experts(matrices, count, dim))
         self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
         self.activation: Gate = names.activation
 

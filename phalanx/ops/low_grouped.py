@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
+from phalanx.ops.codes import Blocks
 from phalanx.ops.grouped import Later, add_sum_grad, segments
 from phalanx.ops.kernels import use_triton
 from phalanx.ops.low_matmul import DY, LowWeight, W, X
@@ -116,6 +117,17 @@ class LowExperts(LowWeight):
         """The ranks whose tokens go through these experts at once: those of a micro-batch, or of several where ep goes beyond one."""
         sharing, experts = self.axes.sharing, self.axes.experts
         return sharing if sharing.size >= experts.size else experts
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        return self.recipe.turns and shape[1] % PLACE == 0  # no zeros between the places of experts
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        count, outer, inner = shape
+        return Blocks(count * outer, inner, (self.recipe.weight[0] or outer, self.recipe.weight[1] or inner))
+
+    @property
+    def shared(self) -> Axis | None:
+        return self.axes.etp if self.recipe.weight == (0, 0) else None
 
     @torch.no_grad()
     def refresh(self, weight: Tensor) -> None:

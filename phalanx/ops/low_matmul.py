@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
+from phalanx.ops.codes import Blocks
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipliers, quantize, scaled_product
@@ -45,6 +46,36 @@ class LowWeight:
         self.amax: Tensor | None = None
         self.multiplier: Tensor | None = None
         self._codes: tuple[Scaled, Scaled] | None = None
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this shape can be kept as one code of each element: its transpose then has the same ones."""
+        return self.recipe.turns
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        """What of a weight shares a scale, where its codes are kept."""
+        rows, columns = shape
+        return Blocks(rows, columns, (self.recipe.weight[0] or rows, self.recipe.weight[1] or columns))
+
+    @property
+    def shared(self) -> Axis | None:
+        """The ranks that hold other parts of what shares a scale of a weight, if any do."""
+        return self.axes.tp if self.recipe.weight == (0, 0) else None
+
+    @property
+    def format(self) -> Format:
+        """Of a weight."""
+        return self.recipe.forward
+
+    def given_scale(self) -> Tensor | None:
+        """(1,) what the weight is to be multiplied by, where it is known before the weight is."""
+        return self.multiplier[W : W + 1] if self._given(W) else None  # type: ignore[index]
+
+    def hold(self, straight: Tensor, turned: Tensor, scales: Tensor, turned_scales: Tensor) -> None:
+        """Take codes (rows, columns), the transposed ones and the scales of either, from where whoever keeps them writes them."""
+        self._codes = Scaled(straight, scales, self.recipe.weight), Scaled(turned, turned_scales, self.recipe.weight)
+
+    def by_triton(self, weight: Tensor) -> bool:
+        return self._triton(weight)
 
     def codes(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         """Of the weight (out, in) for forward, and of its transpose (in, out) for the gradient of the input."""

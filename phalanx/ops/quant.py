@@ -60,6 +60,11 @@ class Recipe:
     emulated: bool = False
 
     @property
+    def turns(self) -> bool:
+        """Whether a weight's codes, transposed, are those of its transpose: then its ranks need but one byte of each element."""
+        return self.weight == self.weight[::-1] and self.scale == "fp32"
+
+    @property
     def unit(self) -> int:
         """What the sizes of a product must be multiples of."""
         return max(16, *self.tokens, *self.weight)
@@ -161,9 +166,12 @@ def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor) -> Sca
 
 def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
     """(3,) int64, as COUNTED says, of all values."""
-    wide = x.to(wide_of(x))
-    zeros = (q.codes.float() == 0) & (x != 0)
-    cut = (wide * spread(multiplier, q.block, x.shape)).abs() > format.max * (1 + 2.0**-20)  # type: ignore[arg-type]
+    return count_lost(x, q.codes, x.to(wide_of(x)) * spread(multiplier, q.block, x.shape), format)  # type: ignore[arg-type]
+
+
+def count_lost(x: Tensor, codes: Tensor, scaled: Tensor, format: Format) -> Tensor:
+    """(3,) int64, as COUNTED says: of values x, which were cast as `scaled` and became `codes`, all of one shape."""
+    zeros, cut = (codes.float() == 0) & (x != 0), scaled.abs() > format.max * (1 + 2.0**-20)
     return torch.stack((zeros.sum(), cut.sum(), torch.full_like(zeros, True).sum()))
 
 

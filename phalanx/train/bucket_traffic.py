@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.dry import ring_bytes
 from phalanx.layout.buckets import Bucket
+from phalanx.layout.param import ParamSpec
 from phalanx.layout.shards import Cut
+from phalanx.ops.low_matmul import LowWeight
 from phalanx.schedule.actions import Gather, Instruction, Reduce
 from phalanx.schedule.flows import fullest
 from phalanx.train.plan import Plan
@@ -19,7 +21,7 @@ def passing_bytes(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[
     if plan.fixed_places:
         return {"weights": 0, "gradients": 0}
     flows = {b.id: plan.flow(b) for b in buckets}
-    weights = {b.id: b.numel * kind.compute.itemsize for b in buckets if flows[b.id].gathers}
+    weights = {b.id: b.numel * b.weight_bytes(kind.compute.itemsize, kind.master.itemsize) for b in buckets if flows[b.id].gathers}
     gradients = {b.id: b.numel * kind.master.itemsize for b in buckets if flows[b.id].opens}
     gathered, opened = fullest(instructions, weights, gradients)
     return {"weights": gathered, "gradients": opened}
@@ -43,9 +45,11 @@ def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[I
     for b in (b for b in buckets if b.trained):
         cut, reduces = plan.sharding.cut(b, plan.grid), calls[Reduce(b.id)]
         if b.frozen:
-            sent["dp"] += calls[Gather(b.id)] * _gathered(cut, kind)
+            sent["dp"] += calls[Gather(b.id)] * _gathered(cut, kind.compute.itemsize)
             continue
-        sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], kind) + _between_groups(cut, kind, min(plan.grid.cp, cut.inner))
+        narrow = b.sent_bytes(kind.compute.itemsize)
+        sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], narrow, kind.master.itemsize)
+        sent["dp"] += _between_groups(cut, min(plan.grid.cp, cut.inner), narrow, kind.master.itemsize)
         parts = cut.inner * (cut.outer if cut.outside else 1)
         for piece in (piece for slot in b.slots for piece in slot.spec.pieces):
             for r in piece.replicas:
@@ -54,25 +58,41 @@ def bucket_sends(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[I
     return sent
 
 
+def scale_sends(plan: Plan, lows: Iterable[tuple[LowWeight, ParamSpec]]) -> dict[str, float]:
+    """Bytes that a rank sends in a step to compare the amaxes of weights that are kept as codes, 4 of each block, by axis: over the ranks that
+    update parts of them, and, where scales are not known before, over those that hold other parts of what shares one."""
+    sent = dict.fromkeys(("dp", "tp", "ep"), 0.0)
+    for low, spec in lows:
+        axis, nbytes = spec.summed_over, 4 * low.blocks(spec.shape).count
+        inner = plan.sharding.group_size(axis, plan.grid)
+        sent["dp"] += ring_bytes("all_reduce", nbytes, inner)
+        if plan.sharding.outside and inner > 1:
+            sent["dp"] += ring_bytes("all_reduce", nbytes, plan.grid.sum_size(axis) // inner)
+        if low.shared is not None and not low.recipe.delayed:
+            sent["ep" if axis == "edp" else "tp"] += ring_bytes("all_reduce", nbytes, plan.grid.etp if axis == "edp" else plan.grid.tp)
+    return sent
+
+
 def _replica_bytes(nbytes: int, ranks: int, in_order: bool) -> float:
     """In a fixed order at most: with sharding each rank adds up only what it updates of them."""
     return ring_bytes("all_gather", nbytes * ranks, ranks) if in_order else ring_bytes("all_reduce", nbytes, ranks)
 
 
-def _within_groups(cut: Cut, reduces: int, gathers: int, kind: Precision) -> float:
-    """Each reduction scatters the gradients; weights are gathered after the update, or at level 3 whenever blocks need them."""
+def _within_groups(cut: Cut, reduces: int, gathers: int, narrow: int, wide: int) -> float:
+    """Each reduction scatters the gradients, of `wide` bytes; weights, of `narrow` bytes, are gathered after the update, or at level 3 whenever
+    blocks need them."""
     if cut.level == 0:
         return 0.0
-    gathered = (gathers if cut.cuts_weights else 1) * _gathered(cut, kind)
-    return reduces * ring_bytes("reduce_scatter", cut.numel * kind.master.itemsize, cut.inner) + gathered
+    gathered = (gathers if cut.cuts_weights else 1) * _gathered(cut, narrow)
+    return reduces * ring_bytes("reduce_scatter", cut.numel * wide, cut.inner) + gathered
 
 
-def _gathered(cut: Cut, kind: Precision) -> float:
-    return ring_bytes("all_gather", cut.numel * kind.compute.itemsize, cut.inner)
+def _gathered(cut: Cut, narrow: int) -> float:
+    return ring_bytes("all_gather", cut.numel * narrow, cut.inner)
 
 
-def _between_groups(cut: Cut, kind: Precision, parts: int) -> float:
+def _between_groups(cut: Cut, parts: int, narrow: int, wide: int) -> float:
     """In a fixed order a group sends on a sum for each of the `parts` of a sequence that it has."""
-    part, wide, narrow = cut.numel // cut.inner, kind.master.itemsize, kind.compute.itemsize
+    part = cut.numel // cut.inner
     scattered = (parts if cut.in_order else 1) * ring_bytes("reduce_scatter", part * wide, cut.outer)
     return scattered + ring_bytes("all_gather", part * (narrow if cut.outside else wide), cut.outer)

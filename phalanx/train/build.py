@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from phalanx.base.dtypes import precision
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.mesh import Mesh
-from phalanx.data_parallel.buffers import Buffers, FlatBucket
-from phalanx.layout.buckets import Bucket, Slot
+from phalanx.data_parallel.buffers import Buffers
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.layout.buckets import Slot
 from phalanx.layout.param import Piece
 from phalanx.layout.shards import Sharding
 from phalanx.nn.module import Block
@@ -123,7 +124,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     runner = Graphs(mesh.device, mesh.memories) if uses_graphs(plan, mesh.device) else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
-    low = low_state(plan, buckets, params, mesh.device)
+    low = low_state(plan, buffers, params, mesh.device)
 
     def ready(i: Ready) -> None:
         buffers.flat[i.bucket].ready()
@@ -138,14 +139,15 @@ def build(plan: Plan, mesh: Mesh) -> State:
     return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, routed, ahead, low)
 
 
-def low_state(plan: Plan, buckets: list[Bucket], params: list[nn.Parameter], device: torch.device) -> LowState | None:
+def low_state(plan: Plan, buffers: Buffers, params: list[nn.Parameter], device: torch.device) -> LowState | None:
     """Of a run with train.fp8: its linears in low precision count into it."""
     config, low = plan.run.train.fp8, low_precision(plan.run)
     if config is None or low is None:
         return None
     state = LowState(low_names(plan.run), low.recipe, config, device)
-    for bucket in buckets:
-        state.attach(bucket.id, (params[slot.param] for slot in bucket.slots))
+    for flat in buffers.flat:
+        state.attach(flat.bucket.id, (params[slot.param] for slot in flat.bucket.slots))
+    state.keep(buffers.flat)
     return state
 
 
@@ -312,7 +314,4 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
 
 def write_slot(flat: FlatBucket, slot: Slot, storage: Tensor) -> None:
     """Set what this rank keeps of a parameter's weights and masters from its whole storage in the master dtype."""
-    for kept, first in ((flat.weight_kept, flat.weight_at), (flat.master, flat.lo)):
-        a, b = max(first, slot.offset), min(first + len(kept), slot.offset + slot.numel)
-        if a < b:
-            kept[a - first : b - first] = storage.flatten()[a - slot.offset : b - slot.offset]
+    flat.write(slot.offset, storage.flatten())

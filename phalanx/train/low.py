@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.low_matmul import DY, TENSORS, LowWeight
+from phalanx.data_parallel.codes import CodedBucket, Family, families
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.ops.low_matmul import DY, TENSORS, LowWeight, W
 from phalanx.ops.quant import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
 from phalanx.train.config import Fp8Config
 
@@ -36,7 +38,14 @@ class LowState:
         self._gone: set[str] = set()
         self.lows: dict[int, list[tuple[LowWeight, nn.Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
+        self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
+        self.kept: list[Family] = []
         self._full = False  # whether the history has anything
+
+    def keep(self, buckets: Sequence[FlatBucket]) -> None:
+        """After `attach`: let the codes of weights that are kept as codes count into the state too."""
+        self.coded = [f for f in buckets if isinstance(f, CodedBucket)]
+        self.kept = families(self.coded, {name: i for i, name in enumerate(self.names)})
 
     def attach(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
         """Let this rank's linears of a bucket count into the state."""
@@ -57,8 +66,12 @@ class LowState:
             yield from found
 
     def begin(self) -> None:
-        """The weights have changed."""
-        self._stale = set(self.lows)
+        """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used."""
+        self._stale = set(self.lows) - {f.bucket.id for f in self.coded}
+        for family in self.kept:
+            family.renew()
+            self.counts[:, W] += family.counts
+            self.amax[:, W].copy_(torch.maximum(self.amax[:, W], family.seen))
 
     def refresh(self, bucket: int) -> None:
         """A bucket's weights are here: make their codes, once per step."""
@@ -74,9 +87,16 @@ class LowState:
         on = [low for low, _ in self.here if low.on]
         for low in on:
             low.on = False
+        self._keep_values()
         yield
         for low in on:
             low.on = True
+        self._keep_values()
+
+    def _keep_values(self) -> None:
+        """The weights themselves wherever a product is to use them."""
+        for f in self.coded:
+            f.keep_values(not all(m.low.on for m in f.matrices))
 
     def told(self) -> Tensor:
         """(L, 3, 5) float64, as TOLD: of this rank, in this step. The counts begin anew."""
@@ -145,8 +165,12 @@ class LowState:
         self._full = bool(self.history.any())
         self.scale_by_history()
         self._gone = {name for name, value in zip(self.names, self.off.tolist()) if value}
+        self._leave_out_gone()
+
+    def _leave_out_gone(self) -> None:
         for low, _ in self.here:
             low.on = low.name not in self._gone
+        self._keep_values()
 
     # ---- falling back --------------------------------------------------------------------------------------------------------------
 
@@ -156,8 +180,7 @@ class LowState:
         for i, name in enumerate(self.names):
             if name in self._gone:
                 self.off[i] = 1.0
-        for low, _ in self.here:
-            low.on = low.name not in self._gone
+        self._leave_out_gone()
 
     def is_on(self, name: str) -> bool:
         return name not in self._gone

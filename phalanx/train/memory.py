@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -23,7 +24,7 @@ from phalanx.optim.adamw import moment_bytes
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
-from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes
+from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes, scale_sends
 from phalanx.train.plan import BlockFacts, Plan
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
@@ -176,7 +177,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
         shared += 4 * plan.expert_exchange_bytes
     blocks_here = plan.blocks_of(Coords(pp=pp))
-    codes = 2 * sum(p.numel() for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None)
+    lows = [(p.low, p.spec) for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None]  # type: ignore[attr-defined]
+    codes = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim))
     for name, nbytes in placed_bytes(plan, pp, kind).items():
         held[name] += nbytes
@@ -198,12 +200,13 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     }
     for name, nbytes in passing.items():
         memory[name] += nbytes
+    for_scales = scale_sends(plan, ((low, spec) for low, spec in lows if spec.coded))
     sent = {
-        "ep": num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
+        "ep": for_scales["ep"] + num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
         "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),
-        "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + of_buckets["tp"],
+        "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + of_buckets["tp"] + for_scales["tp"],
         "pp": sends * message + of_buckets["pp"],
-        "dp": of_buckets["dp"],
+        "dp": of_buckets["dp"] + for_scales["dp"],
     }
     pools = pool_bytes(plan, trace.live[pp], kept, working) - memory["activations"]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))

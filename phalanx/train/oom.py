@@ -169,8 +169,8 @@ def held(state: State) -> dict[str, int]:
     """Bytes of this rank's own tensors by kind: weights, gradients, masters, moments."""
     flat, shards = state.buffers.flat, state.optimizer.shards
     gradients = [t for f in flat for t in (f.grad, f.grad_kept)] + [t for f in flat if f.tree is not None for t in f.tree.tensors]
-    kinds = {"weights": [t for f in flat for t in (f.weight, f.weight_kept)], "gradients": gradients,
-             "masters": [f.master for f in flat if f.out is not None], "moments": [t for s in shards for t in s.moments]}  # fmt: skip
+    kinds = {"weights": [t for f in flat for t in f.held], "gradients": gradients,
+             "masters": [f.master for f in flat if f.apart], "moments": [t for s in shards for t in s.moments]}  # fmt: skip
     return {name: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()) for name, tensors in kinds.items()}
 
 

@@ -57,7 +57,8 @@ def low_precision(run: Run) -> LowPrecision | None:
     c, layers = run.train.fp8, run.model.num_hidden_layers
     if c is None:
         return None
-    return LowPrecision(RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate)
+    kept = run.layout.sharding > 0  # at level 0 anybody's optimizer may update the weights themselves
+    return LowPrecision(RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept)
 
 
 @lru_cache(maxsize=8)

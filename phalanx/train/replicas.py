@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.base.errors import NumericalStop
 from phalanx.checkpoint.agree import agree
 from phalanx.comm.axis import Axis
-from phalanx.data_parallel.buffers import FlatBucket
+from phalanx.data_parallel.flat import FlatBucket
 from phalanx.train.build import State
 
 PART = 1 << 22  # elements that are hashed at once
@@ -18,7 +18,7 @@ PART = 1 << 22  # elements that are hashed at once
 
 def fold(x: Tensor) -> Tensor:
     """() int64: a sum over the bits of x, each element times an odd number of its own: any one flipped bit changes it."""
-    bits = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).flatten()
+    bits = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(bits), PART):
         part = bits[start : start + PART].long()
@@ -50,7 +50,7 @@ def check_replicas(state: State) -> None:
 
 def _alike(state: State) -> dict[tuple[int, str], Tensor]:
     """(bucket, what) -> what every rank of `_peers` must hold alike."""
-    found = {(i, "weight"): f.weight_kept for i, f in enumerate(state.buffers.flat)}
+    found = {(i, "weight"): f.resident[1] for i, f in enumerate(state.buffers.flat)}
     numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
     for shard in (s for s in state.optimizer.shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
         found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in ("master", "m", "v")}
@@ -89,7 +89,7 @@ def _named(state: State, odd: dict[tuple[int, ...], list[int]]) -> list[str]:
 
 
 def _slots_that_differ(flat: FlatBucket, what: str, x: Tensor, peers: Axis) -> list[str]:
-    first = flat.weight_at if what == "weight" else flat.lo
+    first = flat.resident[0] if what == "weight" else flat.lo
     ends = [(max(slot.offset - first, 0), max(slot.offset + slot.numel - first, 0)) for slot in flat.bucket.slots]
     all_ = peers.all_gather(torch.stack([fold(x[a:b]) for a, b in ends])).wait().view(peers.size, -1)
     differs = (all_ != all_[0]).any(0).tolist()

@@ -390,13 +390,13 @@ def _turn(x, out, R, C, TILE: tl.constexpr):
     tl.store(out + cols.to(tl.int64)[:, None] * R + rows[None, :], v.T, mask=mask.T)
 
 
-def transposed(codes: Tensor) -> Tensor:
-    """(R, C) of 8-bit codes -> (C, R), contiguous."""
+def transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """(R, C) of 8-bit codes -> (C, R), contiguous, in `out` if given."""
     rows, columns = codes.shape
-    out = torch.empty(columns, rows, dtype=torch.uint8, device=codes.device)
+    out = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device) if out is None else out
     grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
-    _turn[grid](codes.contiguous().view(torch.uint8), out, rows, columns, TILE=TILE, num_warps=8)
-    return out.view(codes.dtype)
+    _turn[grid](codes.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, TILE=TILE, num_warps=8)
+    return out
 
 
 def amax(x: Source) -> Tensor:

@@ -1,0 +1,317 @@
+"""FlatBucket: flat buffers of one bucket's weights and gradients, and the one state machine that reduces, shards and gathers them.
+
+The ranks that sum a bucket's gradients are cut into groups (layout.shards); over a group the bucket is cut by level (Rajbhandari et
+al., "ZeRO", 2020), between groups everything is alike:
+
+level   optimizer state   gradients                           weights
+0       whole             whole, all-reduced                  whole
+1       this rank's part  whole, reduce-scattered             whole, gathered after the update
+2       this rank's part  its part; whole from open to close  as 1
+3       this rank's part  as 2                                its part; whole from fetch to free
+
+A bucket goes through: (open ->) accumulating -> reducing -> closed, in levels 2 and 3 once per micro-batch and in others once per
+step; then -> summed over groups and over stages -> (update) -> gathering -> ready. What is gathered may be codes of the weights
+instead (data_parallel.codes). Nothing here waits for the device: `wait` of a collective makes the current stream wait, and memory
+is let go only after that, in the order of this stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.dtypes import Precision
+from phalanx.comm.axis import Axis, Work
+from phalanx.comm.mesh import Groups, Mesh
+from phalanx.data_parallel.fixed_order import GradientTrees, sum_replicas
+from phalanx.layout.buckets import Bucket, piece_ranges
+from phalanx.layout.param import Replica
+from phalanx.layout.shards import Sharding
+
+
+def allocate(x: Tensor) -> None:
+    """Give x and all views of its storage memory again; what is in it is undefined."""
+    x.untyped_storage().resize_(x.numel() * x.element_size())
+
+
+def let_go(x: Tensor) -> None:
+    """Give the memory of x and of all views of its storage back; they keep their shapes."""
+    x.untyped_storage().resize_(0)
+
+
+def _memory(place: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) at a place, or in zeroed memory of its own."""
+    return torch.zeros(numel, dtype=dtype, device=device) if place is None else place[:numel]
+
+
+class FlatBucket:
+    """One bucket on one rank.
+
+    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are views: without memory
+                   (or with that of a place, in which then another may lie) while the bucket is not gathered (level 3) or open (2 and 3)
+    weight_kept    the weights that are always here, from element number `weight_at` on; below level 3 all of `weight`
+    grad_kept      the same of gradients, from `grad_at`; below level 2 all of `grad`
+    part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it alone counts
+    master         (hi - lo,) in the master dtype
+    tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and stay whole at every level;
+                   0: in whatever order is fastest
+    places         memory where weights, and gradients, always come to and which others use when they are not here; None: memory is taken
+                   and given back each time
+
+    Without training there are no gradients, and the weights are their own masters. So it is with frozen parameters, and with those that
+    are not trained: these are whole on every rank, in the master dtype.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0,
+                 places: tuple[Tensor | None, Tensor | None] = (None, None)):  # fmt: skip
+        if not bucket.trained:
+            precision = Precision(precision.master, precision.master)
+        elif bucket.frozen or not training:
+            precision = Precision(precision.compute, precision.compute)
+        self.bucket, self.mesh, self.training, device = bucket, mesh, training and bucket.learns, mesh.device
+        self.axis, self.cut = mesh.along(bucket.axis), sharding.cut(bucket, mesh.grid, training)
+        self.groups = mesh.groups(bucket.axis) if self.cut.inner > 1 else Groups(mesh.alone, self.axis, mesh.alone)
+        at = self.groups.inner.index, self.groups.outer.index
+        self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
+        self.lo, self.hi = self.cut.updated(*at)
+        self.weight_comes, self.grad_comes = (self.cut.cuts_weights and places[0] is None), (self.cut.cuts_gradients and places[1] is None)
+        self._make_weights(precision, places[0])
+        self.grad = _memory(places[1], bucket.numel if self.training else 0, precision.master, device)
+        self.grad_at, self.grad_kept = self._kept(self.grad, self.cut.cuts_gradients)
+        self.sums = self._sums() if self.training else []
+        self.tree = GradientTrees(self.grad, sorted(bucket.users), leaves) if self.training and leaves else None
+        self._reduced = False  # since the last `finish`
+        self._reducing: Work | None = None
+        self._sharing: Work | None = None
+        self._gathering: Work | None = None
+
+    def _make_weights(self, precision: Precision, place: Tensor | None) -> None:
+        self.weight = _memory(place, self.bucket.numel, precision.compute, self.mesh.device)
+        self._weights = self._kept(self.weight, self.cut.cuts_weights)
+        own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
+        self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=own.device)
+
+    def _kept(self, whole: Tensor, cut: bool) -> tuple[int, Tensor]:
+        return (self.part[0], torch.zeros_like(whole[slice(*self.part)])) if cut else (0, whole)
+
+    def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
+        """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum over dp."""
+        return [(self.mesh.sub(r), [self.grad[a:b] for a, b in ranges]) for r, ranges in self._replicas() if r.axis != "pp"]
+
+    def _replicas(self) -> list[tuple[Replica, list[tuple[int, int]]]]:
+        """Ranges of the bucket per replica axis."""
+        found: dict[Replica, list[tuple[int, int]]] = {}
+        for slot in self.bucket.slots:
+            if any(p.replicas for p in slot.spec.pieces):
+                for piece, elements in zip(slot.spec.pieces, piece_ranges(slot)):
+                    for replica in piece.replicas:
+                        found.setdefault(replica, []).append(elements)
+        return sorted(found.items(), key=lambda item: (item[0].axis, item[0].members))
+
+    @property
+    def between_stages(self) -> bool:
+        """Whether other stages hold some of these parameters too."""
+        return any(r.axis == "pp" for r, _ in self._replicas())
+
+    def attach(self, params: list[nn.Parameter]) -> None:
+        """Make the parameters of this bucket views of the flat weights, their `.grad` views of the flat gradients."""
+        for slot in self.bucket.slots:
+            p = params[slot.param]
+            view = slice(slot.offset, slot.offset + slot.numel)
+            p.data = self.weight[view].view(slot.spec.shape)
+            if self.training:
+                p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+                p.grad = self.grad[view].view(slot.spec.shape)
+        if self.grad_comes:
+            let_go(self.grad)
+        self.free()
+
+    # ---- gradients
+
+    def open(self) -> None:
+        """Give the gradients memory, zero."""
+        if self.grad_comes:
+            allocate(self.grad)
+        self.grad.zero_()
+
+    def reduce(self) -> None:
+        """Start summing the gradients over the group."""
+        if not self.training:
+            return
+        self._reduced = True
+        if self.tree is not None:
+            self._sum_in_order()
+            return
+        for axis, views in self.sums:
+            sum_together(axis, views)
+        if self.level == 0:
+            self._share()
+        else:
+            self._reducing = self.groups.inner.reduce_scatter_within(self.grad, async_op=True)
+
+    def _sum_in_order(self) -> None:
+        """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
+        self.tree.sum_over(self.groups.inner, self.groups.outer, not self.cut.outside, self.mesh.grid.cp)  # type: ignore[union-attr]
+        for axis, views in self.sums:
+            for view in (own for v in views if len(own := self._within(v))):
+                view.copy_(sum_replicas(axis, view))
+
+    def _within(self, view: Tensor) -> Tensor:
+        """The elements of a view of `grad` that this rank updates."""
+        at = view.storage_offset()
+        return view[max(0, self.lo - at) : max(0, self.hi - at)]
+
+    def close(self, last: bool) -> None:
+        """Wait for the group's sum and keep this rank's part; after the `last` of the step start the sum over groups."""
+        self._reducing.wait()  # type: ignore[union-attr]
+        self._reducing = None
+        if self.cut.cuts_gradients:
+            self.grad_kept.add_(self.grad[slice(*self.part)])
+        if self.grad_comes:
+            let_go(self.grad)
+        if last:
+            self._share()
+
+    def _share(self) -> None:
+        part = self.grad_kept[self.part[0] - self.grad_at : self.part[1] - self.grad_at]
+        share = self.groups.outer.reduce_scatter_within if self.cut.outside else self.groups.outer.all_reduce
+        self._sharing = share(part, async_op=True)
+
+    def finish(self) -> None:
+        """Wait until the sum over the bucket's axis is there (in `own_grad`). In a loop without a schedule nobody has begun it."""
+        if not self._reduced:
+            self.reduce()
+        self._reduced = False
+        if self._reducing is not None:
+            self.close(last=True)
+        if self._sharing is not None:
+            self._sharing.wait()
+            self._sharing = None
+
+    def sum_stages(self) -> None:
+        """Add up what stages hold of the same parameters. Their buckets of these are alike, and so are the parts of their ranks."""
+        for replica, ranges in self._replicas() if self.training else ():
+            views = [self._grads(max(a, self.lo), min(b, self.hi)) for a, b in ranges]
+            if replica.axis == "pp" and self.tree is None:
+                sum_together(self.mesh.sub(replica), views)
+            elif replica.axis == "pp":
+                for view in (v for v in views if len(v)):
+                    view.copy_(sum_replicas(self.mesh.sub(replica), view))
+
+    def _grads(self, a: int, b: int) -> Tensor:
+        """Elements a..b of the kept gradients; none if b <= a."""
+        return self.grad_kept[a - self.grad_at : max(a, b) - self.grad_at]
+
+    @property
+    def own_grad(self) -> Tensor:
+        """(hi - lo,) what the optimizer reads."""
+        return self._grads(self.lo, self.hi)
+
+    def zero_rest(self) -> None:
+        """Zero the gradients that are not this rank's to update (the optimizer leaves its own at zero)."""
+        if self.training:
+            self.grad_kept[: self.lo - self.grad_at].zero_()
+            self.grad_kept[self.hi - self.grad_at :].zero_()
+
+    def counted(self) -> list[Tensor]:
+        """The gradient elements that this rank counts in the norm: its part, without replicas that another rank counts."""
+        if not self.training:
+            return []
+        lo, hi = self.own
+        views, at = [], lo
+        skipped = sorted(r for slot in self.bucket.slots if any(p.replicas for p in slot.spec.pieces)
+                         for p, r in zip(slot.spec.pieces, piece_ranges(slot)) if not p.is_writer(self.mesh.at))  # fmt: skip
+        for a, b in [*skipped, (hi, hi)]:
+            if min(a, hi) > at:
+                views.append(self._grads(at, min(a, hi)))
+            at = max(at, b)
+        return views
+
+    # ---- weights
+
+    @property
+    def weight_at(self) -> int:
+        return self._weights[0]
+
+    @property
+    def weight_kept(self) -> Tensor:
+        return self._weights[1]
+
+    @property
+    def out(self) -> Tensor | None:
+        """The weights of this rank's masters, where they are not the masters themselves."""
+        own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
+        return None if own.data_ptr() == self.master.data_ptr() else own
+
+    @property
+    def resident(self) -> tuple[int, Tensor]:
+        """Element number of the first, and what is always here of weights as they are sent: alike where ranks keep the same ones."""
+        return self.weight_at, self.weight_kept
+
+    @property
+    def apart(self) -> bool:
+        """Whether masters are not the weights themselves."""
+        return self.out is not None
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All that holds weights beside the masters, if not as them."""
+        return [self.weight, self.weight_kept]
+
+    def write(self, first: int, values: Tensor) -> None:
+        """Set what this rank keeps of elements `first` .. of weights and masters, from values in the master dtype."""
+        for kept, at in ((self.weight_kept, self.weight_at), (self.master, self.lo)):
+            write_range(kept, at, first, values)
+
+    def write_back(self) -> None:
+        """Weights of this rank's part from its masters."""
+        if self.out is not None:
+            self.out.copy_(self.master)
+
+    def gather_groups(self) -> None:
+        """Start gathering what each group has updated of this rank's part."""
+        if self.cut.outside:
+            part = self.weight_kept[self.part[0] - self.weight_at : self.part[1] - self.weight_at]
+            self._gathering = self.groups.outer.all_gather_into(part, async_op=True)
+
+    def gather_parts(self) -> None:
+        """Start gathering the weights of all parts, where they are kept whole."""
+        if self.level > 0 and not self.cut.cuts_weights:
+            self.ready()
+            self._gathering = self.groups.inner.all_gather_into(self.weight, async_op=True)
+
+    def fetch(self) -> None:
+        """Give the weights memory and start gathering all parts into it."""
+        self.ready()
+        if self.weight_comes:
+            allocate(self.weight)
+        self._gathering = self.groups.gather.all_gather_to(self.weight, self.weight_kept, async_op=True)
+
+    def ready(self) -> None:
+        """Wait until the weights have arrived."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        if self.weight_comes:
+            let_go(self.weight)
+
+
+def write_range(kept: Tensor, at: int, first: int, values: Tensor) -> None:
+    """kept[0] is element number `at`; values[0] is number `first`."""
+    a, b = max(at, first), min(at + len(kept), first + len(values))
+    if a < b:
+        kept[a - at : b - at] = values[a - first : b - first]
+
+
+def sum_together(axis: Axis, views: list[Tensor]) -> None:
+    """Sum contiguous tensors over an axis, in one call."""
+    views = [v for v in views if len(v)]
+    if not views:
+        return
+    packed = views[0] if len(views) == 1 else torch.cat(views)
+    axis.all_reduce(packed).wait()
+    if len(views) > 1:
+        for view, part in zip(views, packed.split([len(v) for v in views])):
+            view.copy_(part)

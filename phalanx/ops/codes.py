@@ -1,0 +1,82 @@
+"""Codes of a run of a matrix's elements, as flat buffers are cut: largest values of its blocks, casts, transposes; plain, and by Triton on GPUs.
+
+A block of scales may lie in several runs, on several ranks: whoever holds a run finds its largest values, who compares them over ranks is
+data_parallel's matter. What is cast is the master's value rounded to the dtype of the weights, so that codes are those of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.ops.quant import Format, cast, count_lost, wide_of
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix (rows, columns) whose blocks of `block` (both sizes given) share a scale."""
+
+    rows: int
+    columns: int
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks down and along."""
+        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    @property
+    def count(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def of(self, first: int, stop: int, device: torch.device) -> Tensor:
+        """(stop - first,) int64: the block of each element, counted along rows."""
+        at = torch.arange(first, stop, device=device)
+        return at // self.columns // self.block[0] * self.shape[1] + at % self.columns // self.block[1]
+
+
+def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: torch.dtype, triton: bool) -> None:
+    """bits (count,) int32 become at least those of the largest |x| of each block as fp32 (NaN above all numbers), of elements x (n,) from
+    number `first` on, rounded to `dtype`."""
+    if not len(x):
+        return
+    if triton:
+        from phalanx.ops.kernels import codes as kernels
+
+        kernels.note_largest_(bits, x, first, blocks, dtype)
+        return
+    size = x.to(dtype).abs().float().view(torch.int32)  # torch's scatter_reduce forgets NaN among floats
+    bits.scatter_reduce_(0, blocks.of(first, first + len(x), x.device), size, "amax")
+
+
+def cast_run_(codes: Tensor, x: Tensor, first: int, blocks: Blocks, multiplier: Tensor, format: Format, dtype: torch.dtype,
+              counts: Tensor | None, bits: Tensor | None, triton: bool) -> None:  # fmt: skip
+    """codes (n,) uint8 of elements x (n,) from number `first` on, rounded to `dtype`, times the multiplier (count,) fp32 of their blocks.
+    counts (SLOTS, COUNTS): what was lost is added, as ops.quant.COUNTED. bits: as of note_largest_."""
+    if not len(x):
+        return
+    if triton:
+        from phalanx.ops.kernels import codes as kernels
+
+        kernels.cast_run_(codes, x, first, blocks, multiplier, format, dtype, counts, bits)
+        return
+    if bits is not None:
+        note_largest_(bits, x, first, blocks, dtype, triton)
+    x = x.to(dtype)
+    scaled = x.to(wide_of(x)) * multiplier[blocks.of(first, first + len(x), x.device)]
+    made = cast(scaled, format)
+    codes.copy_(made.view(torch.uint8))
+    if counts is not None:
+        counts[0, :-1] += count_lost(x, made, scaled, format)
+
+
+def turn_(out: Tensor, codes: Tensor, triton: bool) -> None:
+    """out (C, R) = the transpose of 8-bit codes (R, C)."""
+    if triton:
+        from phalanx.ops.kernels.quant import transposed
+
+        transposed(codes, out)
+    else:
+        out.view(torch.uint8).copy_(codes.view(torch.uint8).t())

@@ -1,0 +1,159 @@
+"""Weights kept as 8-bit codes: casts of parts against the cast of the whole, layouts against weights that every rank casts."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.comm.axis import ModelAxes
+from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.codes import CodedBucket
+from phalanx.layout.config import LayoutConfig
+from phalanx.ops.codes import Blocks, cast_run_, note_largest_, turn_
+from phalanx.ops.low_grouped import LowExperts
+from phalanx.ops.low_matmul import LowWeight
+from phalanx.ops.quant import COUNTS, E4M3, RECIPES, SLOTS, block_amax, multipliers
+from phalanx.train.build import build
+from phalanx.train.config import Run
+from phalanx.train.plan import make_plan
+from phalanx.train.step import accumulate, evaluate_step, update
+from tests import parity
+from tests.pool import RanksFailed
+from tests.test_low import STEPS, low_run
+from tests.test_low_experts import EXPERTS
+
+KINDS = [((64, 192), "tensorwise"), ((256, 384), "blockwise"), ((3, 128, 64), "tensorwise"), ((2, 256, 128), "blockwise")]
+
+
+def low_for(shape: tuple[int, ...], recipe: str, twin: str) -> LowWeight:
+    kind = LowWeight if len(shape) == 2 else LowExperts
+    return kind(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("twin", ["plain", "triton"])
+@pytest.mark.parametrize("shape, recipe", KINDS, ids=str)
+def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
+    """Truth: the weight in bf16 cast at once. Masters are fp32 numbers that bf16 rounds; cuts go through rows and blocks."""
+    master = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, shape[-1])
+    low = low_for(shape, recipe, "plain")
+    low.refresh(master.bfloat16())
+    straight, turned = low.codes(master)
+    blocks, flat, triton = low.blocks(shape), master.flatten(), twin == "triton"
+    bits, codes = torch.zeros(blocks.count, dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.uint8)
+    cuts = [0, 64 * 3, 64 * 101, 64 * 102, flat.numel()]
+    parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
+    for where, first in parts:
+        note_largest_(bits, flat[where], first, blocks, torch.bfloat16, triton)
+    multiplier = multipliers(bits.view(torch.float32), E4M3)
+    assert torch.equal((1.0 / multiplier).view(blocks.shape), straight.scales) and torch.equal(straight.scales.t(), turned.scales)
+    counts, again = torch.zeros(SLOTS, COUNTS, dtype=torch.int64), torch.zeros_like(bits)
+    for where, first in parts:
+        cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, again, triton)
+    assert torch.equal(codes.view(straight.codes.shape), straight.codes.view(torch.uint8)) and torch.equal(again, bits)
+    assert counts.sum(0)[2] == flat.numel() and counts.sum(0)[0] == ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum()
+    out = torch.zeros(straight.codes.shape[::-1], dtype=torch.uint8)
+    turn_(out, codes.view(straight.codes.shape), triton)
+    assert torch.equal(out, turned.codes.view(torch.uint8))
+
+
+def test_blocks_are_those_of_a_matrix():
+    """Truth: ops.quant's own walk over blocks."""
+    blocks, x = Blocks(70, 192, (32, 64)), torch.randn(70, 192)
+    bits = torch.zeros(blocks.count, dtype=torch.int32)
+    note_largest_(bits, x.flatten(), 0, blocks, torch.float32, False)
+    assert torch.equal(bits.view(torch.float32).view(blocks.shape), block_amax(x, (32, 64)))
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_what_is_no_number_is_seen(twin):
+    blocks, x = Blocks(2, 64, (1, 64)), torch.ones(128)
+    x[70] = math.nan
+    bits = torch.zeros(2, dtype=torch.int32)
+    note_largest_(bits, x, 0, blocks, torch.bfloat16, twin)
+    found = bits.view(torch.float32)
+    assert found[0] == 1 and found[1].isnan()
+    codes = torch.zeros(128, dtype=torch.uint8)
+    cast_run_(codes, x, 0, blocks, torch.ones(2), E4M3, torch.bfloat16, None, None, twin)
+    assert (codes.view(torch.float8_e4m3fn).float().isnan() == x.isnan()).all()
+
+
+# ---- layouts -------------------------------------------------------------------------------------------------------------------
+
+EIGHT = dict(global_batch=8)
+LAYOUTS = {  # run, and the same on one process
+    "tensorwise, dp4 in pairs, level 2, optimizer over both": (
+        4, low_run("tensorwise", train=EIGHT, sharding=2, shard_group=2, shard_across="optimizer")),
+    "delayed, dp2 tp2, level 3": (4, low_run("delayed", train=EIGHT, tp=2, sharding=3)),
+    "delayed, dp2, level 3, places of CUDA graphs": (2, low_run("delayed", train=dict(cuda_graphs="on"), sharding=3)),
+    "blockwise, dp4, level 3": (4, low_run("blockwise", "low-wide", train=EIGHT, sharding=3)),
+    "tensorwise, experts, etp2 in tp2, dp2, level 2": (4, low_run("tensorwise", "low-mixtral-wide", fp8=EXPERTS, tp=2, etp=2, sharding=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_agree_with_one_process(ranks, name):
+    """Truth: one process at level 0, whose weights are there and are cast whole. Emulated in float64: a code that differs shows."""
+    world, run = LAYOUTS[name]
+    truth = parity.truth_of(ranks, replace(run, layout=LayoutConfig(sharding=0)), STEPS, False)
+    parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS), truth, STEPS)
+
+
+def test_each_collective_matters(ranks):
+    """Each site in the new file, found by tracing, is dropped once in each of these layouts that has it: the comparison must fail."""
+    homes: dict[Site, list[str]] = {}
+    names = [n for n in LAYOUTS if "places" not in n and "blockwise" not in n]
+    truths = {n: parity.truth_of(ranks, replace(LAYOUTS[n][1], layout=LayoutConfig(sharding=0)), STEPS, False) for n in names}
+    for name in names:
+        world, run = LAYOUTS[name]
+        for result in ranks.run("tests.parity:run_layout", world, run, STEPS, False, None, True):
+            for site in (s for s in map(Site._make, result["sites"]) if s.file == "data_parallel/codes.py"):
+                homes.setdefault(site, [])
+                homes[site] += [name] if name not in homes[site] else []
+    assert {site.op for site in homes} == {"all_reduce", "all_gather"} and len(homes) >= 8
+    survivors = []
+    for site, where in homes.items():
+        name = random.Random(1).choice(where)
+        world, run = LAYOUTS[name]
+        try:
+            parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS, False, site, timeout=60.0), truths[name], STEPS)
+            survivors.append((site, name))
+        except (AssertionError, RanksFailed):
+            pass
+    assert not survivors
+
+
+def codes_of(rank: int, world: int, run: Run) -> dict[str, torch.Tensor]:
+    """Codes and scales of every matrix after a step, as a rank's products use them."""
+    plan = make_plan(run, world)
+    state = build(plan, mesh := Mesh(plan.grid, rank))
+    parity.set_weights(state)
+    state.train()
+    for step in range(2):
+        update(state, accumulate(state, parity.step_batches(run, mesh, step, False)), lr=1e-2)
+    evaluate_step(state, parity.step_batches(run, mesh, 2, False))
+    if state.buffers.flat[0].cut.cuts_weights:
+        for f in state.buffers.flat:
+            f.fetch()
+    state.buffers.ready()
+    made = any(isinstance(f, CodedBucket) for f in state.buffers.flat)
+    assert made == (run.layout.sharding > 0)
+    found = {}
+    for low, p in state.low.here:
+        for side, q in zip(("straight", "turned"), low.codes(p)):
+            found[f"{low.name} {side}"] = torch.cat((q.codes.view(torch.uint8).flatten().float(), q.scales.flatten()))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_codes_are_those_of_gathered_weights(ranks, recipe):
+    """bf16 with fp32 masters, dp2: the same bits as at level 0, where every rank casts the weights themselves."""
+    run = low_run(recipe, "low-wide", train=dict(precision="bf16", deterministic=True, global_batch=4))
+    exact = ranks.run("tests.test_codes:codes_of", 2, replace(run, layout=LayoutConfig(bucket_mb=0, sharding=0)))
+    for level in (1, 3):
+        for found in ranks.run("tests.test_codes:codes_of", 2, replace(run, layout=LayoutConfig(bucket_mb=0, sharding=level))):
+            assert found.keys() == exact[0].keys() and all(torch.equal(found[name], exact[0][name]) for name in exact[0])
