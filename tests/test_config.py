@@ -53,7 +53,6 @@ RULES = [
     ("layout.cp_attention=ring", 1, "layout.cp_attention", "ring", "has no effect without cp > 1", {"layout.cp"}, ("auto",)),
     ("layout.cp_ulysses=2", 1, "layout.cp_ulysses", 2, "has no effect without cp > 1", {"layout.cp"}, (1,)),
     ("layout.cp_degree=dynamic", 1, "layout.cp_degree", "dynamic", "has no effect without cp > 1", {"layout.cp"}, ("fixed",)),
-    ("layout.cp=2 layout.cp_degree=dynamic train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "needs shapes that do not follow", {"layout.cp_degree"}, ("auto", "off")),
     ("layout.cp=4 layout.cp_ulysses=3", 4, "layout.cp_ulysses", 3, "must divide cp", {"layout.cp"}, (2, 4)),
     ("model.num_attention_heads=16 model.num_key_value_heads=4 layout.cp=4 layout.tp=2 layout.cp_ulysses=4", 8, "layout.cp_ulysses", 4, "must divide the number of key-value heads", {"key-value heads of model", "layout.tp"}, (2,)),
     ("layout.cp=2 layout.cp_ulysses=2 layout.cp_attention=ring", 2, "layout.cp_attention", "ring", "has no effect without cp_ulysses < cp", {"layout.cp_ulysses", "layout.cp"}, ("auto",)),

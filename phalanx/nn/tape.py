@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from phalanx.base.batch import Batch
 from phalanx.nn.held import Held, Part
 
 OPS = {
@@ -149,15 +150,25 @@ class _Output:
     dtype: torch.dtype
 
 
+class Cuts(Protocol):
+    """Something that stands between the ops of a block and what runs them (pipeline.graphs)."""
+
+    def op(self, make: Callable[..., Tensor], shape: tuple[int, ...]) -> Callable[..., Tensor]:
+        """What to call with inputs alone in place of make(batch, *inputs), a tensor of this shape."""
+        ...
+
+
 class Tape:
     """What the forward of the block that runs now does not store. One for all blocks of a rank; between blocks it is empty.
 
-    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans.
+    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans. `cuts` is given the ops that
+    run in other shapes in each micro-batch, while a block is captured.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.reran: Counter[str] = Counter()
+        self.cuts: Cuts | None = None
         self._again: Set[str] = frozenset()
         self._held: Held | None = None
         self._outputs: dict[int, _Output] = {}
@@ -188,6 +199,10 @@ class Tape:
         made = self._first(again, inputs)
         self._know(again, made, inputs)
         return made
+
+    def by_batch(self, name: str, make: Callable[..., Tensor], batch: Batch, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        """The same of make(batch, *inputs), a tensor of this shape, which does other things for each batch."""
+        return self.op(name, partial(make, batch) if self.cuts is None else self.cuts.op(make, shape), *inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:
         """Where an op makes more than what is not to be stored: `made` alone is not, and make(*inputs) gives it again."""

@@ -55,6 +55,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, fo
     return to_tokens(out, batch, axes.heads)
 
 
+def shape_of(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """(T, heads * V) of what attention makes."""
+    return q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]
+
+
 def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, form: Form, kind: Kind, sinks: Tensor | None,
                kernels: Kernels) -> Tensor:  # fmt: skip
     """Of a dealt batch: each document that ranks share over those ranks, then all that is whole here. Who shares two documents meets for

@@ -27,7 +27,7 @@ from phalanx.ops.wheels import WHEELS, unusable
 from phalanx.optim.adamw import AdamW, moment_dtype
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
-from phalanx.pipeline.graphs import Eager, Graphs
+from phalanx.pipeline.graphs import Cuda, Eager, Graphs
 from phalanx.schedule.actions import Backward, Instruction, Ready
 from phalanx.train.checks import unfit_for_wheels
 from phalanx.train.deterministic import be_deterministic
@@ -36,7 +36,7 @@ from phalanx.train.low import LowState
 from phalanx.train.memory import OVERHEAD, rank_uses
 from phalanx.train.plan import Plan, low_names, low_precision
 
-NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: shapes follow the lengths of documents"
+NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: train.cuda_graphs=on runs attention between graphs"
 NO_GRAPHS_STAGES = "no room for a pool of memory for each micro-batch in flight, by the forecast: train.cuda_graphs=on tries"
 ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
@@ -121,7 +121,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         train.loss_scale_min, kind.loss_scaling,
     )  # fmt: skip
     guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
-    runner = Graphs(mesh.device, mesh.memories) if uses_graphs(plan, mesh.device) else Eager()
+    runner = graphs(plan, mesh, blocks) if uses_graphs(plan, mesh.device) else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
     low = low_state(plan, buffers, params, mesh.device)
@@ -191,15 +191,21 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own: only if asked for,
-    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places. Never where the host must
-    see how many tokens go where."""
+    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and so where documents are
+    dealt by their lengths. Never where the host must see how many tokens go where."""
     wanted = plan.run.train.cuda_graphs
-    unsteady = plan.waits_for_sizes or plan.offloaded or plan.grid.dynamic
+    unsteady = plan.waits_for_sizes or plan.offloaded or (plan.grid.dynamic and wanted != "on")
     if unsteady or counts_rows(plan, device) or (plan.buckets_come_and_go and not plan.fixed_places):
         return False
     if device.type != "cuda" or wanted == "off":
         return False
     return wanted == "on" or plan.grid.pp == 1 or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
+
+
+def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
+    """Attention runs between them where its shapes follow the lengths of documents."""
+    dealt = plan.grid.dynamic
+    return Graphs(Cuda(mesh.device, loose=dealt), mesh.memories, next(iter(blocks.values()))[0].env.tape if dealt else None)
 
 
 def room_for_pools(plan: Plan, memory: int) -> bool:

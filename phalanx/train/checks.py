@@ -271,9 +271,6 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
-    if c.cuda_graphs == "on" and run.layout.cp_degree == "dynamic":
-        rule = "needs shapes that do not follow the lengths of documents"
-        found.append(problem("train", c, "cuda_graphs", rule, {"layout.cp_degree": "dynamic"}, ("auto", "off")))
     if c.cuda_graphs == "on" and run.model.routed_experts and run.layout.dispatch == "alltoall":
         rule = "needs sizes that the host need not wait for"
         found.append(problem("train", c, "cuda_graphs", rule, {"layout.dispatch": "alltoall"}, ("auto", "off")))

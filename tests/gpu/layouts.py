@@ -40,6 +40,12 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama cp2, ring": ("llama", dict(cp=2), {}),
         "llama cp2, all-gather, no graphs": ("llama", dict(cp=2, cp_attention="allgather"), dict(cuda_graphs="off")),
         "llama cp2, heads": ("llama", dict(cp=2, cp_ulysses=2), {}),
+        "llama cp2, by document": ("llama", dict(cp=2, cp_degree="dynamic"), {}),
+        "llama cp2, by document, graphs": ("llama", dict(cp=2, cp_degree="dynamic"), dict(cuda_graphs="on")),
+        "tied llama cp2, by document, heads, full recompute": ("llama-tied", dict(cp=2, cp_ulysses=2, cp_degree="dynamic"), dict(recompute="full")),
+        "tied llama cp2, by document, heads, full recompute, graphs": (
+            "llama-tied", dict(cp=2, cp_ulysses=2, cp_degree="dynamic"), dict(recompute="full", cuda_graphs="on")
+        ),
         "mistral cp2, ring, full recompute": ("mistral", dict(cp=2), dict(recompute="full")),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
@@ -75,6 +81,8 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "mixtral ep2, level 3": ("mixtral", dict(ep=2, sharding=3), {}),
             "llama cp4, ring": ("llama", dict(cp=4), {}),
             "tied llama cp4, heads in pairs, all-gather": ("llama-tied", dict(cp=4, cp_ulysses=2, cp_attention="allgather"), {}),
+            "qwen3 cp4, by document": ("qwen3", dict(cp=4, cp_degree="dynamic"), {}),
+            "qwen3 cp4, by document, graphs": ("qwen3", dict(cp=4, cp_degree="dynamic"), dict(cuda_graphs="on")),
             "gpt_oss cp2 tp2, ep4": ("gpt_oss", dict(cp=2, tp=2, ep=4), {}),
             "deepseek_v3 cp2 pp2, graphs": ("deepseek_v3", dict(cp=2, pp=2), dict(cuda_graphs="on")),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
@@ -89,7 +97,12 @@ def run_of(case: tuple[str, dict, dict], precision: str) -> Run:
     return replace(run, model=replace(run.model, initializer_range=0.1), layout=LayoutConfig(bucket_mb=0, **layout))
 
 
-def steps_of(run: Run, mesh: Mesh) -> dict:
+def documents_of(run: Run) -> bool | str:
+    """Which documents sequences are made of."""
+    return "packed" if run.layout.cp_degree == "dynamic" else False
+
+
+def steps_of(run: Run, mesh: Mesh, documents: bool | str) -> dict:
     """tests.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
     state, device = build(make_plan(run, mesh.grid.world), mesh), mesh.device
     exact = run.train.precision == "fp64"
@@ -97,7 +110,7 @@ def steps_of(run: Run, mesh: Mesh) -> dict:
     state.train()
     found: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(STEPS):
-        tokens = accumulate(state, [b.to(device) for b in step_batches(run, mesh, step, documents=False)])
+        tokens = accumulate(state, [b.to(device) for b in step_batches(run, mesh, step, documents)])
         found["grads"].append(parts_of(state, "grad"))
         result = update(state, tokens, lr=1e-2 if exact else 1e-3)
         found["losses"].append(result.loss.item())
@@ -113,14 +126,14 @@ def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run
     device = local_device(kind, rank)
     numbered = sorted(enumerate(runs.items()), key=lambda item: repr(grid_of(item[1][1], world)))
     for grid, members in groupby(numbered, key=lambda item: grid_of(item[1][1], world)):
-        sizes = (grid.pp, grid.dp, grid.cp, grid.tp, grid.ep, grid.etp, grid.ulysses)
+        sizes = (grid.pp, grid.dp, grid.cp, grid.tp, grid.ep, grid.etp, grid.ulysses, grid.dynamic)
         init_world(rank, world, f"file://{folder}/store-{'-'.join(map(str, sizes))}", device, timeout_s=120.0)
         mesh = Mesh(grid, rank, device)
         for number, (name, run) in members:
             if rank == 0:
                 print(f"{time.strftime('%X')} {name}", flush=True)
             faulthandler.dump_traceback_later(40, exit=True)  # a hang ends here, and says where
-            found = steps_of(run, mesh)
+            found = steps_of(run, mesh, documents_of(run))
             faulthandler.cancel_dump_traceback_later()
             with open(os.path.join(folder, f"{number}-{rank}"), "wb") as f:
                 pickle.dump(found, f)
@@ -167,7 +180,7 @@ def judge(run: Run, results: list[dict], device: torch.device) -> str:
     alone = without_layout(run)
     exact = run.train.precision == "fp64"
     truth_run = replace(alone, train=replace(alone.train, precision="fp64" if exact else "fp32", recompute="none"))
-    truth = steps_of(truth_run, Mesh(grid_of(truth_run, 1), 0, device))
+    truth = steps_of(truth_run, Mesh(grid_of(truth_run, 1), 0, device), documents_of(run))
     if exact:
         whole = {**truth, "grads": [assemble([g]) for g in truth["grads"]], "weights": assemble([truth["weights"]])}
         compare(results, whole, STEPS)

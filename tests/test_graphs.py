@@ -1,0 +1,133 @@
+"""Rows of graphs with ops between them (pipeline.graphs), on the CPU: graphs are stood for by lists of torch's operations on the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.config import LayoutConfig
+from phalanx.pipeline.graphs import Eager, Graphs, Row
+from phalanx.train.build import build
+from phalanx.train.config import Run
+from phalanx.train.plan import make_plan
+from phalanx.train.step import train_step
+from tests.parity import base_run, set_weights, step_batches
+
+STEPS = 4  # the first without graphs, the second captures
+
+
+class Recorded:
+    """What a CUDA graph is, but for being fast: operations that run again on the tensors that they ran on, and write where they wrote."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.before: dict[int, tuple[Any, Any]] = {}  # what was in memory that is written
+
+    def add(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.is_mutable:
+            for written in (t.untyped_storage() for t in tensors((args, kwargs))):
+                self.before.setdefault(written.data_ptr(), (written, written.clone()))
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def undo(self) -> None:
+        """A capture computes nothing."""
+        for storage, before in self.before.values():
+            storage.copy_(before)
+        self.before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            with torch.autograd._unsafe_preserve_version_counter(tuple(tensors((args, kwargs)))):
+                made = func(*args, **kwargs)
+            for old, new in zip(tensors(out), tensors(made), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.data.copy_(new)
+
+    def reset(self) -> None:
+        self.calls.clear()
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+class Recorder(TorchDispatchMode):
+    """In place of pipeline.graphs.Cuda. It is one mode for all captures: autograd's backward brings back the modes that it began with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: Recorded | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if self.now is None else self.now.add(func, args, kwargs or {})
+
+    def pool(self) -> None: ...
+
+    def begin(self, pool: Any) -> Recorded:
+        self.now = Recorded()
+        return self.now
+
+    def end(self, graph: Recorded) -> None:
+        assert graph is self.now
+        self.now = None
+        graph.undo()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        with self:
+            yield
+
+    def wait(self) -> None: ...
+
+    def tidy(self) -> None: ...
+
+
+def trained(rank: int, world: int, run: Run, documents: str, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str]]:
+    """Losses, norms and weights after some steps; how many parts the rows of graphs have, and the documents that were shared."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    set_weights(state)
+    state.train()
+    assert type(state.stages.runner) is Eager
+    if graphs:
+        state.stages.runner = Graphs(Recorder(), (), next(iter(state.blocks.values()))[0].env.tape)
+    found, seen = [], set()
+    for step in range(STEPS):
+        batches = step_batches(run, mesh, step, documents)
+        seen |= {f"{s.length} {s.part.count}" for b in batches for s in b.shared}
+        result = train_step(state, batches, 1e-3)
+        found += [result.loss.clone(), result.grad_norm.clone()]
+    runner = state.stages.runner
+    runs = [run for slots in runner._slots.values() for slot in slots for run in slot.runs.values()] if isinstance(runner, Graphs) else []
+    parts = [len(row.parts) for run in runs for row in (run.forward, run.backward) if isinstance(row, Row)]
+    found += [flat.master.clone() for flat in state.buffers.flat]
+    return found, parts, seen
+
+
+@pytest.mark.parametrize(("model", "layout", "recompute"), [
+    ("llama-tied", dict(cp_ulysses=2), "none"),
+    ("mistral", dict(), "none"),
+    ("deepseek_v3-dense", dict(cp_attention="allgather"), "selective"),
+    ("qwen3", dict(sharding=1), "full"),
+])  # fmt: skip
+def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute):
+    """Documents are dealt otherwise in each micro-batch, and what else a layer does is replayed."""
+    run = base_run(model, global_batch=4, recompute=recompute)
+    run = replace(run, layout=LayoutConfig(cp=4, cp_degree="dynamic", **layout))
+    plain = ranks.run("tests.test_graphs:trained", 4, run, "packed", False)
+    rows = ranks.run("tests.test_graphs:trained", 4, run, "packed", True)
+    for (expected, *_), (found, parts, seen) in zip(plain, rows):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert max(parts) > 2 * run.model.num_hidden_layers and len(seen) > 1
