@@ -160,19 +160,20 @@ def measure(name: str, lengths: list[int], longest: int, placement: Placement, o
         mesh, whole = state.mesh, name.startswith("padded")
         batches = [batch_of(rows, n, run.model.vocab_size, i, whole).cut(mesh.part).to(mesh.device) for i, (rows, n) in enumerate(made)]
         groups = [batches[i * len(batches) // steps : (i + 1) * len(batches) // steps] for i in range(steps)]
-        seconds, losses = [], []
-        for _ in range(1 + options.repeats):  # the first compiles kernels and is not counted
-            mesh.world.all_reduce(torch.zeros(1, device=mesh.device)).wait()
-            wait(mesh.device)
+        slowest, losses, left = [], [], options.seconds
+        while len(slowest) < 1 + options.repeats and (len(slowest) < 2 or left > slowest[-1]):  # the first compiles kernels and is not counted
             began = time.perf_counter()
             for group in groups:
                 losses.append(train_step(state, [replace(b, _derived={}) for b in group], 1e-4).loss)
             wait(mesh.device)
-            seconds.append(time.perf_counter() - began)
-        slowest = mesh.world.all_reduce(torch.tensor(seconds[1:], dtype=torch.float64, device=mesh.device), "max").wait().tolist()
+            now = time.perf_counter()
+            times = torch.tensor([now - began, now - options.began], dtype=torch.float64, device=mesh.device)
+            taken, since = mesh.world.all_reduce(times, "max").wait().tolist()  # ranks start the next one together
+            slowest, left = [*slowest, taken], options.seconds - since
+    slowest = slowest[1:]
     places = sum(len(rows) * n for rows, n in made)
     found = {"name": name, "seconds": statistics.median(slowest), "passes": slowest, "micro-batches": len(made), "fill": sum(lengths) / places}
-    return {**found, "loss": losses[0].item(), "last loss": losses[-1].item()}
+    return {**found, "loss": losses[0].item(), "last loss": losses[-1].item(), "seconds left": left}
 
 
 def wait(device: torch.device) -> None:
@@ -230,16 +231,16 @@ def other_places(batch: Batch) -> int:
 
 def against(rows: list[dict[str, Any]]) -> dict[str, float]:
     """How many times the tokens per second of the padded row, and of the fastest static packed one, the fastest dynamic one has."""
+    return {"padded": least(rows, "padded") / least(rows, "dynamic"), "static": least(rows, "packed, static") / least(rows, "dynamic")}
 
-    def least(words: str) -> float:
-        return min((row["seconds"] for row in rows if words in row["name"]), default=float("nan"))
 
-    dynamic = least("dynamic")
-    return {"padded": least("padded") / dynamic, "static": least("packed, static") / dynamic}
+def least(rows: list[dict[str, Any]], words: str) -> float:
+    """Seconds of the fastest row whose name has these words."""
+    return min((row["seconds"] for row in rows if words in row["name"]), default=float("nan"))
 
 
 def table(rows: list[dict[str, Any]], tokens: int, title: str) -> str:
-    first, static = rows[0]["seconds"], min(r["seconds"] for r in rows if "packed, static" in r["name"])
+    first, static = least(rows, "padded"), least(rows, "packed, static")
     lines = [title, f"{'':<28}{'tokens/s':>12}{'x padded':>10}{'x packed':>10}  "]
     for row in rows:
         more = ""
@@ -258,12 +259,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="that a pass over them is cut into")
     parser.add_argument("--repeats", type=int, default=3, help="passes that are timed, after one that is not; the median counts")
     every = ",".join(map(str, range(len(ROWS))))
-    parser.add_argument("--rows", default=every, help="numbers of the rows to measure, the first and a static one included")
+    parser.add_argument("--rows", default=every, help="numbers of the rows to measure, in this order")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which nothing new begins: the rest of the passes and rows is left out")
     parser.add_argument("--graphs", default="auto", choices=("auto", "on", "off"), help="train.cuda_graphs of packed rows")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that it works")
     parser.add_argument("--predict", action="store_true", help="count instead of measuring")
     parser.add_argument("--json", help="file for what was found")
     options = parser.parse_args()
+    options.began = time.perf_counter()
     longest = 512 if options.tiny else LONGEST
     lengths = lengths_of(8192 if options.tiny else options.tokens, longest)
     about = f"{len(lengths)} documents, {sum(lengths):,} tokens, median {int(np.median(lengths)):,}, longest {max(lengths):,}"
@@ -276,21 +279,23 @@ def main() -> None:
     placement, problems = read_placement(os.environ)
     if placement is None:
         parser.error("; ".join(map(str, problems)) or "start it with python -m torch.distributed.run, or ask for --predict")
-    rows = []
+    device = "CPU" if options.tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    title = f"measured on {placement.world_size} x {device}, cp {placement.world_size}: {about}"
+    rows: list[dict[str, Any]] = []
     for number, name in enumerate(names, 1):  # each row in a world of its own
         address = f"{MEETING}{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}/row{number}"
         place = replace(placement, init_method=address if placement.world_size > 1 else "")
-        began = time.perf_counter()
+        before = rows[-1]["seconds left"] if rows else options.seconds
         rows.append(measure(name, lengths, longest, place, options))
         if placement.rank == 0:
-            print(f"{name}: {rows[-1]['seconds']:.2f} s a pass, {time.perf_counter() - began:.0f} s in all", flush=True)
+            print(f"{name}: {rows[-1]['seconds']:.2f} s a pass, {len(rows[-1]['passes'])} passes", flush=True)
+            if options.json:
+                found = {"title": title, "torch": torch.__version__, "lengths": lengths, "rows": rows, "times": against(rows), "goals": GOALS}
+                Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if rows[-1]["seconds left"] < before - rows[-1]["seconds left"]:  # the next would take as long
+            break
     if placement.rank == 0:
-        device = "CPU" if options.tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()
-        title = f"measured on {placement.world_size} x {device}, cp {placement.world_size}: {about}"
         print(table(rows, sum(lengths), title))
-        if options.json:
-            found = {"title": title, "torch": torch.__version__, "lengths": lengths, "rows": rows, "times": against(rows), "goals": GOALS}
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
