@@ -25,7 +25,7 @@ from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offl
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
 from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes, scale_sends
-from phalanx.train.plan import BlockFacts, Plan
+from phalanx.train.plan import BlockFacts, Plan, low_names
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -82,12 +82,18 @@ def step_costs(plan: Plan) -> Costs:
 
 def block_uses(plan: Plan) -> list[BlockUse]:
     """Of every block of the model; of blocks that are alike one is measured."""
-    found: dict[tuple[BlockFacts, frozenset[str]], BlockUse] = {}
-    kinds = list(zip(plan.facts, plan.again))
+    found: dict[tuple[BlockFacts, frozenset[str], frozenset[str]], BlockUse] = {}
+    kinds = list(zip(plan.facts, plan.again, (low_of_block(plan, number) for number in range(len(plan.facts)))))
     for number, kind in enumerate(kinds):
         if kind not in found:
             found[kind] = block_use(plan, number)
     return [found[kind] for kind in kinds]
+
+
+def low_of_block(plan: Plan, number: int) -> frozenset[str]:
+    """Names, without the layer's number, of its linears in low precision."""
+    layer = str(number - 1)
+    return frozenset(name.replace(f".{layer}.", ".", 1) for name in low_names(plan.run) if layer in name.split("."))
 
 
 @dataclass(frozen=True)
