@@ -16,6 +16,7 @@ class Case(NamedTuple):
 
 KILLS, SIGNALS = "kill -9 at any time", "SIGTERM or SIGUSR1 to one rank"
 HANGS = "a rank stops (SIGSTOP), stands still, dies, or loses its connections"
+WRONG = "the same step goes wrong, once or three times"
 DAMAGE, PAIRS, FULL = "damaged checkpoint", "any of 12 layouts loads what any of 12 saved", "no room on the disk"
 FAILS, DIES, POWER = "every storage operation fails", "the process dies in every storage operation", "power is cut at every storage operation"
 
@@ -32,22 +33,24 @@ CASES = [
     Case("F10", "a second signal",
          ("cli::a_second_signal_ends_the_ranks_at_once", "cli::a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second")),
     Case("F13", "all at once, as in a power cut", (POWER, KILLS)),
-    Case("F14", "the same crash at the same step again and again", lacks="Phalanx starts nothing anew by itself, so nothing can loop"),
+    Case("F14", "the same crash at the same step again and again", (WRONG, "failures::what_stops_a_run_again_is_told_and_what_does_not"),
+         "Phalanx starts nothing anew by itself: it says that starting again will not help; kills by the system are not counted"),
     Case("F15", "two resumes in a row", ("resume::two_resumes_in_a_row_are_exact", SIGNALS)),
     Case("F17", "out of memory", ("checkpoint_background::a_host_without_room_for_copies_waits_instead_and_says_so",),
          "host memory that runs out in a step is the kernel's kill -9; GPU memory is in the GPU tests"),
     Case("F19", "a rank is stopped for good", (HANGS,)),
-    Case("F20", "a rank is stopped for some seconds", ("a rank is slow",), "a pause itself is not made"),
+    Case("F20", "a rank is stopped for some seconds", ("a rank pauses for 3 s, or comes late by as much",)),
     Case("F21", "a rank is slow", ("a rank is slow", "pace::who_works_longer_than_the_others_of_its_stage", "pace::waiting_is_no_work")),
     Case("F22", "ranks call different collectives", ("a rank leaves out a collective",
                                                      "calls::of_two_ranks_the_one_that_did_not_do_as_in_the_step_before")),
     Case("F23", "no network between two hosts", ("no packet comes between two hosts any more",)),
     Case("F25", "a slow network that loses packets", ("packets between two hosts come late and get lost",)),
-    Case("F26", "where ranks meet is wrong or taken", ("cli::impossible_worlds", "cli::two_ranks_meet"), "a rank that comes late is not tried"),
+    Case("F26", "where ranks meet is wrong or taken", ("cli::impossible_worlds", "cli::two_ranks_meet",
+                                                           "a rank pauses for 3 s, or comes late by as much")),
     Case("F27, F30", "no room, or a quota", (FULL, "checkpoint::a_disk_without_room_is_found_before_writing",
                                              "checkpoint::one_rank_with_a_full_disk_fails_on_all_ranks")),
     Case("F28", "an I/O error in each operation", (FAILS, "every request to object storage fails, once or from then on")),
-    Case("F29", "the folder goes away or may not be written", ("config::run_folder",), "only before the start"),
+    Case("F29", "the folder goes away or may not be written", ("the run's folder is moved, replaced or made read-only", "config::run_folder")),
     Case("F31, F43", "a disk slower than the saves",
          ("checkpoint_background::the_run_does_not_wait_for_a_slow_disk_and_never_has_two_saves_under_way",)),
     Case("F32", "files cut short", (DAMAGE, "checkpoint::damage_is_seen")),
@@ -74,7 +77,8 @@ CASES = [
                                                     "precision::one_bad_value_skips_the_step_on_all_ranks")),
     Case("F56", "infinite losses, numbers out of bounds", ("guard::scripted_sequences", "loop::nan_stops_the_run")),
     Case("F58", "a bit flips in a rank's memory", ("guard::a_flipped_bit_names_the_rank", "guard::a_run_stops_at_the_next_look")),
-    Case("F59", "a wrong result that does not repeat", lacks="steps are not done twice to compare them; replicas are (F58)"),
+    Case("F59", "a wrong result that does not repeat", (WRONG, "guard::a_flipped_bit_names_the_rank"),
+         "the step is done again by the next start, from the same bits, not in place"),
     Case("F60", "a loss scale at its minimum", ("precision::scale_never_goes_below_its_minimum", "loop::nan_stops_the_run")),
     Case("F61", "damaged token files",
          ("data::every_truncation_is_refused", "data::foreign_and_damaged_index", "data::missing_files_name_what_is_near")),

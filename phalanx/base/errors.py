@@ -73,9 +73,13 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class NumericalStop(PhalanxError):
-    """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum)."""
+    """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum). step: the one that was bad."""
 
     exit_code = 5
+
+    def __init__(self, text: str, step: int | None = None):
+        self.step = step
+        super().__init__(text)
 
 
 class PeerLost(PhalanxError):

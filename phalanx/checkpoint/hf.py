@@ -307,7 +307,8 @@ def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_embd": m.hidden_size,
         "n_layer": m.num_hidden_layers, "n_head": m.num_attention_heads, "n_inner": m.intermediate_size,
-        "n_positions": m.max_position_embeddings, "layer_norm_epsilon": m.layer_norm_epsilon, "resid_pdrop": m.dropout,
+        "n_positions": m.max_position_embeddings, "n_ctx": m.max_position_embeddings,  # the same: llama.cpp's converter asks for the latter
+        "layer_norm_epsilon": m.layer_norm_epsilon, "resid_pdrop": m.dropout,
         "embd_pdrop": m.dropout, "attn_pdrop": m.attention_dropout, "initializer_range": m.initializer_range,
         "activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True,
     }  # fmt: skip

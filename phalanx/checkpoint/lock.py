@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx.base.errors import FolderInUse
+from phalanx.base.errors import CheckpointError, FolderInUse
 
 NAME = ".lock"
 
@@ -35,6 +35,16 @@ class FolderLock:
         self.took_over = _holder(before) if before else None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
+
+    def check(self) -> None:
+        """CheckpointError if the folder is no longer the one that was locked: another run may have that of its name."""
+        try:
+            there, mine = os.stat(self.path), os.fstat(self._file)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            what = "was moved or removed" if there is None else "was replaced by another of its name"
+            raise CheckpointError(f"the run's folder {self.path.parent} {what} while the run was going on: nothing is written there any more")
 
     def release(self) -> None:
         if self._file >= 0:

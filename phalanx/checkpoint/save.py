@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +78,14 @@ class Target:
     """Where checkpoints go, and how.
 
     keep        which ones retention spares; protect: and these (the one that the run was resumed from)
+    check       asked on rank 0 before anything is written: CheckpointError where the root is no longer the run's
     """
 
     root: Path
     storage: Storage
     keep: Keep = Keep()
     protect: tuple[Path, ...] = ()
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def _plan(world: Axis, items: list[Item], max_file_bytes: int) -> list[File]:
 def write(content: Content, target: Target, axis: Axis) -> Saved:
     """Write what every rank of the axis collected, and tidy up. Of a copy this may be called in another thread, with an axis of its own."""
     final, storage = target.root / step_name(content.snapshot.step), target.storage
-    folder, warnings = _begin(final, content.needed, storage, axis)
+    folder, warnings = _begin(final, content.needed, target, axis)
     if folder is None:
         return Saved(final, False, tuple(warnings))
     try:
@@ -186,10 +188,10 @@ def _tidy(target: Target) -> list[str]:
     return remove_leftovers(target.root, target.storage) + retain(target.root, target.keep, target.storage, target.protect)
 
 
-def _begin(final: Path, needed: int, storage: Storage, axis: Axis) -> tuple[Path | None, list[str]]:
+def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path | None, list[str]]:
     """Make the temporary folder (none if a good checkpoint of this step is there already); what could not be tidied up first."""
     needed = sum(agree(axis, lambda: needed))
-    name, warnings = agree(axis, lambda: _make_folder(final, needed, storage) if axis.index == 0 else None)[0]
+    name, warnings = agree(axis, lambda: _make_folder(final, needed, target) if axis.index == 0 else None)[0]
     if name is None:
         return None, warnings
     folder = final.with_name(name)
@@ -202,7 +204,9 @@ def _begin(final: Path, needed: int, storage: Storage, axis: Axis) -> tuple[Path
     return folder, warnings
 
 
-def _make_folder(final: Path, needed: int, storage: Storage) -> tuple[str | None, list[str]]:
+def _make_folder(final: Path, needed: int, target: Target) -> tuple[str | None, list[str]]:
+    target.check()
+    storage = target.storage
     warnings = remove_leftovers(final.parent, storage)
     if final.exists() and not verify(final):
         return None, warnings  # committed folders are never written to

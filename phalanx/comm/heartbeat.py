@@ -32,6 +32,7 @@ T = TypeVar("T")
 SHOWN = 8  # ranks in one message
 PACE_STEPS, PACE_BEATS, LOOK_BEATS = 6, 20, 2  # steps and beats that a pace is of; beats between two looks at all paces
 NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
+STILL_S = 2.0  # that a beat is late: a process that did not run meanwhile
 LEAVE_S = 10.0  # for ranks that come to the end of a run after the others
 PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 
@@ -68,11 +69,13 @@ class Heartbeat:
     calls         of this rank; told when it waits for long, or has lost a peer
     stage         of the pipeline
     slow          on rank 0: ranks that the others wait for, by what all say of their steps
+    stood_still   is told the seconds for which not even the thread of this process ran
     """
 
     def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None, stage: int = 0):
         self.calls, self.stage = calls or Calls(), stage
         self.slow: dict[int, tuple[str, Slow]] = {}
+        self.stood_still: Callable[[float], None] = lambda seconds: None
         self._steps: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS)
         self._places: deque[str] = deque(maxlen=PACE_BEATS)
         self._slow_before: dict[int, Slow] = {}
@@ -133,8 +136,11 @@ class Heartbeat:
                 made = self.calls.made
             except (RuntimeError, dist.DistError):
                 pass  # the store may be gone with its rank; what matters is said by those who lose a collective
+            began = time.monotonic()
             if self._over.wait(self.interval):
                 return
+            if (late := time.monotonic() - began - self.interval) > STILL_S:
+                self.stood_still(late)
 
     def stepped(self, work_s: float, step_s: float) -> None:
         """A step took so long, of which this rank did not wait for others for so long."""

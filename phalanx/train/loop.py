@@ -74,7 +74,7 @@ class Loop:
     def _roll_back(self, bad: BadStep, tries: int) -> None:
         """Weights, state and step of a checkpoint before, the place in the data after the bad step."""
         if tries > self.state.plan.run.train.guard.max_rollbacks:
-            raise NumericalStop(f"{bad.text}, after {tries - 1} rollbacks (train.guard.max_rollbacks)") from bad
+            raise NumericalStop(f"{bad.text}, after {tries - 1} rollbacks (train.guard.max_rollbacks)", bad.step) from bad
         self.saves.check(wait=True)
         c, scalars = self.counters, self.go_back(bad.step, tries)
         c.step, c.tokens, c.skipped, c.skipped_in_a_row = (scalars[n] for n in ("step", "tokens", "skipped", "skipped_in_a_row"))
@@ -129,7 +129,7 @@ class Loop:
         limit = self.state.plan.run.train.max_skipped
         if self.counters.skipped_in_a_row >= limit:
             what = f"{limit} steps in a row had a loss or a gradient norm that could not be applied (train.max_skipped={limit})"
-            raise NumericalStop(f"stopped at step {self.counters.step}: {what}")
+            raise NumericalStop(f"stopped at step {self.counters.step}: {what}", self.counters.step)
         return stop
 
     def _judge(self, pending: Pending) -> None:
@@ -142,7 +142,7 @@ class Loop:
         if policy == "rollback":
             raise bad
         if policy == "stop":
-            raise NumericalStop(f"{bad.text}; it was not applied (train.guard.policy=stop)")
+            raise NumericalStop(f"{bad.text}; it was not applied (train.guard.policy=stop)", bad.step)
         if self.reporter.log.rank == 0:
             self.reporter.log.warn(f"{bad.text}; it was skipped")
 

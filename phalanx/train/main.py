@@ -36,6 +36,7 @@ from phalanx.data.tokenizers import load_tokenizer
 from phalanx.train.build import State, build, choices, init_weights
 from phalanx.train.config import Run
 from phalanx.train.data_text import data_table, open_loaders
+from phalanx.train.failures import Failures
 from phalanx.train.flops import flops_of, mfu_text
 from phalanx.train.load import save_run, to_dict
 from phalanx.train.loop import Loop
@@ -82,8 +83,9 @@ def train(run: Run, placement: Placement) -> None:
     with ExitStack() as after:
         log = Log(placement.rank, folder / "log.txt")
         after.callback(log.close)
-        if placement.rank == 0:
-            lock = after.enter_context(FolderLock(folder))
+        lock = after.enter_context(FolderLock(folder)) if placement.rank == 0 else None
+        failures = after.enter_context(Failures(folder, log, lock.check if lock else lambda: None))
+        if lock is not None:
             if lock.took_over:
                 log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
             save_run(run, folder / "config.yaml")
@@ -102,8 +104,16 @@ def train(run: Run, placement: Placement) -> None:
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         counters, start = start_state(state, now, log)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
-        loop.began, loop.saves.saver.look = heartbeat.at_step, heartbeat.look
+
+        def began(step: int) -> None:
+            heartbeat.at_step(step)
+            failures.began(step)
+
+        loop.began, loop.saves.saver.look = began, heartbeat.look
+        heartbeat.stood_still = lambda seconds: log.warn(f"this process stood still for {seconds:.1f} s: it was stopped, or its machine was")
         loop.reporter.stepped, loop.reporter.slow = heartbeat.stepped, lambda: heartbeat.slow
+        if lock is not None:
+            loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
         loop.run()
         log.info(f"done step={counters.step} folder={folder}")
     if placement.rank == 0 and run.log.report:
