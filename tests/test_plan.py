@@ -26,12 +26,12 @@ from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import PRESETS
 from phalanx.schedule.simulate import LiveChange
 from phalanx.train import doctor
-from phalanx.train.build import build, init_weights
+from phalanx.train.build import ROOM_FOR_POOLS, build, init_weights, room_for_pools
 from phalanx.train.checks import Facts, check
 from phalanx.train.config import Fp8Config, Run, TrainConfig
 from phalanx.train.flops import flops_of, mfu, mfu_text, step_flops
 from phalanx.train.load import load_run
-from phalanx.train.memory import OVERHEAD, peak_activations, rank_uses
+from phalanx.train.memory import OVERHEAD, block_uses, fixed_bytes, peak_activations, rank_uses
 from phalanx.train.oom import held
 from phalanx.train.plan import make_blocks, make_plan, num_blocks
 from phalanx.train.plan_text import contents, num_parameters, plan_text
@@ -483,3 +483,21 @@ def test_doctor_says_what_a_missing_package_costs(monkeypatch):
 def test_doctor_warns(monkeypatch):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (256, 1024))
     assert any(name == "open files" and "256" in text for name, text in doctor.warnings())
+
+
+def test_graphs_take_pools_where_memory_allows():
+    """A stage has a pool for each micro-batch that is ever in flight in it; with one stage a rank these are what activations are anyway."""
+    run = load_run("recipes/tiny_llama.yaml", ["model.num_hidden_layers=6", "train.global_batch=8", "train.micro_batch=1"])
+    one, several = (make_plan(replace(run, layout=LayoutConfig(pp=2, virtual_stages=v)), 2) for v in (1, 2))
+    assert [use.pools for use in rank_uses(make_plan(run, 1), 8)[0]] == [0]
+    assert [use.pools for use in rank_uses(one, 8)[0]][0] == 0
+    uses, trace = rank_uses(several, 8)
+    blocks = block_uses(several)
+    for pp, use in enumerate(uses):
+        most = {s: max(change.live for change in trace.live[pp] if change.stage == s) for s in several.stages_of(pp)}
+        kept = {s: sum(blocks[b].bytes.kept for b in several.stages[s]) + fixed_bytes(several, s, blocks) for s in most}
+        head = (most[3] - 1) * max(blocks[b].bytes.working for b in several.stages[3]) if pp == 1 else 0
+        assert use.pools == sum(most[s] * kept[s] for s in most) + head - use.memory["activations"] > 0
+    need = max(use.total + use.pools for use in uses) + OVERHEAD
+    assert room_for_pools(several, int(need / ROOM_FOR_POOLS) + 1) and not room_for_pools(several, int(need / ROOM_FOR_POOLS) - 1)
+    assert "pools of micro-batches in flight, if a tenth stays free" in plan_text(several.run, 2) and "pools" not in plan_text(run, 1)

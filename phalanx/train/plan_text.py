@@ -137,8 +137,8 @@ def pools_text(plan: Plan, uses: Sequence[RankUse]) -> list[str]:
     most = max(use.pools for use in uses)
     if plan.grid.pp == 1 or not most or plan.run.train.cuda_graphs == "off":
         return []
-    when = "" if plan.run.train.cuda_graphs == "on" else ", taken where they leave a tenth of it free"
-    return [f"CUDA graphs need up to {gib(most)} GiB more on a GPU: pools for each micro-batch in flight{when}."]
+    when = "" if plan.run.train.cuda_graphs == "on" else ", if a tenth stays free"
+    return [f"CUDA graphs take up to {gib(most)} GiB more, pools of micro-batches in flight{when}."]
 
 
 def passing_text(uses: Sequence[RankUse]) -> list[str]:
