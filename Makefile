@@ -38,7 +38,7 @@ train: $(VENV)/.ready
 	env -u OMP_NUM_THREADS $(PY) -m phalanx.cli.demo $(if $(TEXT),--text "$(TEXT)")
 
 test: lint types imports
-	$(PY) -m pytest tests -m "not soak and not gpu" -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest tests -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(PY) -m ruff check phalanx tests

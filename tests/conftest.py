@@ -12,6 +12,15 @@ import pytest
 from tests.pool import RankPool, warm_imports
 from tests.warm import Warm
 
+# Files that take a minute and more, the longest first: begun last, one would be running long after the other workers are done.
+LONG = ("parity", "docs", "training", "mutations", "config", "precision", "cli", "plan", "checkpoint", "bench", "mixtures", "low_experts", "verify",
+        "first_hour", "low", "faults", "recompute")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
 
 @pytest.fixture(scope="session")
 def ranks():

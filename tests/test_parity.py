@@ -18,10 +18,11 @@ STEPS = 2
 
 def case(model: str, world: int, global_batch: int | None = None, micro_batch: int = 1, documents: bool | str = False, recompute: str = "none",
          bucket_mb: int = 0, **layout):  # fmt: skip
-    """Without a global batch: one that fills a pipeline, or two micro-batches of each rank."""
+    """Without a global batch: micro-batches of each rank for twice the stages, which fills a pipeline, but 4 to 8 sequences in all."""
     if global_batch is None:
-        dp = world // (layout.get("tp", 1) * layout.get("cp", 1) * layout.get("pp", 1))
-        global_batch = 8 if layout.get("pp", 1) > 1 else max(4, min(8, 2 * dp * micro_batch))
+        pp = layout.get("pp", 1)
+        dp = world // (layout.get("tp", 1) * layout.get("cp", 1) * pp)
+        global_batch = max(4, min(8, 2 * pp * dp * micro_batch))
     return dict(model=model, world=world, global_batch=global_batch, micro_batch=micro_batch, documents=documents, recompute=recompute,
                 bucket_mb=bucket_mb, layout=layout)  # fmt: skip
 

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 REQUIRED = dataclasses.MISSING
@@ -67,7 +68,8 @@ def field_names(cls: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls))
 
 
-def hints(cls: type) -> dict[str, Any]:
+@cache
+def hints(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -107,7 +109,8 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _own_field_docs(cls: type) -> dict[str, str]:
+@cache  # a config is read with a walk over all keys for each override: parsing sources again would take most of the time
+def _own_field_docs(cls: type) -> Mapping[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs: dict[str, str] = {}
