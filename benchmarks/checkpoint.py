@@ -3,14 +3,15 @@
 torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150] [a.b=c ...]
 torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json [--cold] [layout.tp=2 ...]
 
-Without torchrun: one rank. `measure` leaves one checkpoint in FOLDER, from which `resume` goes on, in any layout. Each adds a record to OUT.json and
-writes it anew as soon as a figure is known: a time limit loses nothing that was measured. `measure` begins with the raw speed of FOLDER; if a save
-and a load at that speed do not fit into --seconds it stops there and names a number of layers that would. Further saves are made while there is time.
+Without torchrun: one rank. `measure` leaves what it saved in FOLDER; `resume` goes on from the newest, in any layout. Each adds a record to OUT.json
+and writes it anew as soon as a figure is known: a time limit loses nothing that was measured. `measure` begins with the raw speed of FOLDER; if a save
+at that speed does not fit into --seconds it stops there and names a number of layers that would. Loading comes after the first save with steps
+beside it, and further saves after that, each only if there is time (`resume` loads too).
 
 Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its beginning to its end; of that,
 stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before they are read, where the system
 lets one (a tmpfs is memory whatever one does); `resume` reads them as they are unless --cold, and counts from the start of the rank's process.
-Room in FOLDER: one checkpoint and RAW_BYTES for each rank; in memory: another for the copies.
+Room in FOLDER: one checkpoint (two, for saves without a removal before each) and RAW_BYTES for each rank; in memory: another for the copies.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch
 
 from phalanx.base.placement import Placement
 from phalanx.bench.step import LR, batches_of, joined, long_enough, wait
-from phalanx.checkpoint.keep import Keep, latest
+from phalanx.checkpoint.keep import Keep, latest, list_checkpoints
 from phalanx.checkpoint.load import check_weights, load_state
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.save import Snapshot, Target
@@ -43,8 +45,8 @@ from phalanx.train.load import load_run, to_dict
 from phalanx.train.plan_text import num_parameters
 from phalanx.train.step import train_step
 
-RAW_BYTES = 4 << 30  # most that a rank writes and reads raw,
-RAW_SECONDS = 5.0  # and for how long, unless syncing what was written takes longer
+RAW_BYTES = 2 << 30  # most that a rank writes and reads raw,
+RAW_SECONDS = 4.0  # and for how long, unless syncing what was written takes longer
 BLOCK = 64 << 20
 WARMUP, PLAIN = 2, 4  # steps before, and steps that the others are compared with
 MOST_BESIDE, MOST_SAVES = 12, 5  # steps beside a save, and saves that steps go on beside
@@ -133,18 +135,18 @@ class Measured:
     def __init__(self, run: Run, state: State, root: Path, next_batches: Callable[[], Any]):
         self.run, self.state, self.root, self.next_batches, self.saved = run, state, root, next_batches, 0
         axis = host_axis(state.mesh.world, 600.0, 3600.0)
-        target = Target(root, Storage(), Keep(1))
+        target = Target(root, Storage(), Keep(MOST_SAVES + 1))
         self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=True)
         state.before_update = self.saver.release
 
     def step(self) -> None:
         train_step(self.state, self.next_batches(), LR)
 
-    def make_room(self) -> None:
-        """The checkpoint before the next one goes."""
-        before = latest(self.root)
-        if self.state.mesh.rank == 0 and before is not None:
-            Storage().retire(before)
+    def make_room(self, needed: float) -> None:
+        """For so many bytes, earlier checkpoints go, the oldest first."""
+        there = list_checkpoints(self.root) if self.state.mesh.rank == 0 else []
+        while there and shutil.disk_usage(self.root).free < needed:
+            Storage().retire(there.pop(0))
         self.state.mesh.world.barrier()
 
     def start(self) -> None:
@@ -165,19 +167,20 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
         m, expected = Measured(run, state, root, next_batches), run_bytes(state)
         disk = raw(state, root, min(RAW_BYTES, expected // state.mesh.world.size))
         record.add(expected_bytes=expected, file_system=file_system(root), **disk)
-        check_time(run, expected, expected / disk["raw_write"] + expected / disk["raw_read"], left(state, ends))
+        check_time(run, expected, expected / disk["raw_write"], left(state, ends))
         for _ in range(WARMUP):
             m.step()
         plain = [timed(state, m.step) for _ in range(PLAIN)]
         record.add(step_s=median(plain), steps_s=plain)
-        m.make_room()
+        m.make_room(math.inf)
         first = timed(state, m.start)
         took = m.wait()
         size = sum(r.size for r in read_manifest(newest(root)).files.values())
         record.add(bytes=size, background=m.saver.background, why_not=m.saver.why_not, first_start_s=first, first_save_s=took, write_s=took - first,
                    write_over_raw=size / (took - first) / disk["raw_write"])  # fmt: skip
-        reading(state, root, record)
         took = beside(m, record, took - first)
+        if left(state, ends) > 1.2 * size / disk["raw_read"]:
+            reading(state, root, record)
         while len(record.found["saves"]) < MOST_SAVES and left(state, ends) > 1.2 * took:
             took = beside(m, record, took)
 
@@ -196,20 +199,21 @@ def left(state: State, ends: float) -> float:
 def check_time(run: Run, size: int, seconds: float, left: float) -> None:
     if 1.5 * seconds > left:
         layers = max(1, int(run.model.num_hidden_layers * left / (1.5 * seconds)))
-        raise SystemExit(f"a save and a load of {size / 1e9:.1f} GB take {seconds:.0f} s at the speed of this folder, {left:.0f} s are left: "
+        raise SystemExit(f"a save of {size / 1e9:.1f} GB takes {seconds:.0f} s at the speed of this folder, {left:.0f} s are left: "
                          f"more --seconds, or model.num_hidden_layers={layers}")  # fmt: skip
 
 
 def beside(m: Measured, record: Record, expected: float) -> float:
     """A save while training goes on: what it costs the steps. Seconds that all of it took."""
     began, found, plain = time.time(), record.found, record.found["step_s"]
-    m.make_room()
+    m.make_room(1.05 * found["bytes"])
     count = min(MOST_BESIDE, max(2, math.ceil(expected / plain)))
     steps = [timed(m.state, lambda: (m.start(), m.step())), *(timed(m.state, m.step) for _ in range(count - 1))]
-    host, took = over_ranks(m.state, m.host_s, "max"), m.wait()
-    saves = [*found.get("saves", []), {"steps_s": steps, "stall_first_s": steps[0] - plain, "stall_s": sum(steps) - count * plain,
-                                       "host_s": host, "save_s": took}]  # fmt: skip
-    middle = {name: median(s[name] for s in saves) for name in ("stall_first_s", "stall_s", "host_s", "save_s")}
+    stall = {"stall_first_s": steps[0] - plain, "stall_s": sum(steps) - count * plain, "host_s": over_ranks(m.state, m.host_s, "max")}
+    if "saves" not in found:
+        record.add(**stall, steps_beside_s=steps)  # while the rest is being written
+    saves = [*found.get("saves", []), {**stall, "steps_s": steps, "save_s": m.wait()}]
+    middle = {name: median(s[name] for s in saves) for name in (*stall, "save_s")}
     record.add(saves=saves, **middle, stall_of_100_steps=middle["stall_s"] / (100 * plain),
                save_over_raw=found["bytes"] / middle["save_s"] / found["raw_write"])  # fmt: skip
     return over_ranks(m.state, time.time() - began, "max")
@@ -243,7 +247,7 @@ def resume(run: Run, placement: Placement, root: Path, record: Record, cold: boo
     path, marks = newest(root), {"imports": time.time()}
     if cold and placement.rank == 0:
         drop_from_cache(path)
-    with joined(run, placement) as state, batches_of(run, state) as next_batches:
+    with joined(run, placement, weights=False) as state, batches_of(run, state) as next_batches:
 
         def mark(name: str) -> None:
             wait(state)
@@ -262,9 +266,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     if found["what"] == "resume":
         marks = ", ".join(f"{name} {s:.2f}" for name, s in found["seconds_since_start"].items())
         return [f"first step {found['resume_s']:.2f} s after the start: {marks}"]
-    gb = {name: found[name] / 1e9 for name in ("bytes", "raw_write", "raw_read", "verify_rate")}
-    rate = {name: f"{gb['bytes'] / found[name]:.2f} GB/s in {found[name]:.2f} s" for name in ("write_s", "save_s", "load_s")}
-    share = {name: f"{100 * found[f'{name}_over_raw']:.0f} % of raw" for name in ("write", "save", "load")}
+    gb = {name: found.get(name, 0) / 1e9 for name in ("bytes", "raw_write", "raw_read", "verify_rate")}
+    done = [name for name in ("write", "save", "load") if f"{name}_s" in found]
+    rate = {f"{name}_s": f"{gb['bytes'] / found[f'{name}_s']:.2f} GB/s in {found[f'{name}_s']:.2f} s" for name in done}
+    share = {name: f"{100 * found[f'{name}_over_raw']:.0f} % of raw" for name in done}
     return [
         f"checkpoint {gb['bytes']:.3f} GB on {found['file_system']}: raw write {gb['raw_write']:.2f} GB/s, raw read {gb['raw_read']:.2f}; "
         f"step {1e3 * found['step_s']:.1f} ms",
@@ -273,7 +278,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"first save: {found['first_start_s']:.2f} s until its memory is there; written without steps beside: {rate['write_s']}, {share['write']}"
         + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
         f"save beside steps: {rate['save_s']}, {share['save']}",
-        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a core",
+        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a core" if "load" in done else "load: no time was left",
     ]
 
 

@@ -627,7 +627,8 @@ def test_checkpoints_are_measured_and_resumed_from(warm, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
         assert done.returncode == 0, done.stderr
     measured, resumed = json.loads((tmp_path / "o.json").read_text())
-    files = [p for p in (tmp_path / "c").rglob("*") if p.is_file() and p.name != "manifest.json"]
+    newest = max((tmp_path / "c").glob("step-*"))
+    files = [p for p in newest.rglob("*") if p.is_file() and p.name != "manifest.json"]
     assert measured["bytes"] == sum(p.stat().st_size for p in files) and all(measured[k] > 0 for k in ("save_s", "load_s", "raw_write", "raw_read"))
     since = list(resumed["seconds_since_start"].values())
     assert since == sorted(since) and since[0] > 0

@@ -233,7 +233,15 @@ HF_CONFIGS = {
 }  # fmt: skip
 
 
-HF_CONFIGS["mixtral-grouped"] = HF_CONFIGS["mixtral"]
+HF_CONFIGS["mixtral-grouped"] = HF_CONFIGS["mixtral-singleton"] = HF_CONFIGS["mixtral"]
+HF_CONFIGS["deepseek_v3"] = HF_CONFIGS["deepseek_v3-singleton"] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48,
+    "moe_intermediate_size": 24, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4,
+    "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_interleave": True, "max_position_embeddings": 16, "hidden_act": "silu",
+    "tie_word_embeddings": False, "dtype": "float32",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HF_CONFIGS)
@@ -257,7 +265,10 @@ def test_what_megatron_saved_is_imported_with_its_logits(tmp_path, kind):
     assert json.loads((out / "parity.json").read_text())["exact"]
     wrong = {"llama": ({"intermediate_size": 40}, "does not hold model.layers.0.mlp"), "gpt2": ({"n_layer": 3}, "has 2 layers .*, the config has 3"),
              "mixtral": ({"num_local_experts": 3}, "has 4 experts .*, the config has 3|does not hold"),
-             "qwen3_moe": ({"moe_intermediate_size": 20}, "does not hold model.layers.0.mlp.experts")}  # fmt: skip
+             "qwen3_moe": ({"moe_intermediate_size": 20}, "does not hold model.layers.0.mlp.experts"),
+             "mixtral-singleton": ({"num_local_experts": 3}, r"has not: .*mlp\.experts\.experts\.3\.|does not hold"),
+             "deepseek_v3": ({"n_shared_experts": 1}, "does not hold model.layers.1.mlp.shared_experts"),
+             "deepseek_v3-singleton": ({"kv_lora_rank": 9}, "does not hold model.layers.0.self_attn.kv")}  # fmt: skip
     changed, match = wrong[kind.removesuffix("-grouped")]
     other = {**HF_CONFIGS[kind], **changed}
     (config / "config.json").write_text(json.dumps(other))

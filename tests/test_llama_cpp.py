@@ -246,7 +246,7 @@ def of_latents(name: str, x: torch.Tensor, config: dict[str, Any]) -> dict[str, 
     if (layer := re.match(r"model\.layers\.(\d+)\.", name)) and int(layer[1]) >= config["num_hidden_layers"]:
         return {}
     if not name.endswith("kv_b_proj.weight"):
-        return {name: x}
+        return {name.replace("correction_bias", "correction.bias"): x}
     whole = x.view(config["num_attention_heads"], -1, x.shape[1])
     keys, made = whole.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
     return {name.replace("kv_b_proj", "k_b_proj"): keys.transpose(1, 2), name.replace("kv_b_proj", "v_b_proj"): made}

@@ -60,8 +60,8 @@ def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup:
 
 
 @contextmanager
-def joined(run: Run, placement: Placement) -> Iterator[State]:
-    """Everything a rank trains with, from initial weights, without a folder."""
+def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[State]:
+    """Everything a rank trains with, without a folder; with initial weights, unless the caller loads others."""
     with ExitStack() as after:
         mesh = join(run, placement)
         after.callback(leave_world)
@@ -69,7 +69,8 @@ def joined(run: Run, placement: Placement) -> Iterator[State]:
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         watched.state = build(plan, mesh)
-        init_weights(watched.state)
+        if weights:
+            init_weights(watched.state)
         watched.state.train()
         yield watched.state
 

@@ -1,8 +1,8 @@
 """GPT models of Megatron-Core in its torch_dist checkpoints: their tensors under Hugging Face names, cut and ordered as Hugging Face does.
 
 What lies there (Megatron-Core 0.16, read from its own files): layers stacked along a leading dim, or one by one; q, k and v in one matrix, by
-groups of query heads, each group followed by its key and its value; gate above up in one matrix; vocabularies padded with rows; experts
-stacked behind the layers, alike from its sequential and its grouped ones.
+groups of query heads, each group followed by its key and its value; gate above up in one matrix, or apart; vocabularies padded with rows;
+experts stacked behind the layers, alike from its sequential and its grouped ones, or one by one (`singleton_local_shards`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Shape = tuple[int, ...]
 LLAMA = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": "decoder.final_layernorm.weight", "lm_head.weight": "output_layer.weight"}
 LLAMA_LAYER = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    "self_attn.q_proj.weight": ("self_attention.linear_qkv.weight",), "self_attn.k_proj.weight": ("self_attention.linear_qkv.weight",),
+    "self_attn.q_proj.weight": ("self_attention.linear_qkv.weight", "self_attention.linear_q_proj.weight"),
+    "self_attn.k_proj.weight": ("self_attention.linear_qkv.weight",),
     "self_attn.v_proj.weight": ("self_attention.linear_qkv.weight",), "self_attn.q_proj.bias": ("self_attention.linear_qkv.bias",),
     "self_attn.k_proj.bias": ("self_attention.linear_qkv.bias",), "self_attn.v_proj.bias": ("self_attention.linear_qkv.bias",),
     "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",), "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight",),
@@ -36,6 +37,16 @@ LLAMA_LAYER = {
     "mlp.gate_proj.weight": ("mlp.linear_fc1.weight",), "mlp.up_proj.weight": ("mlp.linear_fc1.weight",),
     "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
     "mlp.gate.weight": ("mlp.router.weight",), "block_sparse_moe.gate.weight": ("mlp.router.weight",),
+    "mlp.gate.e_score_correction_bias": ("mlp.router.expert_bias",),
+    "mlp.shared_experts.gate_proj.weight": ("mlp.shared_experts.linear_fc1.weight",),
+    "mlp.shared_experts.up_proj.weight": ("mlp.shared_experts.linear_fc1.weight",),
+    "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight",),
+    "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight",),
+    "self_attn.q_a_layernorm.weight": ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+    "self_attn.q_b_proj.weight": ("self_attention.linear_q_up_proj.weight",),
+    "self_attn.kv_a_proj_with_mqa.weight": ("self_attention.linear_kv_down_proj.weight",),
+    "self_attn.kv_a_layernorm.weight": ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+    "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight",),
 }  # fmt: skip
 GPT2 = {
     "transformer.wte.weight": EMBEDDING, "transformer.wpe.weight": "embedding.position_embeddings.weight",
@@ -53,7 +64,8 @@ GPT2_LAYER = {
     "mlp.c_proj.weight": ("mlp.linear_fc2.weight",), "mlp.c_proj.bias": ("mlp.linear_fc2.bias",),
 }  # fmt: skip
 EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-UP = ("up_proj.weight", "w3.weight")
+UP, GATE = ("up_proj.weight", "w3.weight"), ("gate_proj.weight", "w1.weight")
+HALVES = ("_w", "_v")  # what names of gates and ups end with that lie apart
 
 
 @dataclass(frozen=True)
@@ -87,17 +99,14 @@ def with_megatron(index: Index, wanted: Mapping[str, Shape], config: Mapping[str
     last_expert: dict[str, int] = {}
     for name, shape in wanted.items():
         numbered = re.fullmatch(re.escape(prefix) + r"(\d+)\.(.*)", name)
-        expert = EXPERT.fullmatch(numbered[2]) if numbered else None
-        options = layer_names.get(numbered[2], ()) if numbered else (fixed[name],) if name in fixed else ()
-        if expert:
-            options = (f"mlp.experts.experts.linear_fc{2 if expert[2] in ('down_proj', 'w2') else 1}.weight",)
-        for option in options:
+        options = _places(numbered[2], layer_names) if numbered else [(fixed[name], ())] if name in fixed else []
+        for option, expert in options:
             stacked, single = LAYERS + option, f"{LAYERS}{numbered[1]}.{option}" if numbered else option
             key = stacked if numbered and stacked in index else single
             layer = int(numbered[1]) if numbered and key == stacked else None
             if key in index and (layer is None or layer < index[key].shape[0]):
                 used.add(key)
-                at = (*([] if layer is None else [layer]), *([int(expert[1])] if expert else []))
+                at = (*([] if layer is None else [layer]), *expert)
                 if expert and at[-1] >= index[key].shape[len(at) - 1]:
                     break
                 last_expert[key] = max(last_expert.get(key, 0), at[-1]) if expert else -1
@@ -117,6 +126,15 @@ def with_megatron(index: Index, wanted: Mapping[str, Shape], config: Mapping[str
     return found
 
 
+def _places(name: str, layer_names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Megatron's names for a tensor of a layer, each with the place of its expert where experts are stacked."""
+    expert, half = EXPERT.fullmatch(name), HALVES[name.endswith(UP)] if name.endswith(GATE + UP) else ""
+    if expert:
+        matrix = f"linear_fc{1 if half else 2}.weight"
+        return [(f"mlp.experts.experts.{matrix}", (int(expert[1]),)), (f"mlp.experts.experts.{expert[1]}.{matrix}{half}", ())]
+    return [(option + end, ()) for option in layer_names.get(name, ()) for end in dict.fromkeys(("", half))]
+
+
 def _part(name: str, shape: Shape, key: str, at: tuple[int, ...], stored: Shape, config: Mapping[str, Any], where: str) -> MegatronPart:
     """Where a Hugging Face tensor lies in a stored one; its size is checked."""
     own = stored[len(at) :]
@@ -131,12 +149,12 @@ def _part(name: str, shape: Shape, key: str, at: tuple[int, ...], stored: Shape,
         q, k, v = (0, width * dim), (width * dim, (width + 1) * dim), ((width + 1) * dim, (width + 2) * dim)
         one = {"q_proj": q, "k_proj": k, "v_proj": v}.get(name.split(".")[-2])
         runs = (one,) if one else (q, k, v)
-    elif name.endswith(UP):
+    elif name.endswith(UP) and not key.endswith(HALVES):
         runs = ((rows, 2 * rows),)
     padded = key in (EMBEDDING, "output_layer.weight")
     have = sum(b - a for a, b in runs) * groups
     fits = own[1:] == (shape[:1] if transposed else shape[1:]) and have == rows and (own[0] >= rows if padded else own[0] % groups == 0)
-    fused = 2 if ".linear_fc1.weight" in key and config.get("model_type") != "gpt2" else 1
+    fused = 2 if key.endswith(".linear_fc1.weight") and config.get("model_type") != "gpt2" else 1
     if not fits or (not padded and groups == 1 and own[0] != fused * rows):
         raise CheckpointError(f"{where}: {key} has the shape {stored}, which does not hold {name} {shape} of the config")
     return MegatronPart("", key, Box.full(shape), at, groups, runs, transposed)
