@@ -13,6 +13,7 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.data.config import DataConfig
+from phalanx.data.loader import train_loader
 from phalanx.models.config import LlamaConfig
 from phalanx.optim.config import OptimConfig
 from phalanx.train.config import LogConfig, RampConfig, Run, TrainConfig
@@ -51,7 +52,8 @@ def test_ramp_up_by_hand(tmp_path):
 @pytest.mark.parametrize("dp", [1, 2])
 def test_ramp_up_takes_each_sample_once_for_any_dp(tmp_path, dp):
     run = make_run(tmp_path, rampup=RampConfig(start=4, increment=4, samples=16))
-    seen = [s for rank in range(dp) for mb in micro_batches(run, 0, 0, dp, rank) for s in mb]
+    loader = train_loader(run.data, seq_length=run.train.seq_length, seed=0, vocab_size=run.model.vocab_size, samples=total_samples(run))
+    seen = [s for rank in range(dp) for mb in micro_batches(run, loader, 0, 0, dp, rank) for s in mb]
     assert sorted(seen) == list(range(total_samples(run)))
 
 

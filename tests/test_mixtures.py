@@ -207,7 +207,7 @@ def test_tokens_of_a_step_for_any_number_of_ranks(tmp_path, dp):
         parts = []
         for rank in range(dp):
             loader, _ = open_loaders(run, run.data)
-            with Prefetcher(loader, micro_batches(run, consumed, first, dp, rank)) as batches:
+            with Prefetcher(loader, micro_batches(run, loader, consumed, first, dp, rank)) as batches:
                 parts.append(torch.cat([batch.tokens for batch in batches]).view(6 - first, -1))
         return torch.cat(parts, 1)
 

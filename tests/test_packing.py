@@ -20,7 +20,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.data.check import check
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.data.loader import micro_batch_samples, train_loader, valid_loaders
+from phalanx.data.loader import micro_batch_samples, spread, train_loader, valid_loaders
 from phalanx.data.packing import first_fit, make_packing, packing_path, read_packing, write_packing
 from phalanx.layout.config import LayoutConfig
 from phalanx.train.build import build
@@ -121,6 +121,33 @@ def test_nothing_lost_and_nothing_twice_in_an_epoch(tmp_path, inside):
         pairs = list(zip(batch.tokens.tolist(), batch.labels.tolist()))
         assert Counter(p for p in pairs if p[1] != IGNORE) == Counter((a, b) for doc in documents for a, b in itertools.pairwise(doc.tolist()))
         assert (batch.labels[~real] == IGNORE).all() and (batch.tokens[~real] == 0).all()
+
+
+def test_ranks_get_equal_amounts_of_attention(tmp_path):
+    """The micro-batches of a step are what they are, for every dp, and each once; which rank has which follows the pairs that attention reads."""
+    prefix = write(tmp_path / "c", lognormal(400))
+    loader = train_loader(packed(prefix), **options())
+    samples = range(16, 80)
+    truth = [int((b.positions + 1)[b.real > 0].sum()) for b in (loader.batch([s]) for s in samples)]
+    assert loader.pairs(samples) == truth
+    cost = dict(zip(samples, truth))
+    for dp in (1, 2, 4, 8, 16):
+        ranks = [micro_batch_samples(16, 64, 2, dp, rank, loader.pairs) for rank in range(dp)]
+        assert sorted(s for runs in ranks for s in runs) == [[s, s + 1] for s in range(16, 80, 2)]
+        assert [s for runs in ranks for s in runs] == micro_batch_samples(16, 64, 2, 1, 0, loader.pairs)
+        plain = [micro_batch_samples(16, 64, 2, dp, rank) for rank in range(dp)]
+        spread_by, in_order = ([sum(cost[s] for run in runs for s in run) for runs in found] for found in (ranks, plain))
+        assert dp == 1 or max(spread_by) < max(in_order)
+        assert dp > 4 or max(spread_by) < 1.05 * sum(truth) / dp  # two micro-batches of a rank are not always to be had so
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(12, 3), (12, 6), (30, 5), (7, 7), (9, 3), (5, 1)])
+def test_any_number_of_ranks(count, blocks):
+    costs = np.random.default_rng(count).lognormal(3, 1, count).astype(int).tolist()
+    order = spread(costs, blocks)
+    assert sorted(order) == list(range(count))
+    sums = np.array(costs)[order].reshape(blocks, -1).sum(1)
+    assert max(sums) <= np.array(costs).reshape(blocks, -1).sum(1).max() and max(sums) - min(sums) <= max(costs)
 
 
 def test_a_packed_batch_by_hand(tmp_path):

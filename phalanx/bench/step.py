@@ -86,7 +86,7 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
     mesh, t = state.mesh, run.train
     count = t.global_batch // (t.micro_batch * mesh.dp.size)
     loader = train_loader(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size, samples=t.steps * t.global_batch)
-    order = micro_batches(run, 0, 0, mesh.dp.size, mesh.dp.index)
+    order = micro_batches(run, loader, 0, 0, mesh.dp.size, mesh.dp.index)
     with Prefetcher(loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda", part=mesh.part) as ready:
         yield lambda: [next(ready).to(mesh.device) for _ in range(count)]
 

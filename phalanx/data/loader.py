@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -23,18 +23,53 @@ from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, ope
 AHEAD = 4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
 
 
-def micro_batch_samples(consumed: int, global_batch: int, micro_batch: int, dp: int, dp_rank: int) -> list[list[int]]:
+Work = Callable[[Sequence[int]], Sequence[int]]
+"""What each of these samples costs beside its tokens."""
+
+
+def micro_batch_samples(consumed: int, global_batch: int, micro_batch: int, dp: int, dp_rank: int, work: Work | None = None) -> list[list[int]]:
     """Sample numbers of each micro-batch of one data-parallel rank, for the step that starts after `consumed` samples.
 
     The step's samples are consumed .. consumed + global_batch - 1 whatever dp is. They are cut into runs of `micro_batch`, and
     rank r takes the r-th block of consecutive runs: a binary tree over all runs has the ranks' own trees as its lower levels.
+    `work`: runs stay what they are, but stand in an order in which blocks have equal amounts of it; the same for each dp that is a power of 2.
     ValueError unless micro_batch * dp divides global_batch.
     """
     if global_batch % (micro_batch * dp):
         raise ValueError(f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp}")
-    runs = range(consumed, consumed + global_batch, micro_batch)
+    runs: Sequence[int] = range(consumed, consumed + global_batch, micro_batch)
+    if work is not None:
+        costs = np.array(work(range(consumed, consumed + global_batch))).reshape(-1, micro_batch).sum(1).tolist()
+        runs = [runs[i] for i in spread(costs, dp)]
     each = len(runs) // dp
     return [list(range(first, first + micro_batch)) for first in runs[dp_rank * each : (dp_rank + 1) * each]]
+
+
+def spread(costs: Sequence[int], blocks: int) -> list[int]:
+    """An order of items in which `blocks` consecutive blocks of equal length cost about the same, and so do their halves, and halves of those.
+
+    `blocks` divides the number of items. Items are dealt by cost, the dearest first, one to each part in turn, the dearer one to the part
+    that has least.
+    """
+    odd, rest = [], blocks
+    for factor in range(3, blocks + 1, 2):
+        while rest % factor == 0:
+            odd, rest = [*odd, factor], rest // factor
+    twos = (len(costs) & -len(costs)).bit_length() - 1
+    parts = [sorted(range(len(costs)), key=lambda i: (-costs[i], i))]
+    for factor in [*odd, *[2] * twos]:
+        parts = [part for whole in parts for part in _deal(whole, costs, factor)]
+    return [i for part in parts for i in sorted(part)]
+
+
+def _deal(items: list[int], costs: Sequence[int], count: int) -> list[list[int]]:
+    """Items, the dearest first, in `count` parts of equal length."""
+    parts, sums = [list[int]() for _ in range(count)], [0] * count
+    for first in range(0, len(items), count):
+        for item, part in zip(items[first : first + count], sorted(range(count), key=sums.__getitem__)):
+            parts[part].append(item)
+            sums[part] += costs[item]
+    return parts
 
 
 class Place(NamedTuple):
@@ -84,6 +119,17 @@ class Loader:
             mine = found[:, 0] == i
             windows[mine] = self.sources[i].locate(found[mine, 1])
         return [Place(*row) for row in zip(samples, found[:, 0].tolist(), found[:, 1].tolist(), windows.tolist())]
+
+    def pairs(self, samples: Sequence[int]) -> list[int]:
+        """Of query and key that attention reads in each sample, inside documents alone where it stays there; padding is not counted."""
+        found = []
+        for place in self.locate(samples):
+            source, length = self.sources[place.source], self.seq_length
+            filled = source.filled(place.window) if self.packed else length
+            starts = source.starts(place.window) if self.document_attention else np.empty(0, np.int64)
+            sizes = np.diff(np.concatenate([[0], starts[starts < filled], [filled]]))
+            found.append(int((sizes * (sizes + 1) // 2).sum()))
+        return found
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """The micro-batch of these global sample numbers, on the CPU (see `base.batch.Batch`).

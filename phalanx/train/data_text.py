@@ -16,7 +16,7 @@ from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader
 from phalanx.data.text import find_text
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.train.config import Run
-from phalanx.train.order import eval_samples, global_batch_at, total_samples
+from phalanx.train.order import eval_samples, global_batch_at, total_samples, work_of
 from phalanx.train.saves import checkpoints_of
 
 SNIPPET = 24  # tokens shown of each end of a sequence
@@ -128,7 +128,7 @@ def step_data(run: Run, loader: Loader, step: int, dp: int, ranks: Sequence[int]
     size = global_batch_at(run, consumed)
     made = []
     for rank in range(dp) if ranks is None else ranks:
-        for number, samples in enumerate(micro_batch_samples(consumed, size, run.train.micro_batch, dp, rank)):
+        for number, samples in enumerate(micro_batch_samples(consumed, size, run.train.micro_batch, dp, rank, work_of(run, loader))):
             places = loader.locate(samples)
             made.append(MicroBatch(rank, number, loader.read(places), tuple(row_of(loader, place) for place in places)))
     return StepData(step, consumed, size, after, tuple(made))

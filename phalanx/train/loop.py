@@ -86,7 +86,7 @@ class Loop:
     def _run(self) -> None:
         run, mesh = self.state.plan.run, self.state.mesh
         self.state.train()
-        samples = micro_batches(run, self.counters.consumed_samples, self.counters.step, mesh.dp.size, mesh.dp.index)
+        samples = micro_batches(run, self.loader, self.counters.consumed_samples, self.counters.step, mesh.dp.size, mesh.dp.index)
         pending: tuple[Pending, int] | None = None
         self.reporter.restart_clock()
         consumed, saved = self.counters.consumed_samples, self.counters.step

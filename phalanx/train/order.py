@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.data.loader import Loader, micro_batch_samples
+from phalanx.data.loader import Loader, Work, micro_batch_samples
 from phalanx.train.config import Run
 
 
@@ -31,9 +31,14 @@ def eval_samples(run: Run, loader: Loader) -> int:
     return min(run.train.eval_samples, loader.num_samples or run.train.eval_samples)
 
 
-def micro_batches(run: Run, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:
+def work_of(run: Run, loader: Loader) -> Work | None:
+    """What the micro-batches of a step are spread over data-parallel ranks by; None: they go in the order of their samples."""
+    return loader.pairs if run.layout.cp_degree == "dynamic" else None
+
+
+def micro_batches(run: Run, loader: Loader, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:
     """The sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run."""
     for _ in range(step, run.train.steps):
         batch = global_batch_at(run, consumed)
-        yield from micro_batch_samples(consumed, batch, run.train.micro_batch, dp, dp_rank)
+        yield from micro_batch_samples(consumed, batch, run.train.micro_batch, dp, dp_rank, work_of(run, loader))
         consumed += batch
