@@ -51,7 +51,7 @@ def spread(costs: Sequence[int], blocks: int) -> list[int]:
     `blocks` divides the number of items. Items are dealt by cost, the dearest first, one to each part in turn, the dearer one to the part
     that has least.
     """
-    odd, rest = [], blocks
+    odd, rest = list[int](), blocks
     for factor in range(3, blocks + 1, 2):
         while rest % factor == 0:
             odd, rest = [*odd, factor], rest // factor
