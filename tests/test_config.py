@@ -329,6 +329,7 @@ ACCEPTED = [
     (BASE, "checkpoint.keep_last=0 checkpoint.interval=10", 1),
     (BASE, "data.mock=false data.paths=[a,b] data.weights=[1,2] data.max_epochs=1", 1),
     (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic layout.tp=2", 4),
+    (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic train.cuda_graphs=on", 2),
     (BASE, "train.eval_interval=5 train.eval_samples=8 data.valid.web=[x]", 1),
     (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp

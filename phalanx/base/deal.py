@@ -18,7 +18,7 @@ TOKEN = 8192  # the rest of a layer takes for a token (of width 1,300; of wider 
 MEETING = 500_000  # it takes to start what is sent to another rank and the kernels for it, however little that is (some 60 us)
 UNEVEN = 0.05  # of a rank's work: what ranks may differ by before a document is cut for balance alone
 LEAST = 2  # tokens of a part: each of its two chunks has one
-TRIES = 8  # documents that may fill up the ranks
+TRIES = 6  # documents that may fill up the ranks
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,17 @@ def deal(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int]) -
     UNEVEN) gives it; if there is no such number, the one with which, exchange included, the fullest has least to do. What does not fit
     in equal parts is cut into others. Whole documents hardly ever fill all ranks to the last token: one is chosen last, and is cut over
     all of them into whatever they have left. The shortest that can be is tried first, and a few longer ones; the best is taken where
-    none leaves ranks nearly even. None: documents do not fit in that way.
+    none leaves ranks nearly even. If all leave short documents without a rank, those are cut too. None: documents do not fit in that way.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    even = sum(n * (n + 1) / 2 for n in lengths) / len(sizes) + UNEVEN * TOKEN * min(sizes)
-    best, least = None, 0.0
-    for last in (None, *_fillers(lengths, order, len(sizes))):
-        table = _Table(lengths, sizes, degrees, even)
-        if table.place(order, last) and (best is None or max(table.load) < least):
-            best, least = table, max(table.load)
-            if least <= even:
+    order, slack = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), UNEVEN * TOKEN * min(sizes)
+    even = sum(n * (n + 1) / 2 for n in lengths) / len(sizes) + slack
+    best: _Table | None = None
+    tries = [(last, min(sizes) // 2) for last in (None, *_fillers(lengths, order, len(sizes)))]
+    for last, long in (*tries, (None, 0)):
+        table = _Table(lengths, sizes, degrees, even, long)
+        if (long or best is None) and table.place(order, last) and (best is None or max(table.load) < max(best.load)):
+            best = table
+            if max(table.load) <= sum(table.load) / len(sizes) + slack:
                 break
     return None if best is None else [best.found[i] for i in range(len(lengths))]
 
@@ -83,10 +84,11 @@ def _fillers(lengths: Sequence[int], order: Sequence[int], count: int) -> Iterat
 
 
 class _Table:
-    """Ranks while documents are dealt to them: `room` for tokens, and the `load` of each so far."""
+    """Ranks while documents are dealt to them: `room` for tokens, and the `load` of each so far. `long`: tokens of a document that may be cut
+    into parts of any length."""
 
-    def __init__(self, lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int], even: float):
-        self.lengths, self.degrees, self.even = lengths, degrees, even
+    def __init__(self, lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int], even: float, long: int):
+        self.lengths, self.degrees, self.even, self.long = lengths, degrees, even, long
         self.room, self.load = list(sizes), [0.0] * len(sizes)
         self.found: dict[int, Share] = {}
 
@@ -97,7 +99,9 @@ class _Table:
         for i in order:
             if i == last:
                 continue
-            share = self._in_equal_parts(self.lengths[i]) or self._in_any_parts(self.lengths[i], self.degrees)
+            share = self._in_equal_parts(self.lengths[i])
+            if share is None and self.lengths[i] >= self.long:
+                share = self._in_any_parts(self.lengths[i], self.degrees)
             if share is None:
                 return False
             self._take(i, share)
@@ -110,18 +114,23 @@ class _Table:
         return True
 
     def _take(self, i: int, share: Share) -> None:
-        self.found[i] = share
+        self.found[i], length = share, self.lengths[i]
         for rank, part in enumerate(share.parts, share.first):
-            self.room[rank] -= part.size(self.lengths[i])
-            self.load[rank] += pairs(part, self.lengths[i]) + exchange(part, self.lengths[i])
+            self.room[rank] -= part.size(length)
+            self.load[rank] += pairs(part, length) + exchange(part, length)
 
     def _groups(self, degree: int) -> range:
         return range(0, len(self.room), degree)
 
     def _in_equal_parts(self, length: int) -> Share | None:
-        best: tuple[float, Share] | None = None
-        for degree in self.degrees:
-            if degree > 1 and length < LEAST * degree:
+        pairs_here = length * (length + 1) / 2
+        ranks = enumerate(zip(self.load, self.room)) if self.degrees[0] == 1 else ()
+        alone = min(((load, rank) for rank, (load, room) in ranks if room >= length), default=None)
+        if alone is not None and alone[0] + pairs_here <= self.even:
+            return Share(1, alone[1])
+        best = None if alone is None else (alone[0] + pairs_here, Share(1, alone[1]))
+        for degree in (d for d in self.degrees if d > 1):
+            if length < LEAST * degree:
                 break
             parts = Part(0, degree).all
             each = [part.size(length) for part in parts]
@@ -129,7 +138,7 @@ class _Table:
             if not firsts:
                 continue
             before, first = min((max(self.load[f : f + degree]), f) for f in firsts)
-            full = before + length * (length + 1) / 2 / degree
+            full = before + pairs_here / degree
             if full <= self.even:
                 return Share(degree, first)
             after = full + exchange(parts[-1], length)
@@ -163,7 +172,7 @@ class _Table:
         def taken(level: float) -> list[int]:
             return [min(r, max(LEAST, int((level - at) / each))) for r, at in zip(room, load)]
 
-        for _ in range(60):
+        for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if sum(taken(middle)) <= length else (low, middle)
         sizes = taken(low)
