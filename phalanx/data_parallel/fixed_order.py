@@ -118,7 +118,7 @@ def sum_users(axis: Axis, mine: Sequence[Tensor], most: int) -> Tensor:
     """Sums (n,) of the users of a weight on each rank, at most `most` of them -> (n,) those of all ranks, whose users follow each other."""
     nothing = torch.full_like(mine[0], -0.0)  # x + -0 is x, and so are its bits
     rows = torch.stack([*mine, *(nothing for _ in range(most - len(mine)))])
-    return sum_from_last(axis.all_gather(rows).wait())
+    return sum_from_last(axis.all_gather(rows).wait().unbind())
 
 
 def sum_replicas(axis: Axis, grad: Tensor) -> Tensor:

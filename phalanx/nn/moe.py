@@ -146,10 +146,13 @@ class Experts(Module):
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
         tape, inputs = self.env.tape, () if weights is None else (weights,)
-        up, down, bias = (p if p is None or source == 0 else p.further[source - 1] for p in (self.gate_up, self.down, self.bias))  # type: ignore
+        up, down, bias = self._of(self.gate_up, source), self._of(self.down, source), None if self.bias is None else self._of(self.bias, source)
         gate_up = tape.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
         hidden = tape.op("activation", partial(self._activate, ends), gate_up, *inputs)
         return self._multiply(hidden, down, ends)
+
+    def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
+        return p if source == 0 else p.further[source - 1]  # type: ignore[attr-defined]
 
     def _multiply(self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
         low = low_of(weight)
