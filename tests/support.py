@@ -71,8 +71,6 @@ ALLOWED = (
 )
 """The refusals that are there to stay."""
 HOLES = (
-    ("train.cuda_graphs", "needs shapes that do not follow the lengths of documents"),
-    ("train.deterministic", "needs a model without experts: their gradients add up tokens of several ranks"),
     ("train.cuda_graphs", "needs sizes that the host need not wait for"),
     ("train.cuda_graphs", "needs activations that stay where they are"),
 )

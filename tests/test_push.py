@@ -64,7 +64,7 @@ def exchanged(rank: int, world: int, etp: int, dispatch: str, kernels: str, memo
         exchange = EXCHANGES[dispatch](x, axes)
         exchange.send(choice(rank, number), E, kernels)
 
-        def compute(rows, ends, weights_R, later):
+        def compute(rows, ends, weights_R, later, source):
             made = rows * multiply(ends, len(rows), first, mine)
             return made if weights_R is None else made * weights_R.unsqueeze(1)
 

@@ -50,6 +50,7 @@ class Batch:
     documents   (T,) int64  number of the document that each token belongs to, or None: attention then spans the sequence
     real        (T,) int64  1 for tokens, 0 for padding, which is no document's and has no loss; None: there is no padding
     loss_seed   () gradient of the summed loss, when the step knows it before forward: the head then makes its gradients in forward
+    late        the head makes them in backward all the same
     most_documents  a bound on the number of documents of the whole sequences, where they are counted; 0: there may be as many as tokens
     part        which places of each sequence these are
     whole       (4 to 6, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where these are whole
@@ -68,6 +69,7 @@ class Batch:
     seq_length: int
     documents: Tensor | None = None
     loss_seed: Tensor | None = None
+    late: bool = False
     most_documents: int = 0
     part: Part = WHOLE
     whole: Tensor | None = None

@@ -42,13 +42,14 @@ class Buffers:
     """All buckets of one rank."""
 
     def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
-                 training: bool = True, leaves: int = 0, places: Places | None = None):  # fmt: skip
+                 training: bool = True, leaves: int = 0, sources: int = 0, together: int = 1,
+                 places: Places | None = None):  # fmt: skip
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
         memory = _memory_of(places, precision, mesh.device)
         for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
             made = CodedBucket if bucket.coded and training else FlatBucket
-            flat = made(bucket, mesh, precision, sharding, training, leaves, memory(bucket.id))
+            flat = made(bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id))
             flat.attach(params)
             self.flat.append(flat)
 

@@ -46,41 +46,46 @@ class GradientTree:
 
 class GradientTrees:
     """The trees of a bucket that several runs of blocks use (tied embeddings): one for each, in their order, whose sums are added up last.
-    So it makes no difference whether they lie on one rank or on several. `grad` takes the gradients of one micro-batch and one of the
-    `users` at a time; a bucket with one user has one tree, whose sum is in `grad` itself."""
+    So it makes no difference whether they lie on one rank or on several. `grads` take the gradients of one micro-batch and one of the
+    `users` at a time; a bucket with one user has one tree, whose sum is in `grads` itself. There are as many as micro-batches under way
+    together (experts that ranks with others share, ops.exchange): those of one rank follow each other in the tree, so each has its own."""
 
-    def __init__(self, grad: Tensor, users: Sequence[tuple[int, int]], most: int):
-        self.grad, alone = grad, len(users) == 1
-        self.sums = [grad] if alone else [torch.zeros_like(grad) for _ in users]
-        self.trees = {user: GradientTree(total, most) for user, total in zip(users, self.sums)}
+    def __init__(self, grads: Sequence[Tensor], users: Sequence[tuple[int, int]], most: int):
+        self.grads, alone = grads, len(users) == 1
+        self.sums = [list(grads) if alone else [torch.zeros_like(grad) for grad in grads] for _ in users]
+        self.trees = {user: [GradientTree(total, most) for total in sums] for user, sums in zip(users, self.sums)}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it keeps beside `grad`."""
-        return [tree.waiting for tree in self.trees.values()] + [total for total in self.sums if total is not self.grad]
+        """What it keeps beside the first of `grads`."""
+        sums = [total for totals in self.sums for total in totals if all(total is not grad for grad in self.grads)]
+        return [tree.waiting for trees in self.trees.values() for tree in trees] + sums + list(self.grads[1:])
 
     def begin(self, leaves: int) -> None:
-        for tree in self.trees.values():
+        for tree in (tree for trees in self.trees.values() for tree in trees):
             tree.begin(leaves)
 
     def done_with(self, user: tuple[int, int]) -> None:
         """This run's backward of one micro-batch is over."""
-        tree = self.trees.get(user)
-        if tree is None:
-            return
-        if tree.grad is not self.grad:
-            tree.grad.copy_(self.grad)
-            self.grad.zero_()
-        tree.leaf()
+        for tree, grad in zip(self.trees.get(user, ()), self.grads):
+            if tree.grad is not grad:
+                tree.grad.copy_(grad)
+                grad.zero_()
+            tree.leaf()
 
     def sum_over(self, inner: Axis, outer: Axis, whole: bool, cp: int) -> None:
-        """Add up over ranks, each user's sums on their own; `grad` then has them all."""
-        for total in self.sums:
-            sum_over(inner, outer, total, whole, cp)
-        if self.sums[0] is not self.grad:
-            torch.add(self.sums[0], self.sums[1], out=self.grad)
-            for total in self.sums[2:]:
-                self.grad.add_(total)
+        """Add up over ranks, each user's sums on their own."""
+        for first, *further in self.sums:
+            if further:  # a power of two together, each with as many micro-batches
+                first.copy_(pairwise_sum(torch.stack([first, *further])))
+                for total in further:
+                    total.zero_()
+            sum_over(inner, outer, first, whole, cp)
+
+    def join_users(self) -> None:
+        """The first of `grads` gets the sums of all users."""
+        if self.sums[0][0] is not self.grads[0]:
+            self.grads[0].copy_(sum_from_last([first for first, *_ in self.sums]))
 
 
 def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -> None:
@@ -99,6 +104,21 @@ def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -
     part[outer.index * share : (outer.index + 1) * share] = pairwise_sum(pairwise_sum(parts))
     if whole:
         outer.all_gather_into(part).wait()
+
+
+def sum_from_last(terms: Sequence[Tensor]) -> Tensor:
+    """a + (b + (c + ...)): head and what predicts further tokens first, the embedding last, wherever they lie."""
+    total = terms[-1]
+    for term in reversed(terms[:-1]):
+        total = term + total
+    return total
+
+
+def sum_users(axis: Axis, mine: Sequence[Tensor], most: int) -> Tensor:
+    """Sums (n,) of the users of a weight on each rank, at most `most` of them -> (n,) those of all ranks, whose users follow each other."""
+    nothing = torch.full_like(mine[0], -0.0)  # x + -0 is x, and so are its bits
+    rows = torch.stack([*mine, *(nothing for _ in range(most - len(mine)))])
+    return sum_from_last(axis.all_gather(rows).wait().unbind())
 
 
 def sum_replicas(axis: Axis, grad: Tensor) -> Tensor:

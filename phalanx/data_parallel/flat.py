@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Groups, Mesh
-from phalanx.data_parallel.fixed_order import GradientTrees, sum_replicas
+from phalanx.data_parallel.fixed_order import GradientTrees, sum_replicas, sum_users
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
@@ -54,7 +54,8 @@ class FlatBucket:
     part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it alone counts
     master         (hi - lo,) in the master dtype
     tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and stay whole at every level;
-                   0: in whatever order is fastest
+                   0: in whatever order is fastest. `sources`: of how many micro-batches experts compute at once (ops.exchange); the gradients
+                   of all but the first are in `further`. `together`: most users of a weight on one of the stages that share it
     places         memory where weights, and gradients, always come to and which others use when they are not here; None: memory is taken
                    and given back each time
 
@@ -63,7 +64,7 @@ class FlatBucket:
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0,
-                 places: tuple[Tensor | None, Tensor | None] = (None, None)):  # fmt: skip
+                 sources: int = 0, together: int = 1, places: tuple[Tensor | None, Tensor | None] = (None, None)):  # fmt: skip
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
         elif bucket.frozen or not training:
@@ -79,7 +80,11 @@ class FlatBucket:
         self.grad = _memory(places[1], bucket.numel if self.training else 0, precision.master, device)
         self.grad_at, self.grad_kept = self._kept(self.grad, self.cut.cuts_gradients)
         self.sums = self._sums() if self.training else []
-        self.tree = GradientTrees(self.grad, sorted(bucket.users), leaves) if self.training and leaves else None
+        grid, self.together = mesh.grid, together
+        self.shared_by = grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))  # ranks with parts of a micro-batch
+        apart = sources - 1 if bucket.axis == "edp" and self.training else 0
+        self.further = [torch.zeros_like(self.grad) for _ in range(apart)]
+        self.tree = GradientTrees([self.grad, *self.further], sorted(bucket.users), leaves) if self.training and leaves else None
         self._reduced = False  # since the last `finish`
         self._reducing: Work | None = None
         self._sharing: Work | None = None
@@ -122,6 +127,11 @@ class FlatBucket:
             if self.training:
                 p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
                 p.grad = self.grad[view].view(slot.spec.shape)
+            for i, further in enumerate(getattr(p, "further", ())):
+                further.data = p.data
+                if self.training:
+                    further.grad_dtype = self.grad.dtype
+                    further.grad = self.further[i][view].view(slot.spec.shape)
         if self.grad_comes:
             let_go(self.grad)
         self.free()
@@ -151,7 +161,8 @@ class FlatBucket:
 
     def _sum_in_order(self) -> None:
         """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
-        self.tree.sum_over(self.groups.inner, self.groups.outer, not self.cut.outside, self.mesh.grid.cp)  # type: ignore[union-attr]
+        self.tree.sum_over(self.groups.inner, self.groups.outer, not self.cut.outside, self.shared_by)  # type: ignore[union-attr]
+        self.tree.join_users()  # type: ignore[union-attr]
         for axis, views in self.sums:
             for view in (own for v in views if len(own := self._within(v))):
                 view.copy_(sum_replicas(axis, view))
@@ -196,7 +207,9 @@ class FlatBucket:
                 sum_together(self.mesh.sub(replica), views)
             elif replica.axis == "pp":
                 for view in (v for v in views if len(v)):
-                    view.copy_(sum_replicas(self.mesh.sub(replica), view))
+                    at = view.storage_offset()
+                    mine = [first[at : at + len(view)] for first, *_ in self.tree.sums]  # type: ignore[union-attr]
+                    view.copy_(sum_users(self.mesh.sub(replica), mine, self.together))
 
     def _grads(self, a: int, b: int) -> Tensor:
         """Elements a..b of the kept gradients; none if b <= a."""

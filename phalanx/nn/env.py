@@ -41,7 +41,7 @@ class LowPrecision:
 @dataclass(frozen=True)
 class Env:
     """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and the head, `ahead_stage` the
-    one that predicts tokens further ahead with both (None: the model has no such block)."""
+    one that predicts tokens further ahead with both (None: the model has no such block); `sources` is that of ops.exchange."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -54,6 +54,7 @@ class Env:
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
     expert_room: float = math.inf
+    sources: int = 0
     low: LowPrecision | None = None
     cp_attention: Form = "ring"
     freeze: tuple[str, ...] = ()

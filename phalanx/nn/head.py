@@ -26,7 +26,7 @@ class Head(Module):
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> summed cross entropy of the batch's labels, the same on every tp rank."""
-        seed = batch.loss_seed if self.training else None
+        seed = batch.loss_seed if self.training and not batch.late else None
         return linear_cross_entropy(x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.twin("loss"))
 
     @torch.no_grad()

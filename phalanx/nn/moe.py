@@ -135,17 +135,24 @@ class Experts(Module):
         for dim, (stack, matrices) in enumerate(zip((self.gate_up, self.down), names.stacks)):  # gate and up by outputs, down by inputs
             self.in_low(stack, env.low_experts(matrices, count, dim))
         self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
+        for p in self.parameters():
+            p.further = further_gradients(p, env.sources - 1)  # type: ignore[attr-defined]
         self.activation: Gate = names.activation
 
-    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None) -> Tensor:
+    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None, source: int = 0) -> Tensor:
         """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over etp a part of the sum.
+        Gradients go where those of micro-batch number `source` go (train.deterministic).
 
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
         tape, inputs = self.env.tape, () if weights is None else (weights,)
-        gate_up = tape.op("up", lambda x: self._multiply(x, self.gate_up, ends, self.bias, later), x)
+        up, down, bias = self._of(self.gate_up, source), self._of(self.down, source), None if self.bias is None else self._of(self.bias, source)
+        gate_up = tape.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
         hidden = tape.op("activation", partial(self._activate, ends), gate_up, *inputs)
-        return self._multiply(hidden, self.down, ends)
+        return self._multiply(hidden, down, ends)
+
+    def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
+        return p if source == 0 else p.further[source - 1]  # type: ignore[attr-defined]
 
     def _multiply(self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
         low = low_of(weight)
@@ -155,6 +162,14 @@ class Experts(Module):
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         return gated_rows(gate_up, ends, weights, self.activation, self.env.twin("swiglu"))
+
+
+def further_gradients(p: nn.Parameter, count: int) -> list[nn.Parameter]:
+    """So many more parameters with the values of `p`, each with a gradient of its own, which the flat buffers give memory (FlatBucket.attach)."""
+    made = [nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad) for _ in range(count)]
+    for further in made:
+        further.low = getattr(p, "low", None)  # type: ignore[attr-defined]
+    return made
 
 
 def _stack(experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float) -> ParamSpec:
@@ -200,7 +215,7 @@ class MoE(Module):
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
         tape, experts = self.env.tape, self.router.num_experts
-        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room)
+        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources)
         early = None if tape.makes_again("experts") else begin(self._filled(x, batch))
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted, real = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route")), self._real(batch)

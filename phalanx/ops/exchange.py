@@ -4,6 +4,10 @@ Each rank of the expert view brings its own tokens and the choice of experts mad
 tokens back. An exchange is made with the tokens, told the choice (`send`), and called to compute: what is asked of the device between
 these runs while the tokens travel. Inside an expert cut over etp each rank makes a part of the sum. Shapes: T tokens of this rank, K experts a token,
 E experts in all, N of them here, R rows sorted by expert, D model.
+
+In a fixed order (`sources`, the number S of micro-batches that the tokens of all these ranks are of; 0: as is fastest): what ranks make of a
+token is added up in rank order, not in that of a collective; and experts compute the rows of each micro-batch apart from those of others,
+so that neither outputs nor gradients depend on which micro-batches are under way together.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.grouped import Later
 from phalanx.ops.kernels import Kernels, use_triton
@@ -25,38 +30,46 @@ from phalanx.ops.push import Spread
 from phalanx.ops.push import twins as push_twins
 
 Dispatch = Literal["allgather", "alltoall", "push"]
-Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None], Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None, int], Tensor]
 """(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None, what may be put off in backward or
-None) -> (R, D): what this rank's experts make of them."""
+None, which of the micro-batches they are of) -> (R, D): what this rank's experts make of them."""
+
+
+def sum_scattered(x: Tensor, axis: Axis, in_order: bool) -> Tensor:
+    """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum; `in_order`: added in rank order, fp32 or wider."""
+    if not in_order or axis.size == 1:
+        return axis.reduce_scatter(x).wait()
+    parts = axis.all_to_all(x).view(axis.size, -1, *x.shape[1:])
+    return pairwise_sum(parts.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, in_order: bool) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.in_order = axis, in_order
         return axis.all_gather(x).wait()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.axis.reduce_scatter(dy).wait(), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return sum_scattered(dy, ctx.axis, ctx.in_order), None, None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: Axis, in_order: bool) -> Tensor:  # type: ignore[override]
         ctx.axis = axis
-        return axis.reduce_scatter(x).wait()
+        return sum_scattered(x, axis, in_order)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.axis.all_gather(dy).wait(), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.axis.all_gather(dy).wait(), None, None
 
 
 class _All:
     """A carrier: tokens go to every rank, and from each come sums, needed or not."""
 
-    def __init__(self, axis: Axis, everyones: Work, triton: bool):
-        self.axis, self.everyones, self.triton = axis, everyones, triton
+    def __init__(self, axis: Axis, everyones: Work, triton: bool, in_order: bool = False):
+        self.axis, self.everyones, self.triton, self.in_order = axis, everyones, triton, in_order
 
     def tokens(self, x: Tensor) -> Any:
         """x (T, D) of each rank; `wait()` gives them all, (n T, D)."""
@@ -64,6 +77,8 @@ class _All:
 
     def sums(self, y: Tensor, rows: Rows) -> Any:
         """The sum of each token's rows y (R, D); `wait()` gives the sum over ranks, (T, D), of this rank's tokens."""
+        if self.in_order:
+            return Work(sum_scattered(twins(self.triton).sum_forward(y, None, rows), self.axis, True))
         scattering = self.axis.scatter(len(rows.row_TK), y.shape[1], y)
         for part, out in scattering.parts():
             twins(self.triton).sum_forward(y, None, replace(rows, row_TK=rows.row_TK[part]), out)
@@ -139,14 +154,14 @@ class _Swap(Function):
         return ctx.axis.all_to_all(dy, ctx.receive, ctx.send), None, None, None
 
 
-def gather(x: Tensor, axis: Axis) -> Tensor:
+def gather(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
     """(n, ...) of each rank -> (size * n, ...); gradients are summed on their way back."""
-    return x if axis.size == 1 else _Gather.apply(x, axis)
+    return x if axis.size == 1 else _Gather.apply(x, axis, in_order)
 
 
-def scatter(x: Tensor, axis: Axis) -> Tensor:
+def scatter(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
     """(size * n, ...) -> this rank's (n, ...) of the sum over ranks."""
-    return x if axis.size == 1 else _Scatter.apply(x, axis)
+    return x if axis.size == 1 else _Scatter.apply(x, axis, in_order)
 
 
 def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tuple[int, int]:
@@ -158,11 +173,11 @@ def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tup
 class _Rows:
     """Each expert rank makes rows of the tokens that have experts there; sums of them come back. The host waits for nothing.
 
-    `room`: rows that a rank has room for, over its fair share of all rows.
+    `room`: rows that a rank has room for, over its fair share of all rows (of each micro-batch, where they are apart).
     """
 
-    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf):
-        self.x, self.axes, self.room = x, axes, room
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+        self.x, self.axes, self.room, self.sources = x, axes, room, sources
         self.coming: Any = None
         self.carrier: Any = None
         self.here = 0  # experts of each rank
@@ -174,12 +189,16 @@ class _Rows:
     def __call__(self, weights: Tensor, compute: Compute, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
         """weights (T, K) -> (T, D), and () the number of rows that this rank had no room for: with any missing the result is wrong."""
         group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
-        tokens, slots = everyones.shape
-        rows = plan_rows(everyones, self.axes.ep.index * self.here, self.here, room_for(tokens, slots, ranks, self.here, self.room)[0], kernels)
-        later = Later()
+        parts = everyones.chunk(max(1, self.sources))
+        room = room_for(len(parts[0]), everyones.shape[1], ranks, self.here, self.room)[0]
+        plans = [plan_rows(part, self.axes.ep.index * self.here, self.here, room, kernels) for part in parts]
+        rows, later = one_after_the_other(plans), Later()
         arrived = _Arrive.apply(self.x, self.coming, rows, self.carrier, later)
-        made = compute(arrived, rows.ends_E, row_weights(gather(weights, group), rows), later)
-        return _Leave.apply(made, rows, self.carrier), (rows.wanted - len(rows.source_R)).clamp_min(0)
+        row_weight = row_weights(gather(weights, group, self.sources > 0), rows)
+        runs = zip(arrived.split(room), plans, row_weight.split(room))
+        made = [compute(x, plan.ends_E, weight, later, source) for source, (x, plan, weight) in enumerate(runs)]
+        missing = torch.stack([plan.wanted for plan in plans]).sub(room).clamp_min(0).sum()
+        return _Leave.apply(made[0] if len(made) == 1 else torch.cat(made), rows, self.carrier), missing
 
 
 class AllGather(_Rows):
@@ -188,13 +207,13 @@ class AllGather(_Rows):
     On their way from the moment that this is made, so that a router can decide meanwhile.
     """
 
-    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf):
-        super().__init__(x, axes, room)
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+        super().__init__(x, axes, room, sources)
         self.coming = axes.experts.gather(x.detach())
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         self.here = count // self.axes.ep.size
-        self.carrier = _All(self.axes.experts, self.axes.experts.all_gather(experts), use_triton(kernels, self.x))
+        self.carrier = _All(self.axes.experts, self.axes.experts.all_gather(experts), use_triton(kernels, self.x), self.sources > 0)
 
 
 class Push(_Rows):
@@ -210,30 +229,45 @@ class Push(_Rows):
 
 class AllToAll:
     """Each (token, expert) pair goes to the rank of its expert alone. How many go where is exchanged first, and the host waits for it
-    once; so there is always room. Over etp the tokens are gathered first, since each part of an expert needs them all."""
+    once; so there is always room. Over etp the tokens are gathered first, since each part of an expert needs them all.
 
-    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf):
-        self.x, self.axes = x, axes
+    Pairs of several micro-batches that are to be apart are sorted as if each of them had experts of its own, S N on every rank.
+    """
+
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+        self.x, self.axes, self.in_order, self.sources = x, axes, sources > 0, max(1, sources)
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         """As of the others; only the sizes travel."""
         ep, self.experts = self.axes.ep, self.axes.etp.all_gather(experts).wait()
-        self.leaving = plan_rows(self.experts, 0, count, self.experts.numel(), kernels)
+        self.leaving = plan_rows(self._of_sources(count // ep.size, count), 0, self.sources * count, self.experts.numel(), kernels)
         ends = self.leaving.ends_E
-        self.sizes = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, -1)  # (ranks, N): rows for each of their experts
+        self.sizes = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, -1)  # (ranks, S N): rows for each of their experts
         self.arriving = ep.all_to_all(self.sizes)
+
+    def _of_sources(self, here: int, count: int) -> Tensor:
+        """The experts of this rank's pairs, (etp T, K), numbered by rank, then by micro-batch, then by expert."""
+        if self.sources == 1:
+            return self.experts
+        etp, first = self.axes.etp.size, self.axes.ep.index * self.axes.etp.size
+        rank = first + torch.arange(etp, device=self.experts.device).repeat_interleave(len(self.experts) // etp)
+        source = (rank * self.sources // self.axes.experts.size).unsqueeze(1)
+        numbered = (self.experts // here * self.sources + source) * here + self.experts % here
+        return torch.where(self.experts < count, numbered, self.sources * count)
 
     def __call__(self, weights: Tensor, compute: Compute, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
         """As of the others; nothing is ever missing."""
         ep, etp, leaving = self.axes.ep, self.axes.etp, self.leaving
-        x, weights, tokens = gather(self.x, etp), gather(weights, etp), len(self.experts)
-        send, receive = host_sizes(self.sizes, self.arriving, self.experts.numel())
+        x, weights, tokens = gather(self.x, etp, self.in_order), gather(weights, etp, self.in_order), len(self.experts)
+        send, receive, each = host_sizes(self.sizes, self.arriving, self.experts.numel(), self.sources)
         leaving = replace(leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)])  # pairs that were dropped stay
         arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
         sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
-        made = compute(gather_rows(arrived, sorting, kernels), sorting.ends_E, None, None)
+        rows, ends = gather_rows(arrived, sorting, kernels), sorting.ends_E.view(self.sources, -1)
+        starts = torch.cat((ends.new_zeros(1), ends[:-1, -1]))
+        made = torch.cat([compute(x, e - start, None, None, s) for s, (x, e, start) in enumerate(zip(rows.split(each), ends, starts))])
         back = swap(combine_rows(made, None, sorting, len(arrived), kernels), ep, receive, send)
-        return scatter(combine_rows(back, weights, leaving, tokens, kernels), etp), leaving.wanted.new_zeros(())
+        return scatter(combine_rows(back, weights, leaving, tokens, kernels), etp, self.in_order), leaving.wanted.new_zeros(())
 
 
 def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
@@ -241,13 +275,27 @@ def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
     return x if axis.size == 1 else _Swap.apply(x, axis, send, receive)
 
 
-def host_sizes(sizes: Tensor, arriving: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Rows to and from each rank as numbers: the one place of a step where the host waits for the device. On meta an even routing."""
+def one_after_the_other(plans: list[Rows]) -> Rows:
+    """The rows of several plans, each of as many further tokens. Padding stays between them: it holds any token's values."""
+    if len(plans) == 1:
+        return plans[0]
+    room, (tokens, slots) = len(plans[0].source_R), plans[0].row_TK.shape
+    made = [
+        (p.source_R + i * tokens, p.slot_R + i * tokens * slots, torch.where(p.row_TK >= 0, p.row_TK + i * room, -1)) for i, p in enumerate(plans)
+    ]
+    source, slot, row = (torch.cat(parts) for parts in zip(*made))
+    return Rows(source, slot, row, torch.full_like(plans[0].ends_E, len(source)), torch.full_like(plans[0].wanted, len(source)))
+
+
+def host_sizes(sizes: Tensor, arriving: Tensor, rows: int, sources: int) -> tuple[list[int], list[int], list[int]]:
+    """Rows to each rank, from each rank, and of each of `sources` micro-batches, as numbers: the one place of a step where the host waits for
+    the device. On meta an even routing."""
     if sizes.is_meta:
         even = [rows // len(sizes)] * len(sizes)
-        return even, even
-    send, receive = torch.stack((sizes.sum(1), arriving.sum(1))).tolist()
-    return send, receive
+        return even, even, [sum(even) // sources] * sources
+    ranks = len(sizes)
+    told = torch.cat((sizes.sum(1), arriving.sum(1), arriving.view(ranks, sources, -1).sum((0, 2)))).tolist()
+    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
 
 
 def _experts_of(arriving: Tensor, rows: int) -> Tensor:

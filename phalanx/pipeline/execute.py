@@ -33,7 +33,7 @@ class Stages:
 
     A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on. `begin`
     sets what a step works on; afterwards `loss_sum` () float64 is the summed loss of this rank's last stage (else 0).
-    With `loss_seed` the head knows the gradient of the loss before forward and makes its gradients there, else in backward.
+    With `loss_seed` the head makes its gradients in forward, else in backward.
     """
 
     def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype,
@@ -56,7 +56,7 @@ class Stages:
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
         """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
         self.seed = None if seed is None else self.runner.begin(seed)
-        self.batches = [replace(b, loss_seed=self.seed if self.loss_seed else None) for b in batches]
+        self.batches = [replace(b, loss_seed=self.seed, late=not self.loss_seed) for b in batches]
         self.outputs: dict[int, Tensor] = {}
         self.offloaded_bytes = 0
         self.losses = torch.zeros(len(batches), dtype=torch.float64, device=self.mesh.device)

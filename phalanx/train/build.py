@@ -114,7 +114,10 @@ def build(plan: Plan, mesh: Mesh) -> State:
     mesh.prepare(plan.replicas(mesh.at.tp))
     mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
-    buffers = Buffers(buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves, places=plan.places[mesh.at.pp] if plan.places else None)
+    buffers = Buffers(
+        buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves, sources=plan.sources,
+        together=1 + (plan.run.model.predict_layers > 0), places=plan.places[mesh.at.pp] if plan.places else None,
+    )  # fmt: skip
     optimizer = AdamW(buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
         mesh.device, train.loss_scale if kind.loss_scaling else 1.0, train.loss_scale_window, train.loss_scale_hysteresis,
@@ -294,9 +297,11 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
 def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:
-        spec, low = p.spec, getattr(p, "low", None)  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(p, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns))
-        p.spec, p.low = spec, low  # type: ignore[attr-defined]
+        spec, low, further = p.spec, getattr(p, "low", None), getattr(p, "further", [])  # type: ignore[attr-defined]
+        for each in (p, *further):
+            torch.utils.swap_tensors(each, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns))
+            each.low = low  # type: ignore[attr-defined]
+        p.spec, p.further = spec, further  # type: ignore[attr-defined]
 
 
 def init_weights(state: State, exported: bool = True) -> None:

@@ -29,10 +29,10 @@ def check_deterministic(run: Run, world: int) -> list[Problem]:
     if group > 0 < layout.cp and group % layout.cp and layout.cp % group:
         because = {"layout.cp": layout.cp, "layout.shard_group": layout.shard_group}
         needs("needs a shard_group that is a multiple of cp, or divides it: groups hold all or some parts of the same sequences", because)
-    if model.routed_experts:
-        needs("needs a model without experts: their gradients add up tokens of several ranks", {"model.family": model.family})
-    if model.predict_layers:
-        needs("needs a model that predicts one token: further ones add up in shared weights", {"predict_layers": model.predict_layers})
+    experts, dense = layout.ep * layout.etp, layout.tp * layout.cp
+    if model.routed_experts and max(experts, dense) % max(1, min(experts, dense)):
+        because = {"layout.ep * layout.etp": experts, "layout.tp * layout.cp": dense}
+        needs("needs ep * etp that is a multiple of tp * cp, or divides it: ranks share experts with whole micro-batches or parts of one", because)
     return found
 
 

@@ -161,8 +161,8 @@ def _batch(plan: Plan) -> Batch:
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
     data = plan.run.data
     documents, real = ids if data.inside_documents else None, ids if data.packing != "off" else None
-    seed = torch.empty((), device="meta") if plan.loss_seed else None
-    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, real=real)
+    seed, late = torch.empty((), device="meta"), not plan.loss_seed
+    batch = Batch(ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, late=late, real=real)
     parts = [batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses)) for part in Part(0, plan.grid.cp).all]
     return max(reversed(parts), key=lambda b: b.num_tokens)
 
@@ -189,10 +189,12 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     for name, nbytes in placed_bytes(plan, pp, kind).items():
         held[name] += nbytes
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
-        shared += 2 * max((b.numel for b in buckets if b.learns), default=0) * kind.master.itemsize
+        together = {b.id: plan.sources if b.axis == "edp" else 1 for b in buckets}  # micro-batches under way at once
+        shared += 2 * max((b.numel * together[b.id] for b in buckets if b.learns), default=0) * kind.master.itemsize
         for b in (b for b in buckets if b.learns):
             several = len(b.users) > 1  # sums of their own for each
-            held["gradients"] += b.numel * kind.master.itemsize * (len(b.users) * (waiting(plan.leaves) + several))
+            trees = len(b.users) * (waiting(plan.leaves) + several) * together[b.id]
+            held["gradients"] += b.numel * kind.master.itemsize * (trees + together[b.id] - 1)
     moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
     here, away = peak_moved(program.lists[pp], moved)
     kept = {s: _kept(plan, s, blocks) - sum(moved[s].values()) for s in plan.stages_of(pp)}

@@ -161,6 +161,12 @@ class Plan:
         return self.num_micro_batches(self.run.train.global_batch) if self.run.train.deterministic else 0
 
     @property
+    def sources(self) -> int:
+        """train.deterministic: of how many micro-batches the tokens are that experts of a rank compute at once. Else 0."""
+        grid = self.grid
+        return max(1, grid.ep * grid.etp // (grid.tp * grid.cp)) if self.run.train.deterministic else 0
+
+    @property
     def loss_seed(self) -> bool:
         """Whether heads make their gradients in forward. In a tree over micro-batches only one may be under way, whatever the schedule is."""
         return not self.run.train.deterministic
@@ -270,7 +276,7 @@ class Plan:
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
             tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage, low=low_precision(self.run),
             kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
-            cp_attention=self.cp_attention, freeze=tuple(train.freeze),
+            sources=self.sources, cp_attention=self.cp_attention, freeze=tuple(train.freeze),
         )  # fmt: skip
 
     def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:
@@ -374,15 +380,21 @@ def make_plan(run: Run, world: int) -> Plan:
         cut = cut_runs([(facts[b].numel - facts[b].experts) // grid.tp + facts[b].experts // (grid.ep * grid.etp) for b in stage], limit)
         runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
     if run.train.deterministic:
-        runs[-1] = with_head_alone(runs[-1])
+        runs = [with_users_apart(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in runs]
     plan = Plan(run, grid, facts, tuple(stages), tuple(runs), (ops_again(run.train),) * len(facts))
     return plan if run.train.recompute_budget_gib is None else fitted(plan, run.train.recompute_budget_gib)
 
 
-def with_head_alone(runs: tuple[range, ...]) -> tuple[range, ...]:
-    """The runs of the last stage, with the head apart from the embedding: where they share a weight, gradients of both are told apart."""
-    last = runs[-1]
-    return runs if last.start else (range(last.stop - 1), range(last.stop - 1, last.stop))
+def with_users_apart(runs: tuple[range, ...], blocks: int, ahead: bool) -> tuple[range, ...]:
+    """The runs of a stage, with the embedding, the head and what predicts further tokens in different ones: where they share a weight,
+    gradients of each are told apart."""
+    users = {0, blocks - 1, blocks - 2} if ahead else {0, blocks - 1}
+    made = []
+    for run in runs:
+        mine = sorted(users & set(run))
+        starts = [run.start, *mine[1:], run.stop]
+        made += [range(a, b) for a, b in zip(starts, starts[1:])]
+    return tuple(made)
 
 
 def fitted(plan: Plan, budget_gib: float) -> Plan:
