@@ -15,6 +15,8 @@ from triton.compiler import ASTSource
 from phalanx.comm import sum_kernel
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, low_grouped, moments, norm, permute, push, quant, rope, route, scaled_mm
+from phalanx.ops.norm import Normed
+from phalanx.ops.rope import RopeGrad
 
 BF = "*bf16"
 
@@ -30,7 +32,7 @@ def kernels() -> list[tuple]:
     found = []
     for center in (False, True):
         pointers = dict(x=BF, delta=BF, weight=BF, bias=BF, total=BF, y=BF, mean_out="*fp32", scale_out="*fp32", D="i32")
-        found.append((norm._norm_forward, pointers, dict(ADD=True, CENTER=center, **norms)))
+        found.append((norm._norm_forward, pointers, dict(ADD=True, CENTER=center, WRITE=True, **norms)))
         pointers = dict(dy=BF, x=BF, weight=BF, mean_in="*fp32", scale_in="*fp32", dtotal=BF, dx=BF, dw_parts="*fp32", db_parts="*fp32",
                         rows="i32", D="i32", programs="i32")  # fmt: skip
         found.append((norm._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
@@ -65,10 +67,17 @@ def low_precision() -> list[tuple]:
     """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
     found: list[tuple] = []
     sizes = dict(R="i32", C="i32")
-    sources = {quant._cast: dict(x=BF), quant._cast_gated: dict(x=BF), quant._cast_gated_grad: dict(dy=BF, x=BF)}
-    like = torch.empty(0, 0, device="meta")
-    kinds = {quant._cast: like, quant._cast_gated: Gated(like), quant._cast_gated_grad: GatedGrad(like, like)}
-    for kernel, pointers in sources.items():
+    strides = {f"{x}_{d}": "i32" for x in "qkv" for d in ("seq", "head", "tok")}
+    rope_grad = dict(**dict.fromkeys(("q", "k", "v", "cos", "sin"), BF), length="i32", **strides)
+    like, heads = torch.empty(0, 0, device="meta"), torch.empty(0, 0, 0, 128, device="meta")
+    sources = {
+        quant._cast: (like, dict(x=BF), {}),
+        quant._cast_gated: (Gated(like), dict(x=BF), {}),
+        quant._cast_gated_grad: (GatedGrad(like, like), dict(dy=BF, x=BF), {}),
+        quant._cast_normed: (Normed(like, like, like), dict(x=BF, scale="*fp32", weight=BF), {}),
+        quant._cast_rope_grad: (RopeGrad(heads, heads, heads, None, True), rope_grad, dict(Q=32, KV=8, ROTATE=True)),
+    }
+    for kernel, (source, pointers, more) in sources.items():
         for mode in range(7):
             if kernel is not quant._cast and mode == quant.SQUARES:
                 continue  # of weights alone
@@ -76,10 +85,11 @@ def low_precision() -> list[tuple]:
             code = "*fp8e5" if wide else "*fp8e4nv"
             amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
             outs = dict(out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
-            t = quant.tiles_of(kinds[kernel], mode)
+            t = quant.tiles_of(source, mode)
             consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip
-            found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts, dict(num_warps=t.warps)))
+            limit = {} if t.registers is None else dict(maxnreg=t.registers)
+            found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps, **limit)))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
     found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
     numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")

@@ -59,9 +59,9 @@ class LlamaLayer(Block):
         self.mlp = (make_mlp or mlp)(config, env, layer)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x, normed = self.norm1.add(x)
+        x, normed = self.norm1.add(x, None, self.attention.nan_for_input(x))
         delta = self.attention(normed, batch)
-        x, normed = self.norm2.add(x, delta)
+        x, normed = self.norm2.add(x, delta, self.mlp.nan_for_input(x))
         return x + self.mlp(normed, batch)
 
 

@@ -17,6 +17,7 @@ from phalanx.nn.rotary import Rotary
 from phalanx.ops import attention as ops
 from phalanx.ops import context
 from phalanx.ops.head_norm import norm_rope
+from phalanx.ops.low_matmul import nan_for
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.rope import rope
 from phalanx.ops.rope_scaling import Rotation
@@ -90,15 +91,19 @@ class Attention(Module):
         mixed = tape.by_batch("attention", self._attend, batch, context.shape_of(q, v), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
 
+    def nan_for_input(self, x: Tensor) -> Tensor | None:
+        return None if any(map(self.env.tape.makes_again, ("norm", "qkv"))) else nan_for(self.qkv, x)
+
     def _turned(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normed and turned."""
-        qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         if self.q_norm is not None and self.k_norm is not None:
             twin = "plain" if self.env.twin("norm") == "plain" else self.env.twin("rope")
+            qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
             return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, twin)
-        return rope(qkv, *shape, table, self.env.twin("rope"))
+        nan = nan_for(self.qkv, qkv) if self.qkv_bias is None else None  # a bias sums the gradient
+        return rope(qkv, *shape, table, self.env.twin("rope"), nan)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""

@@ -10,7 +10,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
-from phalanx.ops.low_matmul import low_gated_mlp, low_of, use_low_gated_mlp
+from phalanx.ops.low_matmul import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 
 
@@ -34,6 +34,9 @@ class SwiGLU(Module):
         gate_up = self.env.tape.op("up", lambda x: gather_matmul(x, self.gate_up, self.env.tp), x)
         hidden = self.env.tape.op("activation", lambda x: swiglu(x, self.env.twin("swiglu")), gate_up)
         return matmul_scatter(hidden, self.down, self.env.tp)
+
+    def nan_for_input(self, x: Tensor) -> Tensor | None:
+        return None if any(map(self.env.tape.makes_again, ("norm", "up"))) else nan_for(self.gate_up, x)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

@@ -46,6 +46,10 @@ class Module(nn.Module):
         whole = Piece(name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone)
         return self.param(ParamSpec((size,), (whole,)))
 
+    def nan_for_input(self, x: Tensor) -> Tensor | None:
+        """(), if a stand-in (ops.unmade) of a tensor like x can be the input: all that reads it are casts to 8 bits."""
+        return None
+
     def flops(self, seq_length: int) -> float:
         """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as half."""
         return sum(m.flops(seq_length) for m in self.children() if isinstance(m, Module))

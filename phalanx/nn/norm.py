@@ -18,9 +18,9 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.env.twin("norm"))
 
-    def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
-        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"))
+    def add(self, x: Tensor, delta: Tensor | None = None, nan: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual stream and what the next sub-layer reads, of which `nan` is the `nan_for_input`."""
+        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"), nan)
         self.env.tape.output("norm", normed, self.forward, x)
         return x, normed
 

@@ -19,10 +19,13 @@ from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.codes import Blocks
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.norm import Normed
 from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipliers, quantize, scaled_product
+from phalanx.ops.rope import RopeGrad
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
+from phalanx.ops.unmade import source_of
 
-Source = Tensor | Gated | GatedGrad
+Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
 TENSORS = ("activations", "weights", "gradients")
 X, W, DY = range(3)
 Accumulate = Literal["mixed", "fast", "precise"]
@@ -46,6 +49,7 @@ class LowWeight:
         self.amax: Tensor | None = None
         self.multiplier: Tensor | None = None
         self._codes: tuple[Scaled, Scaled] | None = None
+        self._nan: Tensor | None = None
 
     def keeps_codes(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this shape can be kept as one code of each element: its transpose then has the same ones."""
@@ -102,6 +106,7 @@ class LowWeight:
 
         `cut`: the dim of x that is cut over tp.
         """
+        x = source_of(x)
         if not isinstance(x, Tensor) and not (self._triton(x.x) and self._takes(x)):
             x = x.tensor()
         if not isinstance(x, Tensor) or self._triton(x):
@@ -128,10 +133,10 @@ class LowWeight:
             self.counts[which, 0, :-1] += lost(x, q, format, multiplier)
         return q
 
-    def _takes(self, x: Gated | GatedGrad) -> bool:
-        """Whether no block has values of gate and of up."""
-        size = self.recipe.tokens[1]
-        return size < 2 or not isinstance(x, GatedGrad) or x.dy.shape[1] % size == 0
+    def _takes(self, x: Source) -> bool:
+        from phalanx.ops.kernels.quant import takes
+
+        return takes(x, self.recipe.tokens)
 
     def _cast(self, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:
         """As `both`, by Triton."""
@@ -151,6 +156,12 @@ class LowWeight:
         else:
             mode = kernels.SQUARES if which == W else kernels.BLOCKS
         return kernels.cast_both(x, format, mode, first, second, turn, counts=None if self.counts is None else self.counts[which], into=into)
+
+    def nan(self, x: Tensor) -> Tensor:
+        """(), for stand-ins."""
+        if self._nan is None or self._nan.dtype != x.dtype or self._nan.device != x.device:
+            self._nan = x.new_full((), torch.nan)
+        return self._nan
 
     def _format(self, which: int) -> Format:
         return self.recipe.backward if which == DY else self.recipe.forward
@@ -202,6 +213,12 @@ def low_of(weight: Tensor) -> LowWeight | None:
     """What a weight has if its products use codes now."""
     low: LowWeight | None = getattr(weight, "low", None)
     return low if low is not None and low.on else None
+
+
+def nan_for(weight: Tensor, x: Tensor) -> Tensor | None:
+    """For stand-ins of x, or of the gradient of the output: if the linear with this weight casts them, and Triton does."""
+    low = low_of(weight)
+    return low.nan(x) if low is not None and low._triton(x) else None
 
 
 def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:

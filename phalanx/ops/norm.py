@@ -1,11 +1,12 @@
 """RMSNorm and LayerNorm over the last dim, computed in at least fp32, with the residual addition before them.
 
 Each rank normalises its own tokens. `add_*_norm` takes the residual stream apart in one pass: it returns both the sum and its
-norm, and its backward adds the gradient of the sum to that through the norm.
+norm, and its backward adds the gradient of the sum to that through the norm. A norm that only casts to 8 bits read is not written (ops.unmade).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,27 @@ from torch.autograd import Function
 
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.unmade import stand_in
+
+
+@dataclass(frozen=True)
+class Normed:
+    """x (T, D) scale (T,), rounded to x's dtype, times weight (D,), not in memory: RMSNorm's output."""
+
+    x: Tensor
+    scale: Tensor
+    weight: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def tensor(self) -> Tensor:
+        return (_widen(self.x) * self.scale.unsqueeze(-1)).to(self.x.dtype) * self.weight
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -51,11 +73,18 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Te
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, triton: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, triton: bool,  # type: ignore[override]
+                nan: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         forward = norm_forward
-        if triton:
-            from phalanx.ops.kernels.norm import norm_forward as forward
-        total, y, mean, scale = forward(x, delta, weight, bias, eps)
+        if triton and nan is not None:
+            from phalanx.ops.kernels.norm import norm_scale
+
+            total, scale = norm_scale(x, delta, eps)
+            y, mean = stand_in(Normed(total, scale, weight), nan), scale.new_empty(0)
+        else:
+            if triton:
+                from phalanx.ops.kernels.norm import norm_forward as forward
+            total, y, mean, scale = forward(x, delta, weight, bias, eps)
         ctx.save_for_backward(total, mean, scale)
         ctx.weight, ctx.bias, ctx.triton, ctx.added = weight, bias, triton, delta is not None
         ctx.set_materialize_grads(False)
@@ -64,7 +93,7 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if dy is None:  # nobody used the norm
-            return dtotal, dtotal if ctx.added else None, None, None, None, None
+            return dtotal, dtotal if ctx.added else None, None, None, None, None, None
         (x, mean, scale), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         backward = norm_backward
         if ctx.triton:
@@ -73,7 +102,7 @@ class _Norm(Function):
         need_w, need_b = ctx.needs_input_grad[2:4]
         dw_out = add_grad(weight, dw) if need_w else None
         db_out = add_grad(bias, db) if need_b else None
-        return dx, dx if ctx.added else None, dw_out, db_out, None, None
+        return dx, dx if ctx.added else None, dw_out, db_out, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
@@ -86,9 +115,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: Ker
     return _Norm.apply(x, None, weight, bias, eps, use_triton(kernels, x))[1]
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
-    """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm."""
-    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x))
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels = "auto",
+                 nan: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm.
+
+    nan: (), where the one reader of the norm takes a stand-in for it (ops.unmade); the plain twin makes none.
+    """
+    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x), nan)
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:

@@ -1,7 +1,10 @@
-"""Rotary position embedding of the packed qkv, taken apart into q, k and v; backward turns back and writes d_qkv as one tensor."""
+"""Rotary position embedding of the packed qkv, taken apart into q, k and v; backward turns back and writes d_qkv as one tensor, or leaves
+that to the linear before it, if it reads it in 8 bits (ops.unmade)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.unmade import stand_in
 
 
 def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -47,17 +51,49 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int, sequences: int) -> tuple
     return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
 
 
+@dataclass(frozen=True)
+class RopeGrad:
+    """The gradient of the packed qkv (T, (heads + 2 * kv_heads) * K), not in memory: of dq (sequences, heads, S, K), dk and dv (sequences,
+    kv_heads, S, K), the first two turned back by the table's angles."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    table: tuple[Tensor, Tensor] | None
+    triton: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        sequences, heads, length, width = self.dq.shape
+        return sequences * length, (heads + 2 * self.dk.shape[1]) * width
+
+    @property
+    def device(self) -> torch.device:
+        return self.dq.device
+
+    @property
+    def x(self) -> Tensor:
+        return self.dq
+
+    def tensor(self) -> Tensor:
+        made: Tensor = _twin(self.triton)(self.dq, self.dk, self.dv, self.table, True)
+        return made.view(self.shape)
+
+
 class _Rope(Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.table, ctx.triton = table, triton
+    def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool, nan: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.table, ctx.triton, ctx.nan, ctx.shape = table, triton, nan, qkv.shape
+        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
         if table is not None:
             qkv = _twin(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
         return split_heads(qkv, heads, kv_heads, sequences)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _twin(ctx.triton)(dq, dk, dv, ctx.table, True), None, None, None, None, None
+        d = RopeGrad(dq, dk, dv, ctx.table, ctx.triton)
+        made = d.tensor().view(ctx.shape) if ctx.nan is None else stand_in(d, ctx.nan)
+        return made, None, None, None, None, None, None
 
 
 def _twin(triton: bool) -> Any:
@@ -68,8 +104,10 @@ def _twin(triton: bool) -> Any:
     return pack_heads
 
 
-def rope(qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None,
-         kernels: Kernels = "auto") -> tuple[Tensor, ...]:  # fmt: skip
-    """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K), q and k turned by the
-    table's angles: feature i pairs with i + K/2. Without a table they are only taken apart. Backward packs the three gradients in one pass."""
-    return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and qkv.shape[-1] % 2 == 0)
+def rope(qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None, kernels: Kernels = "auto",
+         nan: Tensor | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+    """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims as one, as q, k, v (sequences, heads or kv_heads, S, K), q
+    and k turned by the table's angles: feature i pairs with i + K/2. Without a table they are only taken apart. Backward packs the three
+    gradients in one pass; with `nan` (), for qkv (T, (heads + 2 * kv_heads) K), it makes a stand-in (ops.unmade) for who made qkv."""
+    even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0
+    return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and even, nan)

@@ -12,7 +12,9 @@ from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, values
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
+from phalanx.ops.norm import Normed
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
+from phalanx.ops.rope import RopeGrad, rotary_table
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 from tests.gpu.experts import no_host_sync
 
@@ -118,6 +120,33 @@ def gated_casts(recipe: str) -> Callable[[torch.device], str]:
                 if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
                     raise AssertionError(f"{recipe} {rows} {inner}: amaxes differ")
         return "to the bit"
+
+    return check
+
+
+def unmade_casts(recipe: str) -> Callable[[torch.device], str]:
+    """RMSNorm's output and the gradient of rope, cast as they are made: against the plain formulas and casts on the CPU."""
+
+    def check(device: torch.device) -> str:
+        for rows, inner in ((272, 144), (1024, 4096)):
+            x, weight = spread_out(rows, inner), spread_out(1, inner, seed=1)[0].clamp(-4, 4)
+            scale = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
+            told(recipe, f"norm {rows} {inner}", X, Normed(*(t.to(device) for t in (x, scale, weight))), Normed(x, scale, weight).tensor(), device)
+        for length, width in ((136, 16), (512, 128)):
+            q, k, v = (spread_out(2 * length * n, width, seed=n).view(2, length, n, width).transpose(1, 2) for n in (6, 2, 2))
+            cos, sin = rotary_table(torch.arange(2 * length) % length, 1e4 ** (-torch.arange(width // 2) * 2 / width), torch.bfloat16)
+            c, s = (t.float().view(2, 1, length, -1) for t in (cos, sin))
+            back = [torch.cat((a * c + b * s, b * c - a * s), -1).bfloat16() for a, b in (t.float().chunk(2, -1) for t in (q, k))]
+            truth = torch.cat((*back, v), 1).transpose(1, 2).reshape(2 * length, -1)
+            source = RopeGrad(*(t.to(device) for t in (q, k, v)), (cos.to(device), sin.to(device)), True)
+            if recipe != "blockwise" or width == 128:
+                told(recipe, f"rope {length} {width}", DY, source, truth, device)
+        return "to the bit"
+
+    def told(recipe: str, what: str, which: int, source: Normed | RopeGrad, truth: torch.Tensor, device: torch.device) -> None:
+        low, plain = low_of(recipe, "triton", device), low_of(recipe, "plain", torch.device("cpu"))
+        for i, (a, b) in enumerate(zip(low.both(which, source, 1, True), plain.both(which, truth, 1, True))):
+            same(f"{recipe} {what} {i}", a, b)
 
     return check
 
@@ -243,6 +272,7 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
+        found[f"low precision, norm, rope and casts {recipe}"] = unmade_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
         found[f"low precision, casts of experts {recipe}"] = expert_casts(recipe)
         for fast in (False, True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from phalanx.ops.kernels.common import num_programs, triton_wide, warps_for, wid
 
 @triton.jit
 def _norm_forward(x, delta, weight, bias, total, y, mean_out, scale_out, D, EPS: tl.constexpr, ADD: tl.constexpr, CENTER: tl.constexpr,
-                  WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  WRITE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < D
@@ -27,12 +29,13 @@ def _norm_forward(x, delta, weight, bias, total, y, mean_out, scale_out, D, EPS:
         v = tl.where(mask, v - mean, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / D + EPS)
     tl.store(scale_out + row, scale)
-    w = tl.load(weight + cols, mask=mask, other=0.0).to(WIDE)
-    if CENTER:
-        out = v * scale * w + tl.load(bias + cols, mask=mask, other=0.0).to(WIDE)
-    else:
-        out = (v * scale).to(x.dtype.element_ty).to(WIDE) * w  # rounded before the weight, as the plain twin and Hugging Face do
-    tl.store(y + row * D + cols, out.to(y.dtype.element_ty), mask=mask)
+    if WRITE:
+        w = tl.load(weight + cols, mask=mask, other=0.0).to(WIDE)
+        if CENTER:
+            out = v * scale * w + tl.load(bias + cols, mask=mask, other=0.0).to(WIDE)
+        else:
+            out = (v * scale).to(x.dtype.element_ty).to(WIDE) * w  # rounded before the weight, as the plain twin and Hugging Face do
+        tl.store(y + row * D + cols, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -75,17 +78,27 @@ def _norm_backward(dy, x, weight, mean_in, scale_in, dtotal, dx, dw_parts, db_pa
 
 def norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x + delta, its norm, mean and scale of each row. RMSNorm without `bias` (the mean is then empty), LayerNorm with it."""
+    return _forward(x, delta, weight, bias, eps, torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+def norm_scale(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta and the scale of each row: of RMSNorm, whose output is not written."""
+    total, _, _, scale = _forward(x, delta, x, None, eps, None)
+    return total, scale
+
+
+def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, y: Any) -> tuple[Tensor, Any, Tensor, Tensor]:
     x = x.contiguous()
     delta = None if delta is None else delta.contiguous()
     rows, width = x.shape
     wide = wide_of(x.dtype)
     total = x if delta is None else torch.empty_like(x)
-    y, scale = torch.empty_like(x), torch.empty(rows, dtype=wide, device=x.device)
+    scale = torch.empty(rows, dtype=wide, device=x.device)
     mean = torch.empty(rows if bias is not None else 0, dtype=wide, device=x.device)
     block = triton.next_power_of_2(width)
     if rows:
         _norm_forward[(rows,)](x, delta, weight, bias, total, y, mean, scale, width, EPS=eps, ADD=delta is not None, CENTER=bias is not None,
-                               WIDE=triton_wide(wide), BLOCK=block, num_warps=warps_for(block))  # fmt: skip
+                               WRITE=y is not None, WIDE=triton_wide(wide), BLOCK=block, num_warps=warps_for(block))  # fmt: skip
     return total, y, mean, scale
 
 

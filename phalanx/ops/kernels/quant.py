@@ -1,5 +1,6 @@
 """Casts to 8 bits, one pass over memory for all that a linear needs of a tensor: codes as it lies, codes of its transpose, both scales,
-and counts of what was lost. What SwiGLU makes, and its gradient, are cast as they are made and are in memory as codes alone.
+and counts of what was lost. What SwiGLU and RMSNorm make, and the gradients of SwiGLU and of the rotation of queries and keys, are cast as
+they are made and are in memory as codes alone.
 
 A program reads its tile as four: of every fourth row, of those after them, and so on. A thread so has four values that follow each other in the
 transposed matrix, casts them into one word and transposes words. That is half the instructions of transposing bytes, and such kernels wait for
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.kernels.gated import clamped, gated, gated_slopes, sigmoid
+from phalanx.ops.norm import Normed
 from phalanx.ops.quant import FLOOR, SLOTS, Scaled
+from phalanx.ops.rope import RopeGrad
 
 if TYPE_CHECKING:
     from phalanx.ops.quant import Format
 
-Source = Tensor | Gated | GatedGrad
+Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
 TILE = 128
 ALL = 4096  # elements that a program of `_amax` looks at in a step
 LARGE, SAMPLED = 1024, 16  # from so many tiles on, losses are counted in every so-manieth of a row of tiles
@@ -39,6 +42,7 @@ class Tiles:
     rows: int
     columns: int
     warps: int
+    registers: int | None = None  # at most, of a thread
 
 
 @triton.jit
@@ -99,6 +103,37 @@ def _multiplier(bits, MAX: tl.constexpr, FLOOR: tl.constexpr):
 @triton.jit
 def _inverse(m):
     return tl.div_rn(tl.zeros_like(m) + 1.0, m)
+
+
+@triton.jit
+def _quick_multiplier(bits, MAX: tl.constexpr, FLOOR: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The same number in fewer instructions and without a branch: many of these are made, where blocks are small."""
+    if INTERPRETED:
+        return _multiplier(bits, MAX, FLOOR)
+    else:
+        amax = bits.to(tl.float32, bitcast=True)
+        amax = tl.where(amax < FLOOR, FLOOR, amax)
+        # over and under 2^-20, exactly: the inverse of the largest numbers would be no normal number
+        return tl.where(amax == float("inf"), 0.0, _quotient(MAX * 2.0**-20, amax * 2.0**-20))
+
+
+@triton.jit
+def _quick_inverse(m, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        return _inverse(m)
+    else:
+        return tl.where(m == 0.0, float("inf"), _quotient(1.0, m))
+
+
+@triton.jit
+def _quotient(a, b):
+    """a / b, rounded to the nearest, where inverse and quotient are normal numbers. Markstein, "Computation of elementary functions on the IBM RISC
+    System/6000 processor", 1990: a good inverse, and what is left of a after a first quotient."""
+    inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
+    inverse = tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
+    first = a * inverse
+    first = tl.fma(tl.fma(-b, first, a), inverse, first)
+    return tl.fma(tl.fma(-b, first, a), inverse, first)
 
 
 @triton.jit
@@ -188,28 +223,29 @@ def _byte(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr):
 
 
 @triton.jit
-def _row(v, rows, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE: tl.constexpr, OTHER: tl.constexpr,
-         TURNED: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
-    """Write codes of a tile whose rows are `rows` (R, C), and scales of rows, of LINES where the tile is the `first` of its rows.
-
-    Returns what the transposed codes are cast from. by_col: what columns are multiplied by; `shared`: what all of it is.
-    """
-    rows_there = rows < R
-    mask = rows_there[:, None] & cols_there[None, :]
+def _row_multiplier(v, rows, row_amax, shared, R, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
+    """What rows of a tile are multiplied by, (rows,), or `shared` where all of it is by one number."""
     if MODE == 2:
-        m = _multiplier(tl.load(row_amax + rows, mask=rows_there, other=0), MAX, FLOOR)[:, None]
-        tl.store(row_scales + rows[:, None], _inverse(m), mask=(rows_there & first)[:, None])
+        return _multiplier(tl.load(row_amax + rows, mask=rows < R, other=0), MAX, FLOOR)
     elif MODE == 3:
-        m = _multiplier(tl.max(_bits(v), 1), MAX, FLOOR)[:, None]
-        tl.store(row_scales + rows[:, None], _inverse(m), mask=rows_there[:, None])
+        return _quick_multiplier(tl.max(_bits(v), 1), MAX, FLOOR, ROUND)
     else:
-        m = shared
-    scaled = v * m
-    _put(scaled, out, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
-    if OTHER and (MODE == 2 or MODE == 3):
+        return shared
+
+
+@triton.jit
+def _row(v, m, by_col, rows, cols, cols_there, out, other, R, C, MODE: tl.constexpr, OTHER: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr,
+         WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
+    """Write codes of a tile whose rows are `rows` (R, C), multiplied by m. Returns what the transposed codes are cast from: multiplied by by_col."""
+    mask = (rows < R)[:, None] & cols_there[None, :]
+    if MODE == 2 or MODE == 3:
+        _put(v * m[:, None], out, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
         scaled = v * by_col[None, :]
-        if not TURNED:
+        if OTHER and not TURNED:
             _put(scaled, other, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
+    else:
+        scaled = v * m
+        _put(scaled, out, C, rows, cols, mask, False, MAX, WIDE_RANGE, ROUND)
     return scaled
 
 
@@ -228,7 +264,7 @@ def _emit(v, counting, down, along, rows, cols, cols_there, row_amax, col_amax, 
         tl.atomic_max(col_amax + cols, tl.max(_bits(_largest(v)), 0), mask=cols_there, sem="relaxed")
     elif NOTE:
         if counting:
-            _count_rows(v, rows, cols_there, row_amax, counts, R, MODE, SLOTS, MAX, LEAST, FLOOR)
+            _count_rows(v, rows, cols_there, row_amax, counts, R, MODE, SLOTS, MAX, LEAST, FLOOR, ROUND)
         else:
             if MODE != 0:
                 _note_largest(tl.max(_bits(_largest(v))), counts, SLOTS)
@@ -256,17 +292,12 @@ def _shared_multiplier(v, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR
 
 @triton.jit
 def _count_rows(v, rows, cols_there, row_amax, counts, R, MODE: tl.constexpr, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
-                FLOOR: tl.constexpr):  # fmt: skip
+                FLOOR: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
     for i in tl.static_range(4):
-        there = rows + i < R
-        if MODE == 2:
-            m = _multiplier(tl.load(row_amax + rows + i, mask=there, other=0), MAX, FLOOR)[:, None]
-        elif MODE == 3:
-            m = _multiplier(tl.max(_bits(v[i]), 1), MAX, FLOOR)[:, None]
-        else:
-            m = shared
-        _count(v[i], v[i] * m, there[:, None] & cols_there[None, :], counts, SLOTS, MAX, LEAST)
+        m = _row_multiplier(v[i], rows + i, row_amax, shared, R, MODE, MAX, FLOOR, ROUND)
+        scaled = v[i] * (m[:, None] if MODE == 2 or MODE == 3 else m)
+        _count(v[i], scaled, (rows + i < R)[:, None] & cols_there[None, :], counts, SLOTS, MAX, LEAST)
 
 
 @triton.jit
@@ -281,35 +312,39 @@ def _write(v, down, along, rows, cols, cols_there, row_amax, col_amax, out, othe
     three times the instructions, and ptxas 12.8 made code of it for sm_90 that read registers before they were set.
     """
     shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
+    m0 = _row_multiplier(v[0], rows, row_amax, shared, R, MODE, MAX, FLOOR, ROUND)
+    m1 = _row_multiplier(v[1], rows + 1, row_amax, shared, R, MODE, MAX, FLOOR, ROUND)
+    m2 = _row_multiplier(v[2], rows + 2, row_amax, shared, R, MODE, MAX, FLOOR, ROUND)
+    m3 = _row_multiplier(v[3], rows + 3, row_amax, shared, R, MODE, MAX, FLOOR, ROUND)
     by_col = shared
-    if MODE == 0 or MODE == 1:
-        if (down == 0) & (along == 0):
-            tl.store(row_scales, _inverse(shared))
-    elif MODE == 2:
+    if MODE == 2:
         by_col = _multiplier(tl.load(col_amax + cols, mask=cols_there, other=0), MAX, FLOOR)
-        if down == 0:
-            tl.store(col_scales + cols, _inverse(by_col), mask=cols_there)
     elif MODE == 3:
-        row_scales += along.to(tl.int64) * R
-        by_col = _multiplier(tl.max(_bits(_largest(v)), 0), MAX, FLOOR)
-        tl.store(col_scales + down.to(tl.int64) * C + cols, _inverse(by_col), mask=cols_there)
-    else:
-        tl.store(row_scales + down * tl.cdiv(C, 128) + along, _inverse(shared))
-    first = along == 0
+        by_col = _quick_multiplier(tl.max(_bits(_largest(v)), 0), MAX, FLOOR, ROUND)
     turned = (
-        _row(v[0], rows, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND,
-             FLOOR),
-        _row(v[1], rows + 1, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
-             ROUND, FLOOR),
-        _row(v[2], rows + 2, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
-             ROUND, FLOOR),
-        _row(v[3], rows + 3, cols, first, cols_there, row_amax, shared, out, other, row_scales, by_col, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
-             ROUND, FLOOR),
-    )  # fmt: skip
+        _row(v[0], m0, by_col, rows, cols, cols_there, out, other, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
+        _row(v[1], m1, by_col, rows + 1, cols, cols_there, out, other, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
+        _row(v[2], m2, by_col, rows + 2, cols, cols_there, out, other, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
+        _row(v[3], m3, by_col, rows + 3, cols, cols_there, out, other, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
+    )
     if OTHER and TURNED:
         words = _word(turned, MAX, WIDE_RANGE, ROUND)
         fours = down * words.shape[0] + tl.arange(0, words.shape[0])  # rows // 4, but known to be consecutive
         tl.store(other + cols.to(tl.int64)[:, None] * (R // 4) + fours[None, :], words.T, mask=cols_there[:, None] & (fours < R // 4)[None, :])
+    if MODE == 0 or MODE == 1:
+        if (down == 0) & (along == 0):
+            tl.store(row_scales, _inverse(shared))
+    elif MODE == 4:
+        tl.store(row_scales + down * tl.cdiv(C, 128) + along, _inverse(shared))
+    else:
+        m = tl.reshape(tl.join(tl.join(m0, m2), tl.join(m1, m3)), (4 * m0.shape[0],))  # of all rows, in their order
+        each = down * m.shape[0] + tl.arange(0, m.shape[0])
+        if MODE == 2:
+            tl.store(row_scales + each, _inverse(m), mask=(each < R) & (along == 0))
+            tl.store(col_scales + cols, _inverse(by_col), mask=cols_there & (down == 0))
+        else:
+            tl.store(row_scales + along.to(tl.int64) * R + each, _quick_inverse(m, ROUND), mask=each < R)
+            tl.store(col_scales + down.to(tl.int64) * C + cols, _quick_inverse(by_col, ROUND), mask=cols_there)
 
 
 @triton.jit
@@ -325,9 +360,14 @@ def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, 
 
 @triton.jit
 def _rounded(v, x, INTERPRETED: tl.constexpr):
-    """v (fp32) rounded to the dtype of x. Written out for bf16: Triton's own way there takes a slow instruction for each number."""
-    if INTERPRETED or x.dtype.element_ty != tl.bfloat16:
+    """v (fp32) rounded to the dtype of x, to the nearest. Written out for bf16: Triton's way there takes a slow instruction for each number, and
+    its interpreter's only cuts bits off."""
+    if x.dtype.element_ty != tl.bfloat16:
         return v.to(x.dtype.element_ty).to(tl.float32)
+    elif INTERPRETED:
+        bits = v.to(tl.int32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & (-1 << 16)).to(tl.float32, bitcast=True)
+        return tl.where(tl.abs(v) < float("inf"), nearest, v)
     else:
         return tl.inline_asm_elementwise(
             "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
@@ -381,6 +421,71 @@ def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scal
 
 
 @triton.jit
+def _normed(x, scale, w, rows, cols, R, C, INTERPRETED: tl.constexpr):
+    v = _read_rows(x, rows, cols, C, R, C) * tl.load(scale + rows, mask=rows < R, other=0.0)[:, None]
+    return _rounded(_rounded(v, x, INTERPRETED) * w, x, INTERPRETED)
+
+
+@triton.jit
+def _cast_normed(x, scale, weight, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
+                OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
+                WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
+                ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Of RMSNorm's output (R, C), from x, the scale of each row (fp32) and the weight (C,), rounded as kernels.norm does."""
+    counting, down, along, rows, cols = _place(R, C, NOTE, EVERY, ROWS, COLS)
+    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    v = (
+        _normed(x, scale, w, rows, cols, R, C, ROUND),
+        _normed(x, scale, w, rows + 1, cols, R, C, ROUND),
+        _normed(x, scale, w, rows + 2, cols, R, C, ROUND),
+        _normed(x, scale, w, rows + 3, cols, R, C, ROUND),
+    )
+    _emit(v, counting, down, along, rows, cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE, OTHER, TURNED,
+          NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+
+
+@triton.jit
+def _turned_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, turned, ROTATE: tl.constexpr, K: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Features i of tokens `rows` of one head, turned back if `turned` and ROTATE. Products of two bf16 numbers are exact in fp32."""
+    there = (rows < R)[:, None]
+    at = (rows // length).to(tl.int64) * s_seq + (rows % length).to(tl.int64) * s_tok
+    v = tl.load(x + at[:, None] + i[None, :], mask=there, other=0.0).to(tl.float32)
+    if ROTATE:
+        if turned:
+            pair = tl.load(x + at[:, None] + ((i + K // 2) % K)[None, :], mask=there, other=0.0).to(tl.float32)
+            angle = rows[:, None] * (K // 2) + (i % (K // 2))[None, :]
+            c = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
+            s = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)
+            v = _rounded(v * c + tl.where(i < K // 2, 1.0, -1.0)[None, :] * (pair * s), x, INTERPRETED)
+    return v
+
+
+@triton.jit
+def _cast_rope_grad(q, k, v, cos, sin, length, q_seq, q_head, q_tok, k_seq, k_head, k_tok, v_seq, v_head, v_tok, row_amax, col_amax, out, other,
+                    row_scales, col_scales, counts, R, C, Q: tl.constexpr, KV: tl.constexpr, ROTATE: tl.constexpr, MODE: tl.constexpr,
+                    OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
+                    WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
+                    ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Of the gradient of the packed qkv (R, C) from those of q, k and v wherever they lie: a tile is of one head."""
+    counting, down, along, rows, cols = _place(R, C, NOTE, EVERY, ROWS, COLS)
+    i, none, head, turned = tl.arange(0, COLS), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
+    if along < Q:
+        x, s_seq, s_tok = q + head * q_head, none + q_seq, none + q_tok
+    elif along < Q + KV:
+        x, s_seq, s_tok = k + (head - Q) * k_head, none + k_seq, none + k_tok
+    else:
+        x, s_seq, s_tok = v + (head - Q - KV) * v_head, none + v_seq, none + v_tok
+    d = (
+        _turned_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _turned_back(x, cos, sin, rows + 1, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _turned_back(x, cos, sin, rows + 2, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _turned_back(x, cos, sin, rows + 3, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+    )
+    _emit(d, counting, down, along, rows, cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE, OTHER, TURNED,
+          NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+
+
+@triton.jit
 def _turn(x, out, R, C, TILE: tl.constexpr):
     across = tl.cdiv(C, TILE)
     rows = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
@@ -418,25 +523,49 @@ def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
+def takes(x: Source, block: tuple[int, int]) -> bool:
+    """Whether x can be cast as it is made: no tile, and no block of columns, is of gate and of up or of two heads."""
+    if isinstance(x, GatedGrad):
+        return block[1] < 2 or x.dy.shape[1] % block[1] == 0
+    if isinstance(x, RopeGrad):
+        width = x.dq.shape[-1]
+        return width >= 16 and width == triton.next_power_of_2(width) and (block[1] < 2 or width == block[1])
+    return True
+
+
 def tiles_of(x: Source, mode: int) -> Tiles:
-    """Blocks ask for a tile of their size."""
+    """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, and for two of them on a processor;
+    heads for one of their width. More lines for amaxes of columns: fewer atomics."""
     if mode in (BLOCKS, SQUARES):
-        return Tiles(TILE, TILE, 16)
-    return Tiles(TILE, TILE, 8) if mode == LARGEST_LINES else Tiles(64, 128, 8)  # fewer, larger tiles: fewer atomics
+        return Tiles(TILE, TILE, 16, None if isinstance(x, GatedGrad) else 64)
+    columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
+    if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
+        return Tiles(64, columns, 8)
+    return Tiles(32, columns, 4)
+
+
+def _kernel_of(x: Source) -> tuple[Any, tuple[Any, ...], tuple[int, int], dict[str, Any]]:
+    """The kernel, what it reads, rows and columns that its tiles cover, constants."""
+    if isinstance(x, GatedGrad):
+        return _cast_gated_grad, (x.dy.contiguous(), x.x.contiguous()), (x.dy.shape[0], x.dy.shape[1]), {}
+    if isinstance(x, Gated):
+        return _cast_gated, (x.x.contiguous(),), x.shape, {}
+    if isinstance(x, Normed):
+        return _cast_normed, (x.x, x.scale, x.weight), x.shape, {}
+    if isinstance(x, RopeGrad):
+        parts = [t if t.stride(-1) == 1 else t.contiguous() for t in (x.dq, x.dk, x.dv)]
+        cos, sin = x.table or (parts[0], parts[0])
+        strides = [t.stride(d) for t in parts for d in (0, 1, 2)]
+        heads = dict(Q=x.dq.shape[1], KV=x.dk.shape[1], ROTATE=x.table is not None)
+        return _cast_rope_grad, (*parts, cos, sin, x.dq.shape[2], *strides), x.shape, heads
+    return _cast, (x.contiguous(),), (x.shape[0], x.shape[1]), {}
 
 
 def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, out: Tensor | None = None, other: Tensor | None = None,
             scales: tuple[Tensor | None, Tensor | None] = (None, None), counts: Tensor | None = None, turn: bool = False,
             format: Format | None = None, tiles: Tiles | None = None) -> None:  # fmt: skip
     """One of the kernels above over all of x."""
-    kernel: Any
-    sources: tuple[Tensor, ...]
-    if isinstance(x, GatedGrad):
-        kernel, sources, (rows, columns) = _cast_gated_grad, (x.dy.contiguous(), x.x.contiguous()), x.dy.shape
-    elif isinstance(x, Gated):
-        kernel, sources, (rows, columns) = _cast_gated, (x.x.contiguous(),), x.shape
-    else:
-        kernel, sources, (rows, columns) = _cast, (x.contiguous(),), x.shape
+    kernel, sources, (rows, columns), more = _kernel_of(x)
     t = tiles or tiles_of(x, mode)
     across, down = triton.cdiv(columns, t.columns), triton.cdiv(rows, t.rows)
     every = min(SAMPLED, across) if down * across >= LARGE else 1
@@ -446,6 +575,7 @@ def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, o
         *sources, first, second, out, other, *scales, counts, rows, columns, MODE=mode, OTHER=other is not None, TURNED=turn,
         NOTE=counts is not None, MAX=448.0 if format is None else format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide,
         ROUND=x.device.type != "cuda", FLOOR=FLOOR, EVERY=every, SLOTS=SLOTS, ROWS=t.rows, COLS=t.columns, num_warps=t.warps,
+        maxnreg=t.registers, **more,
     )  # fmt: skip
 
 
