@@ -14,7 +14,24 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
 from phalanx.ops.activation import Gated, GatedGrad
-from phalanx.ops.kernels import adamw, gated, grouped, head_norm, join, loss, low_grouped, moments, norm, permute, push, quant, rope, route, scaled_mm
+from phalanx.ops.kernels import (
+    adamw,
+    codes,
+    gated,
+    grouped,
+    head_norm,
+    join,
+    loss,
+    low_grouped,
+    moments,
+    norm,
+    permute,
+    push,
+    quant,
+    rope,
+    route,
+    scaled_mm,
+)
 from phalanx.ops.norm import Normed
 from phalanx.ops.rope import RopeGrad
 
@@ -65,6 +82,8 @@ def kernels() -> list[tuple]:
 
 def low_precision() -> list[tuple]:
     """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
+    import triton.language as tl
+
     found: list[tuple] = []
     sizes = dict(R="i32", C="i32")
     strides = {f"{x}_{d}": "i32" for x in "qkv" for d in ("seq", "head", "tok")}
@@ -92,13 +111,19 @@ def low_precision() -> list[tuple]:
             found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps, **limit)))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
     found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
+    run_of, run = dict.fromkeys(("first", "n", "columns", "high", "wide", "across"), "i32"), dict(num_warps=codes.WARPS)
+    groups = dict(LINES=False, GROUP=codes.GROUP, GROUPS=codes.GROUPS, DTYPE=tl.bfloat16)
+    found.append((codes._largest, dict(x="*fp32", bits="*i32", **run_of), groups, run))
+    noted = dict(NOTE=True, LARGEST=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=False, ROUND=False, EVERY=16, SLOTS=32)
+    outs = dict(codes="*fp8e4nv", multiplier="*fp32", counts="*i64", bits="*i32")
+    found.append((codes._cast_run, dict(x="*fp32", **outs, **run_of), groups | noted, run))
     numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")
     for kinds, out, add in (((0, 0), "*fp32", True), ((0, 0), BF, False), ((1, 2), BF, False), ((1, 1), "*fp32", True)):
         c = scaled_mm.WHOLE_TILES if kinds == (0, 0) else scaled_mm.BLOCK_TILES
-        codes = dict(a=f"tensordesc<fp8e5[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n},128]>")
+        pair = dict(a=f"tensordesc<fp8e5[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n},128]>")
         consts = dict(A_KIND=kinds[0], B_KIND=kinds[1], ADD=add, TMA=True, BM=c.m, BN=c.n, BK=128, GROUP=c.group)
         run = dict(num_warps=c.warps, num_stages=c.stages)
-        found.append((scaled_mm._scaled_gemm, dict(**codes, out=out, a_scales="*fp32", b_scales="*fp32", **numbers), consts, run))
+        found.append((scaled_mm._scaled_gemm, dict(**pair, out=out, a_scales="*fp32", b_scales="*fp32", **numbers), consts, run))
     return found + low_experts()
 
 

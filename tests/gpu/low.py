@@ -8,6 +8,7 @@ import torch
 
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
+from phalanx.ops.codes import cast_run_, note_largest_, turn_
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, values
@@ -37,6 +38,34 @@ def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
     if recipe == "delayed":
         low.multiplier = torch.tensor([3.0, 40.0, 0.01], device=device)
     return low
+
+
+def kept_codes(device: torch.device) -> str:
+    """Parts of weights cast by Triton from fp32 masters, against the whole weight cast by the plain twin on the CPU."""
+    for shape, recipe in (((4096, 1408), "tensorwise"), ((1024, 768), "blockwise"), ((8, 256, 384), "tensorwise"), ((8, 256, 384), "blockwise")):
+        master = spread_out(*shape).float() * (1 + 2.0**-10 * torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        kind = LowWeight if len(shape) == 2 else LowExperts
+        low = kind(RECIPES[recipe], "w", 0, ModelAxes(), "plain")  # type: ignore[arg-type]
+        straight, turned = low.codes(master.bfloat16())
+        blocks, flat = low.blocks(shape), master.flatten().to(device)
+        bits, codes = torch.zeros(blocks.count, dtype=torch.int32, device=device), torch.zeros(flat.numel(), dtype=torch.uint8, device=device)
+        cuts = [0, 64 * 3, 64 * 1001, flat.numel() // 2, flat.numel()]
+        parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
+        for where, first in parts:
+            note_largest_(bits, flat[where], first, blocks, torch.bfloat16, True)
+        multiplier, again = multipliers(bits.view(torch.float32), E4M3), torch.zeros_like(bits)
+        counts = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device)
+        for where, first in parts:
+            cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, again, True)
+        made = Scaled(codes.view(straight.codes.shape).view(torch.float8_e4m3fn), (1.0 / multiplier).view(blocks.shape), straight.block)
+        same(f"{recipe} {shape}", made, straight)
+        out = torch.zeros(straight.codes.shape[::-1], dtype=torch.uint8, device=device)
+        turn_(out, made.codes.view(torch.uint8), True)
+        if not torch.equal(out.cpu(), turned.codes.view(torch.uint8)) or not torch.equal(bits, again):
+            raise AssertionError(f"{recipe} {shape}: transposed codes or amaxes differ")
+        if counts.sum(0)[2] != flat.numel() or counts.sum(0)[0] != ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum():
+            raise AssertionError(f"{recipe} {shape}: counts differ")
+    return "to the bit"
 
 
 def same(what: str, a: Scaled, b: Scaled) -> None:
@@ -269,6 +298,7 @@ def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
 def low_checks() -> dict[str, Callable[[torch.device], str]]:
     found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
+    found["low precision, weights kept as codes"] = kept_codes
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)

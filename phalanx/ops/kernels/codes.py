@@ -19,21 +19,23 @@ if TYPE_CHECKING:
     from phalanx.ops.codes import Blocks
 
 GROUP = 64
-GROUPS = 64  # that a program does
+GROUPS, WARPS = 64, 8  # that a program does, by so many warps
 LARGE, SAMPLED = 1024, 16  # of so many programs, losses are counted in every so-manieth
 
 
 @triton.jit
-def _blocks_of(first, groups, columns, high, wide, across, GROUP: tl.constexpr):
-    """The block of each group: of a matrix with `columns`, blocks of (high, wide), `across` of them along."""
-    at = first + groups * GROUP
-    return at // columns // high * across + at % columns // wide
+def _blocks_of(at, columns, high, wide, across, LINES: tl.constexpr):
+    """The block of group number `at` of a matrix, all in groups: `columns` of a row, `wide` of a block's, `across` blocks along, `high` rows
+    of a block; with LINES, where blocks are whole rows, `high` groups of a block."""
+    if LINES:
+        return at // high
+    else:
+        return at // columns // high * across + at % columns // wide
 
 
 @triton.jit
-def _values(x, groups, n, GROUP: tl.constexpr, DTYPE: tl.constexpr):
-    """(groups, GROUP) in fp32, rounded to DTYPE; zeros past n. To bf16 by hand: the interpreter's cast does not round to the nearest."""
-    i = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+def _values(x, i, n, DTYPE: tl.constexpr):
+    """Elements i in fp32, rounded to DTYPE; zeros past n. To bf16 by hand: the interpreter's cast does not round to the nearest."""
     v = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
     if DTYPE == tl.bfloat16:
         bits = v.to(tl.int32, bitcast=True)
@@ -44,17 +46,19 @@ def _values(x, groups, n, GROUP: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _largest(x, bits, first, n, columns, high, wide, across, GROUP: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
-    groups = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    blocks = _blocks_of(first, groups, columns, high, wide, across, GROUP)
-    _note(_values(x, groups, n, GROUP, DTYPE), bits, blocks, groups * GROUP < n)
+def _largest(x, bits, first, n, columns, high, wide, across, LINES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+             DTYPE: tl.constexpr):  # fmt: skip
+    """first: of x in its matrix, in groups; n: elements of x."""
+    groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    i = groups.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    _note(_values(x, i, n, DTYPE), bits, _blocks_of(first + groups, columns, high, wide, across, LINES), groups < n // GROUP)
 
 
 @triton.jit
 def _note(v, bits, blocks, there):
     """bits of each group's block become at least those of its largest |v|; where all groups lie in one block, at once."""
     found = tl.max(_bits(v), 1)
-    one = tl.min(tl.where(there, blocks, 1 << 60), 0)
+    one = tl.min(tl.where(there, blocks, 2147483647), 0)
     if one == tl.max(tl.where(there, blocks, 0), 0):
         tl.atomic_max(bits + one, tl.max(found, 0), sem="relaxed")
     else:
@@ -62,16 +66,17 @@ def _note(v, bits, blocks, there):
 
 
 @triton.jit
-def _cast_run(x, codes, multiplier, counts, bits, first, n, columns, high, wide, across, NOTE: tl.constexpr, LARGEST: tl.constexpr,
-              MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
-              GROUP: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    groups = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    there = groups * GROUP < n
-    v = _values(x, groups, n, GROUP, DTYPE)
-    blocks = _blocks_of(first, groups, columns, high, wide, across, GROUP)
+def _cast_run(x, codes, multiplier, counts, bits, first, n, columns, high, wide, across, LINES: tl.constexpr, NOTE: tl.constexpr,
+              LARGEST: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
+              EVERY: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    there = groups < n // GROUP
+    i = groups.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    v = _values(x, i, n, DTYPE)
+    blocks = _blocks_of(first + groups, columns, high, wide, across, LINES)
     m = tl.load(multiplier + blocks, mask=there, other=1.0)
     scaled = v * m[:, None]
-    mask = there[:, None] & (tl.arange(0, GROUP) >= 0)[None, :]
+    mask = i < n
     _put(scaled, codes, GROUP, groups, tl.arange(0, GROUP), mask, False, MAX, WIDE_RANGE, ROUND)
     if LARGEST:
         _note(v, bits, blocks, there)
@@ -81,16 +86,18 @@ def _cast_run(x, codes, multiplier, counts, bits, first, n, columns, high, wide,
 
 
 def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: torch.dtype) -> None:
-    _largest[(_programs(x),)](x, bits, first, len(x), *_sizes(first, x, blocks), GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=4)
+    sizes, lines = _sizes(first, x, blocks)
+    _largest[(_programs(x),)](x, bits, *sizes, LINES=lines, GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=WARPS)
 
 
 def cast_run_(codes: Tensor, x: Tensor, first: int, blocks: Blocks, multiplier: Tensor, format: Format, dtype: torch.dtype,
               counts: Tensor | None, bits: Tensor | None) -> None:  # fmt: skip
     wide, programs = format.dtype == torch.float8_e5m2, _programs(x)
+    sizes, lines = _sizes(first, x, blocks)
     _cast_run[(programs,)](
-        x, codes.view(format.dtype), multiplier, counts, bits, first, len(x), *_sizes(first, x, blocks), NOTE=counts is not None,
-        LARGEST=bits is not None, MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda,
-        EVERY=SAMPLED if programs >= LARGE else 1, SLOTS=SLOTS, GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=4,
+        x, codes.view(format.dtype), multiplier, counts, bits, *sizes, LINES=lines, NOTE=counts is not None, LARGEST=bits is not None,
+        MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda, EVERY=SAMPLED if programs >= LARGE else 1,
+        SLOTS=SLOTS, GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -98,13 +105,13 @@ def _programs(x: Tensor) -> int:
     return triton.cdiv(len(x), GROUP * GROUPS)
 
 
-def _sizes(first: int, x: Tensor, blocks: Blocks) -> tuple[int, int, int, int]:
-    """What the kernels are told of the matrix. ValueError where a group would lie in two blocks."""
-    high, wide = blocks.block
-    one = blocks.count == 1 or (wide % GROUP == 0 and blocks.columns % GROUP == 0) or (wide == blocks.columns and high * wide % GROUP == 0)
-    if first % GROUP or len(x) % GROUP or not one:
+def _sizes(first: int, x: Tensor, blocks: Blocks) -> tuple[tuple[int, ...], bool]:
+    """What the kernels are told of the run and of its matrix. ValueError where a group would lie in two blocks."""
+    (high, wide), columns, lines = blocks.block, blocks.columns, blocks.block[1] == blocks.columns
+    whole = (high * wide) % GROUP == 0 if lines else wide % GROUP == 0 and columns % GROUP == 0
+    if first % GROUP or len(x) % GROUP or not whole:
         raise ValueError(f"{len(x)} elements from {first} on of blocks of {high} x {wide} are no whole groups of {GROUP}")
-    return blocks.columns, high, wide, blocks.shape[1]
+    return (first // GROUP, len(x), columns // GROUP, high * wide // GROUP if lines else high, wide // GROUP, blocks.shape[1]), lines
 
 
 def _triton_of(dtype: torch.dtype) -> tl.dtype:
