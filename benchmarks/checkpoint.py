@@ -3,10 +3,10 @@
 torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150] [a.b=c ...]
 torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json [--cold] [layout.tp=2 ...]
 
-Without torchrun: one rank. `measure` leaves what it saved in FOLDER; `resume` goes on from the newest, in any layout. Each adds a record to OUT.json
-and writes it anew as soon as a figure is known: a time limit loses nothing that was measured. `measure` begins with the raw speed of FOLDER; if a save
-at that speed does not fit into --seconds it stops there and names a number of layers that would. Loading comes after the first save with steps
-beside it, and further saves after that, each only if there is time (`resume` loads too).
+Without torchrun: one rank. `measure` leaves what it saved in FOLDER; `resume` goes on from the newest, in any layout. Each adds a record to
+OUT.json and writes it anew as soon as a figure is known: a time limit loses nothing that was measured. `measure` begins with the raw speed of
+FOLDER; if a save at that speed does not fit into --seconds it stops there and names a number of layers that would. Loading comes after the first
+save with steps beside it, and further saves after that, each only if there is time (`resume` loads too).
 
 Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its beginning to its end; of that,
 stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before they are read, where the system

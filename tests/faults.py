@@ -32,7 +32,7 @@ import pytest
 
 from tests import fault_cases
 from tests.fault_network import BETWEEN, bad_cable, cut_cable
-from tests.fault_places import folder_goes, pauses, pauses_or_comes_late, wrong_step
+from tests.fault_places import folder_goes, folder_moved, pauses, pauses_or_comes_late, wrong_step
 from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, skips, slow, stops, sweep, two_hangs
 from tests.fault_storage import bit_flips, requests_that_fail, twelve_by_twelve
 from tests.pool import warm_imports
@@ -78,7 +78,7 @@ SECTIONS = [  # the longest first
     Section("the same step goes wrong, once or three times", "a wrong gradient or an error in one rank: all end; the next start says if it repeats",
             {"seed 2": partial(disturbed, fault=wrong_step, seed=2)}, seeds(wrong_step, 12)),
     Section("the run's folder is moved, replaced or made read-only", "exit 4, or trained on, as checkpoint.on_error says; nothing is written there",
-            one(partial(disturbed, fault=folder_goes, seed=0)), seeds(folder_goes, 12)),
+            one(partial(disturbed, fault=folder_moved, seed=0)), seeds(folder_goes, 12)),
     Section("packets between two hosts come late and get lost", "50 ms and 1 in 100 (5 ms with tensor parallelism): the same numbers, later",
             {}, seeds(bad_cable, 12, BETWEEN)),
     Section("no packet comes between two hosts any more", "both sides end with 6 in time and name the other; none saves alone",
