@@ -52,6 +52,7 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama dp, level 2": ("llama", dict(sharding=2), {}),
         "llama dp, level 2, graphs": ("llama", dict(sharding=2), dict(cuda_graphs="on")),
         "llama dp, level 3": ("llama", dict(sharding=3), {}),
+        "mixtral ep2, deterministic": ("mixtral", dict(ep=2), dict(deterministic=True)),
         "llama dp, level 3, graphs": ("llama", dict(sharding=3), dict(cuda_graphs="on")),
         "llama dp, level 3, full recompute": ("llama", dict(sharding=3), dict(recompute="full")),
         "tied llama dp, level 3, kept until the step's end": ("llama-tied", dict(sharding=3, reshard_after_forward=False), {}),
