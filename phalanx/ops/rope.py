@@ -77,14 +77,14 @@ class RopeGrad:
 
     def tensor(self) -> Tensor:
         made: Tensor = _twin(self.triton)(self.dq, self.dk, self.dv, self.table, True)
-        return made.view(self.shape)
+        return made.reshape(self.shape)
 
 
 class _Rope(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool, nan: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.table, ctx.triton, ctx.nan, ctx.shape = table, triton, nan, qkv.shape
-        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+        qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, -1)
         if table is not None:
             qkv = _twin(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
         return split_heads(qkv, heads, kv_heads, sequences)
@@ -92,7 +92,7 @@ class _Rope(Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d = RopeGrad(dq, dk, dv, ctx.table, ctx.triton)
-        made = d.tensor().view(ctx.shape) if ctx.nan is None else stand_in(d, ctx.nan)
+        made = d.tensor().reshape(ctx.shape) if ctx.nan is None else stand_in(d, ctx.nan)
         return made, None, None, None, None, None, None
 
 
