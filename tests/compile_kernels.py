@@ -107,8 +107,7 @@ def low_precision() -> list[tuple]:
             t = quant.tiles_of(source, mode)
             consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip
-            limit = {} if t.registers is None else dict(maxnreg=t.registers)
-            found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps, **limit)))
+            found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps)))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
     found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
     run_of, run = dict.fromkeys(("first", "n", "columns", "high", "wide", "across"), "i32"), dict(num_warps=codes.WARPS)

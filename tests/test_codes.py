@@ -14,6 +14,7 @@ from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.codes import CodedBucket
 from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
 from phalanx.ops.codes import Blocks, cast_run_, note_largest_, turn_
 from phalanx.ops.low_grouped import LowExperts
 from phalanx.ops.low_matmul import LowWeight
@@ -157,3 +158,12 @@ def test_codes_are_those_of_gathered_weights(ranks, recipe):
     for level in (1, 3):
         for found in ranks.run("tests.test_codes:codes_of", 2, replace(run, layout=LayoutConfig(bucket_mb=0, sharding=level))):
             assert found.keys() == exact[0].keys() and all(torch.equal(found[name], exact[0][name]) for name in exact[0])
+
+
+def test_scales_begin_where_cublas_takes_them():
+    """At 16 bytes: the second of many scales beside each other, 4 bytes on, was refused on a GPU."""
+    plan = make_plan(low_run("tensorwise"), 1)
+    state = build(plan, Mesh(Grid()))
+    weights = [p for block in state.blocks.values() for b in block for p in b.parameters() if getattr(p, "low", None) is not None]
+    assert len(weights) > 2 and any(isinstance(f, CodedBucket) for f in state.buffers.flat)
+    assert all(scaled.scales.data_ptr() % 16 == 0 for p in weights for scaled in p.low.codes(p))

@@ -142,7 +142,10 @@ def test_what_swiglu_makes_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
     gradient, exact = GatedGrad(dy, x, "triton"), GatedGrad(dy_wide, wide, "triton")
     for which, source, truth in ((X, Gated(x, "triton"), Gated(wide, "triton")), (DY, gradient, exact)):
         apart = recipe == "blockwise" and inner % 128 and which == DY  # a block would be of gate and of up: it is made first
-        same_casts(which, source, source.tensor() if apart else truth.tensor().bfloat16(), recipe, turn)
+        made = source.tensor() if apart else truth.tensor().bfloat16()
+        if apart:  # the interpreter reads bf16's smallest number as zero
+            made = torch.where(made.abs() < 2.0**-132, made * 0.0, made)
+        same_casts(which, source, made, recipe, turn)
 
 
 def same_casts(which, source, truth: Tensor, recipe, turn) -> None:

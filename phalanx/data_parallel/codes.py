@@ -190,6 +190,9 @@ class CodedBucket(FlatBucket):
             self.weight.copy_(part)
 
 
+ALIGN = 4  # numbers of 4 bytes: cuBLAS takes a scale only where 16 bytes begin
+
+
 class Family:
     """The coded buckets of a rank that are cut over the same ranks: what it takes to make their codes anew, with amaxes compared in one call.
 
@@ -201,17 +204,20 @@ class Family:
         pairs, device = [(f, m) for f in buckets for m in f.matrices], buckets[0].mesh.device
         self.buckets, self.seen = buckets, torch.zeros(len(numbers), device=device)
         self.counts = torch.zeros(len(numbers), SLOTS, COUNTS, dtype=torch.int64, device=device)
-        sizes, which = [m.blocks.count for _, m in pairs], [numbers[m.low.name] for _, m in pairs]
+        self.rooms = sizes = [-(-m.blocks.count // ALIGN) * ALIGN for _, m in pairs]
+        which = [numbers[m.low.name] for _, m in pairs]
         self.bits = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.multiplier, self.scales, self.turned_scales = (torch.ones(sum(sizes), device=device) for _ in range(3))
         self.linear_of_block = torch.tensor(which, device=device).repeat_interleave(torch.tensor(sizes, device=device))
-        numbered = map(Numbers, self.bits.split(sizes), self.multiplier.split(sizes), (self.counts[i] for i in which))
+        numbers_of = (self.bits, self.multiplier, self.scales, self.turned_scales)
+        bits, multiplier, scales, turned = ([room[: m.blocks.count] for room, (_, m) in zip(t.split(sizes), pairs)] for t in numbers_of)
+        numbered = map(Numbers, bits, multiplier, (self.counts[i] for i in which))
         self.all = [(f, m, n) for (f, m), n in zip(pairs, numbered)]
         self.by_matrix = [(a.view(m.blocks.shape), b.view(m.blocks.shape[::-1]))
-                          for (_, m), a, b in zip(pairs, self.scales.split(sizes), self.turned_scales.split(sizes))]  # fmt: skip
-        for (_, m), scales in zip(pairs, self.by_matrix):
-            straight, turned = (codes.view(m.low.format.dtype) for codes in (m.straight, m.turned))
-            m.low.hold(straight, turned, *scales)
+                          for (_, m), a, b in zip(pairs, scales, turned)]  # fmt: skip
+        for (_, m), both in zip(pairs, self.by_matrix):
+            straight, other = (codes.view(m.low.format.dtype) for codes in (m.straight, m.turned))
+            m.low.hold(straight, other, *both)
         self._current = False  # whether scales were those of the weights as they are, whatever the recipe is
 
     @property
@@ -231,7 +237,7 @@ class Family:
         if None in given:
             self._find_scales()
         else:
-            self._scale_by([g.expand(m.blocks.count) for g, (_, m, _) in zip(given, self.all)])  # type: ignore[union-attr]
+            self._scale_by([g.expand(room) for g, room in zip(given, self.rooms)])  # type: ignore[union-attr]
         for f, m, n in self.all:
             f.cast(m, n, note=None not in given)
         for f in self.buckets:

@@ -7,6 +7,7 @@ often (DeepSeek-V3, 2024, section 3.3.2).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -42,10 +43,17 @@ def add_fast_product_(buffer: Tensor, a: Scaled, b: Scaled, fast: bool) -> None:
 
 def _by_cublaslt(out: Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> bool:
     library = cublaslt(out.device.index or 0)
+    a, b = (replace(q, scales=_aligned(q.scales)) for q in (a, b))
     return library is not None and library.product(out, a, b, fast, add)
 
 
+def _aligned(scales: Tensor) -> Tensor:
+    """The same where 16 bytes begin: cuBLAS takes no scales elsewhere."""
+    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
+
+
 def _torch(a: Scaled, b: Scaled, a_scales: Tensor, b_scales: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None) -> Tensor:
+    a_scales, b_scales = _aligned(a_scales), _aligned(b_scales)
     if out is None:
         return torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
     return torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast, out=out)

@@ -273,7 +273,7 @@ def cast_both(x: Tensor, ends: Tensor, tiles: int, format: Format, mode: int, fi
         into = _scaled(out, other, row_scales, col_scales, mode)
     else:
         out, other, row_scales, col_scales = into[0].codes, into[1].codes, into[0].scales, into[1].scales.t()
-    every, wide = SAMPLED if tiles * across >= LARGE else 1, format.dtype == torch.float8_e5m2
+    every, wide = SAMPLED if rows * columns >= LARGE else 1, format.dtype == torch.float8_e5m2
     _cast[(tiles * across,)](
         x, ends, first, second, out, other, row_scales, col_scales, counts, rows, columns, tiles * TILE, count, MODE=mode, APART=int(apart),
         NOTE=counts is not None, MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda, FLOOR=FLOOR,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
 TILE = 128
 ALL = 4096  # elements that a program of `_amax` looks at in a step
-LARGE, SAMPLED = 1024, 16  # from so many tiles on, losses are counted in every so-manieth of a row of tiles
+LARGE, SAMPLED = 2**23, 16  # of tensors of so many elements, losses are counted in every so-manieth of a row of tiles
 # Whose scale: the tensor's amax, a given number, lines, 1 x 128 (128 x 1), 128 x 128. The last two only find amaxes, of the whole and of lines
 WHOLE, GIVEN, LINES, BLOCKS, SQUARES, LARGEST, LARGEST_LINES = range(7)
 
@@ -42,7 +42,6 @@ class Tiles:
     rows: int
     columns: int
     warps: int
-    registers: int | None = None  # at most, of a thread
 
 
 @triton.jit
@@ -103,37 +102,6 @@ def _multiplier(bits, MAX: tl.constexpr, FLOOR: tl.constexpr):
 @triton.jit
 def _inverse(m):
     return tl.div_rn(tl.zeros_like(m) + 1.0, m)
-
-
-@triton.jit
-def _quick_multiplier(bits, MAX: tl.constexpr, FLOOR: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The same number in fewer instructions and without a branch: many of these are made, where blocks are small."""
-    if INTERPRETED:
-        return _multiplier(bits, MAX, FLOOR)
-    else:
-        amax = bits.to(tl.float32, bitcast=True)
-        amax = tl.where(amax < FLOOR, FLOOR, amax)
-        # over and under 2^-20, exactly: the inverse of the largest numbers would be no normal number
-        return tl.where(amax == float("inf"), 0.0, _quotient(MAX * 2.0**-20, amax * 2.0**-20))
-
-
-@triton.jit
-def _quick_inverse(m, INTERPRETED: tl.constexpr):
-    if INTERPRETED:
-        return _inverse(m)
-    else:
-        return tl.where(m == 0.0, float("inf"), _quotient(1.0, m))
-
-
-@triton.jit
-def _quotient(a, b):
-    """a / b, rounded to the nearest, where inverse and quotient are normal numbers. Markstein, "Computation of elementary functions on the IBM RISC
-    System/6000 processor", 1990: a good inverse, and what is left of a after a first quotient."""
-    inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
-    inverse = tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
-    first = a * inverse
-    first = tl.fma(tl.fma(-b, first, a), inverse, first)
-    return tl.fma(tl.fma(-b, first, a), inverse, first)
 
 
 @triton.jit
@@ -228,7 +196,7 @@ def _row_multiplier(v, rows, row_amax, shared, R, MODE: tl.constexpr, MAX: tl.co
     if MODE == 2:
         return _multiplier(tl.load(row_amax + rows, mask=rows < R, other=0), MAX, FLOOR)
     elif MODE == 3:
-        return _quick_multiplier(tl.max(_bits(v), 1), MAX, FLOOR, ROUND)
+        return _multiplier(tl.max(_bits(v), 1), MAX, FLOOR)
     else:
         return shared
 
@@ -320,7 +288,7 @@ def _write(v, down, along, rows, cols, cols_there, row_amax, col_amax, out, othe
     if MODE == 2:
         by_col = _multiplier(tl.load(col_amax + cols, mask=cols_there, other=0), MAX, FLOOR)
     elif MODE == 3:
-        by_col = _quick_multiplier(tl.max(_bits(_largest(v)), 0), MAX, FLOOR, ROUND)
+        by_col = _multiplier(tl.max(_bits(_largest(v)), 0), MAX, FLOOR)
     turned = (
         _row(v[0], m0, by_col, rows, cols, cols_there, out, other, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
         _row(v[1], m1, by_col, rows + 1, cols, cols_there, out, other, R, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
@@ -343,8 +311,8 @@ def _write(v, down, along, rows, cols, cols_there, row_amax, col_amax, out, othe
             tl.store(row_scales + each, _inverse(m), mask=(each < R) & (along == 0))
             tl.store(col_scales + cols, _inverse(by_col), mask=cols_there & (down == 0))
         else:
-            tl.store(row_scales + along.to(tl.int64) * R + each, _quick_inverse(m, ROUND), mask=each < R)
-            tl.store(col_scales + down.to(tl.int64) * C + cols, _quick_inverse(by_col, ROUND), mask=cols_there)
+            tl.store(row_scales + along.to(tl.int64) * R + each, _inverse(m), mask=each < R)
+            tl.store(col_scales + down.to(tl.int64) * C + cols, _inverse(by_col), mask=cols_there)
 
 
 @triton.jit
@@ -534,10 +502,10 @@ def takes(x: Source, block: tuple[int, int]) -> bool:
 
 
 def tiles_of(x: Source, mode: int) -> Tiles:
-    """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, and for two of them on a processor;
-    heads for one of their width. More lines for amaxes of columns: fewer atomics."""
+    """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, heads for one of
+    their width. More lines for amaxes of columns: fewer atomics."""
     if mode in (BLOCKS, SQUARES):
-        return Tiles(TILE, TILE, 16, None if isinstance(x, GatedGrad) else 64)
+        return Tiles(TILE, TILE, 16)
     columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
     if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
         return Tiles(64, columns, 8)
@@ -568,14 +536,13 @@ def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, o
     kernel, sources, (rows, columns), more = _kernel_of(x)
     t = tiles or tiles_of(x, mode)
     across, down = triton.cdiv(columns, t.columns), triton.cdiv(rows, t.rows)
-    every = min(SAMPLED, across) if down * across >= LARGE else 1
+    every = min(SAMPLED, across) if rows * columns >= LARGE else 1
     wide = format is not None and format.dtype == torch.float8_e5m2
     counting = 0 if counts is None else down * triton.cdiv(across, every)
     kernel[(down * across + counting,)](
         *sources, first, second, out, other, *scales, counts, rows, columns, MODE=mode, OTHER=other is not None, TURNED=turn,
         NOTE=counts is not None, MAX=448.0 if format is None else format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide,
-        ROUND=x.device.type != "cuda", FLOOR=FLOOR, EVERY=every, SLOTS=SLOTS, ROWS=t.rows, COLS=t.columns, num_warps=t.warps,
-        maxnreg=t.registers, **more,
+        ROUND=x.device.type != "cuda", FLOOR=FLOOR, EVERY=every, SLOTS=SLOTS, ROWS=t.rows, COLS=t.columns, num_warps=t.warps, **more,
     )  # fmt: skip
 
 
