@@ -138,10 +138,10 @@ class Trace:
         spans: list[Span] = []
         unknown: dict[str, float] = defaultdict(float)
         for number, kernel in enumerate(self.kernels):
-            row = self._kernel_row(kernel, ours)
-            if row == UNKNOWN:
+            row, counts = self._kernel_row(kernel, ours), _within(self.steps, kernel["ts"])  # the profiler's first step is in the trace too
+            if row == UNKNOWN and counts:
                 unknown[kernel["name"]] += kernel["dur"]
-            elif row == POINTWISE:
+            elif row == POINTWISE and counts:
                 name = f"{kernel.get('args', {}).get('grid', '')} {kernel['name']}"
                 us, calls = self.pointwise.get(name, (0.0, 0))
                 self.pointwise[name] = us + kernel["dur"], calls + 1
