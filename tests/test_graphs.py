@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
 from phalanx.pipeline.graphs import Eager, Graphs, Row
 from phalanx.train.build import build
 from phalanx.train.config import Run
@@ -131,3 +132,18 @@ def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute
     for (expected, *_), (found, parts, seen) in zip(plain, rows):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert max(parts) > 2 * run.model.num_hidden_layers and len(seen) > 1
+
+
+def turned(rank: int, world: int) -> bool:
+    """Whether a run that is not captured ends its exchanges, an odd number of them, on the turn on which they began."""
+    mesh = Mesh(Grid(tp=world), rank)
+    assert mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 1024) == "on" and mesh.tp.memory is not None
+    runner, x, before = Graphs(Recorder(), (mesh.tp.memory,)), torch.ones(2, 3, dtype=torch.float64), mesh.tp.memory.turn
+    x, y = runner.forward((0, 1), 0, x, None, lambda x, _: x * mesh.tp.gather(x.detach()).wait().sum())
+    onward = mesh.tp.memory.turn
+    grad = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
+    return onward == before == mesh.tp.memory.turn and torch.equal(grad, torch.full_like(x, 6.0 * world))
+
+
+def test_what_is_not_captured_ends_on_its_first_turn(ranks):
+    assert all(ranks.run("tests.test_graphs:turned", 2))

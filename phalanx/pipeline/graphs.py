@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from phalanx.nn.tape import Tape
 
 Compute = Callable[[Tensor, Batch], Tensor]
 Where = tuple[int, int]
+T = TypeVar("T")
 
 
 class Eager:
@@ -292,7 +293,7 @@ class Graphs(Eager):
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm or batch.most_documents > usual_documents(batch.all_tokens):  # such a batch may come once: not worth a pool of memory
-            return super().forward(where, mb, x, batch, compute)
+            return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute))
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
         slot = self._taken[where[0], mb][1]
@@ -306,7 +307,7 @@ class Graphs(Eager):
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         if (where[0], mb) not in self._taken:
-            return super().backward(where, mb, x, y, dy, last)
+            return self._turning(lambda: super(Graphs, self).backward(where, mb, x, y, dy, last))
         kind, slot, batch = self._taken[where[0], mb]
         run = slot.runs[where]
         if run.backward is None and run.y.requires_grad:
@@ -324,6 +325,15 @@ class Graphs(Eager):
             del self._taken[where[0], mb]
             self._free[kind].append(slot)
         return run.x.grad
+
+    def _turning(self, work: Callable[[], T]) -> T:
+        """Do what is not captured, its exchanges ending on the turn on which they began, as those of graphs do: other graphs, and ranks that
+        replay theirs of this run, count on it."""
+        turns = [memory.turn for memory in self.memories]
+        done = work()
+        for memory, turn in zip(self.memories, turns):
+            memory.back_to(turn)
+        return done
 
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
         """A free slot of the stage for such a batch, holding its values."""
@@ -370,13 +380,11 @@ class Graphs(Eager):
         return _Captured(x, made[0], graph)
 
     def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> Row:
-        row, turns = Row(self.device, pool, late), [memory.turn for memory in self.memories]
+        row = Row(self.device, pool, late)
         with self.device.aside(), self._cutting(row):
             row.begin()
             try:
-                work()
-                for memory, turn in zip(self.memories, turns):
-                    memory.back_to(turn)
+                self._turning(work)
             finally:
                 row.end()
         return row
