@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--world", type=int, help="ranks of the layouts part; default: the number of GPUs")
     parser.add_argument("--precisions", default="fp64,fp32,bf16", help="of the layouts part")
-    parser.add_argument("--layouts", default="", help="of the layouts part, those whose name contains one of these, separated by commas")
+    parser.add_argument("--layouts", default="", help="of the layouts part, those whose name contains one of these, separated by semicolons")
     parser.add_argument("--only", default="", help="run the checks whose name contains this")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -43,7 +43,7 @@ def main() -> int:
                 table[name] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
     if world > 1 and options.only in "layouts":
         try:
-            table |= check_layouts(options.device, world, tuple(options.precisions.split(",")), options.layouts.split(","))
+            table |= check_layouts(options.device, world, tuple(options.precisions.split(",")), options.layouts.split(";"))
         except Exception as error:
             traceback.print_exc()
             table["layouts"] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
