@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.base.errors import CheckpointError, PhalanxError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.convert import import_weights
+from phalanx.checkpoint.convert import _member, import_weights
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import Keep, list_checkpoints, pin_of
 from phalanx.checkpoint.manifest import verify
@@ -275,3 +275,13 @@ def test_what_megatron_saved_is_imported_with_its_logits(tmp_path, kind):
     wanted = exported_shapes(model_config_from_hf(str(config)))
     with pytest.raises(CheckpointError, match=match):
         import_weights(tmp_path / "m/checkpoint", tmp_path / "wrong", config, wanted)
+
+
+def test_metadata_gets_members_of_enumerations_and_nothing_else():
+    """Older Pythons pickle them as getattr(kind, name); with anything else a file is refused."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as KIND
+
+    assert _member(KIND, "TORCH_CONTIGUOUS_FORMAT") is KIND.TORCH_CONTIGUOUS_FORMAT
+    for kind, name in ((KIND, "__class__"), (KIND, "mro"), (torch.Size, "numel"), (os, "system")):
+        with pytest.raises(CheckpointError, match="no place in the metadata"):
+            _member(kind, name)

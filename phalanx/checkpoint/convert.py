@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,16 @@ class _OnlyDcp(pickle.Unpickler):
             from torch.distributed.checkpoint.metadata import Metadata
 
             return type(name, (Metadata,), {})  # the same fields and one more, about optimizers
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how Python before 3.11.4 pickles a member of an enumeration
         raise CheckpointError(f"asks for {module}.{name}, which has no place in the metadata of a checkpoint")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """A member of an enumeration by its name, and nothing else of anything."""
+    if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
+        raise CheckpointError(f"asks for {name!r} of {kind!r}, which has no place in the metadata of a checkpoint")
+    return kind[name]
 
 
 def _dcp_metadata(path: Path) -> Any:

@@ -190,9 +190,6 @@ class CodedBucket(FlatBucket):
             self.weight.copy_(part)
 
 
-ALIGN = 4  # numbers of 4 bytes: cuBLAS takes a scale only where 16 bytes begin
-
-
 class Family:
     """The coded buckets of a rank that are cut over the same ranks: what it takes to make their codes anew, with amaxes compared in one call.
 
@@ -204,7 +201,7 @@ class Family:
         pairs, device = [(f, m) for f in buckets for m in f.matrices], buckets[0].mesh.device
         self.buckets, self.seen = buckets, torch.zeros(len(numbers), device=device)
         self.counts = torch.zeros(len(numbers), SLOTS, COUNTS, dtype=torch.int64, device=device)
-        self.rooms = sizes = [-(-m.blocks.count // ALIGN) * ALIGN for _, m in pairs]
+        self.rooms = sizes = [m.blocks.room for _, m in pairs]
         which = [numbers[m.low.name] for _, m in pairs]
         self.bits = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.multiplier, self.scales, self.turned_scales = (torch.ones(sum(sizes), device=device) for _ in range(3))

@@ -63,7 +63,7 @@ def scale_sends(plan: Plan, lows: Iterable[tuple[LowWeight, ParamSpec]]) -> dict
     update parts of them, and, where scales are not known before, over those that hold other parts of what shares one."""
     sent = dict.fromkeys(("dp", "tp", "ep"), 0.0)
     for low, spec in lows:
-        axis, nbytes = spec.summed_over, 4 * low.blocks(spec.shape).count
+        axis, nbytes = spec.summed_over, 4 * low.blocks(spec.shape).room
         inner = plan.sharding.group_size(axis, plan.grid)
         sent["dp"] += ring_bytes("all_reduce", nbytes, inner)
         if plan.sharding.outside and inner > 1:
