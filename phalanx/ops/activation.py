@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.unmade import Unmade
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _before(last: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gated:
+class Gated(Unmade):
     """silu(gate) * up (T, F) of x = [gate, up] (T, 2F), not in memory: made by whoever casts it (kernels.quant), or by `tensor`."""
 
     x: Tensor
@@ -87,29 +88,17 @@ class Gated:
     def shape(self) -> tuple[int, int]:
         return self.x.shape[0], self.x.shape[1] // 2
 
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
     def tensor(self) -> Tensor:
         return swiglu(self.x, self.kernels)
 
 
 @dataclass(frozen=True)
-class GatedGrad:
+class GatedGrad(Unmade):
     """The gradient (T, 2F) of [gate, up] from dy (T, F), likewise."""
 
     dy: Tensor
     x: Tensor
     kernels: Kernels = "auto"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.x.shape[0], self.x.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     def tensor(self) -> Tensor:
         backward = gated_backward

@@ -15,24 +15,16 @@ from torch.autograd import Function
 
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
-from phalanx.ops.unmade import stand_in
+from phalanx.ops.unmade import Unmade, stand_in
 
 
 @dataclass(frozen=True)
-class Normed:
+class Normed(Unmade):
     """x (T, D) scale (T,), rounded to x's dtype, times weight (D,), not in memory: RMSNorm's output."""
 
     x: Tensor
     scale: Tensor
     weight: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.x.shape[0], self.x.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     def tensor(self) -> Tensor:
         return (_widen(self.x) * self.scale.unsqueeze(-1)).to(self.x.dtype) * self.weight

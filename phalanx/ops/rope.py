@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.kernels import Kernels, use_triton
-from phalanx.ops.unmade import stand_in
+from phalanx.ops.unmade import Unmade, stand_in
 
 
 def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int, sequences: int) -> tuple
 
 
 @dataclass(frozen=True)
-class RopeGrad:
+class RopeGrad(Unmade):
     """The gradient of the packed qkv (T, (heads + 2 * kv_heads) * K), not in memory: of dq (sequences, heads, S, K), dk and dv (sequences,
     kv_heads, S, K), the first two turned back by the table's angles."""
 
@@ -68,11 +68,7 @@ class RopeGrad:
         return sequences * length, (heads + 2 * self.dk.shape[1]) * width
 
     @property
-    def device(self) -> torch.device:
-        return self.dq.device
-
-    @property
-    def x(self) -> Tensor:
+    def x(self) -> Tensor:  # type: ignore[override]
         return self.dq
 
     def tensor(self) -> Tensor:

@@ -1,25 +1,32 @@
 """What stands in autograd's graph for a tensor that is never in memory: who reads it makes of its source what is wanted, codes of 8 bits.
 
-A source is a frozen dataclass with `shape`, `device`, `x` (a tensor of its dtype) and `tensor()`, which makes it (ops.norm.Normed,
-ops.rope.RopeGrad; ops.activation.Gated needs no stand-in, its reader is in the same op). Whoever makes a stand-in must know that the one
-reader takes sources; any other reads NaN.
+Sources are frozen dataclasses: ops.norm.Normed, ops.rope.RopeGrad; ops.activation.Gated and GatedGrad need no stand-in, their reader is in
+the same op. Whoever makes a stand-in must know that the one reader takes sources; any other reads NaN.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, device
 
 
-class Unmade(Protocol):
+class Unmade:
+    """A source: `x` has its dtype and lies on its device, and is of its shape where a kind does not say otherwise."""
+
+    x: Tensor
+
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1]
+
     @property
-    def device(self) -> device: ...
-    @property
-    def x(self) -> Tensor: ...
-    def tensor(self) -> Tensor: ...
+    def device(self) -> device:
+        return self.x.device
+
+    def tensor(self) -> Tensor:
+        """Make it."""
+        raise NotImplementedError
 
 
 def stand_in(source: Unmade, nan: Tensor) -> Tensor:
