@@ -228,18 +228,19 @@ class Family:
         if not any(f.changed for f in self.buckets) and self._current == self.low.current:
             return
         self._current = self.low.current
-        given = [m.low.given_scale() for _, m, _ in self.all]
+        given = [scale for _, m, _ in self.all if (scale := m.low.given_scale()) is not None]
+        known = len(given) == len(self.all)
         self.bits.zero_()
         self.counts.zero_()
-        if None in given:
-            self._find_scales()
+        if known:
+            self._scale_by([scale.expand(room) for scale, room in zip(given, self.rooms)])
         else:
-            self._scale_by([g.expand(room) for g, room in zip(given, self.rooms)])  # type: ignore[union-attr]
+            self._find_scales()
         for f, m, n in self.all:
-            f.cast(m, n, note=None not in given)
+            f.cast(m, n, note=known)
         for f in self.buckets:
             f.send()
-        if None not in given:
+        if known:
             self._compare()
 
     def _find_scales(self) -> None:

@@ -65,11 +65,17 @@ class LowState:
         for found in self.lows.values():
             yield from found
 
+    def renew(self) -> None:
+        """The masters may have changed: make the codes of the weights that are kept as codes, and start sending them. At a step's end the
+        device still has work, behind which the many small launches of this do not show."""
+        for family in self.kept:
+            family.renew()
+
     def begin(self) -> None:
         """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used."""
         self._stale = set(self.lows) - {f.bucket.id for f in self.coded}
+        self.renew()
         for family in self.kept:
-            family.renew()
             self.counts[:, W] += family.counts
             self.amax[:, W].copy_(torch.maximum(self.amax[:, W], family.seen))
 

@@ -115,6 +115,7 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
         layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
     if state.low is not None:
         state.low.settle(state.mesh.world, scaler.scale / before)
+        state.low.renew()
     depths = state.plan.run.model.predict_layers
     return StepResult(told.loss / tokens, norm, verdict, tokens, told.stop, told.routing, told.ahead / (depths * tokens) if depths else None,
                       told.low)  # fmt: skip
