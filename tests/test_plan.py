@@ -190,6 +190,8 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
         return run
 
     state.handlers = {kind: watched(handler) for kind, handler in state.handlers.items()}
+    if state.low is not None:
+        state.low.renew()  # a step finds codes of its weights, and leaves those of the next
     mesh.watch.on = True
     train_step(state, step_batches(run, loader, mesh, 0), lr=1e-3)
     state.buffers.ready()
