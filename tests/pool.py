@@ -20,6 +20,7 @@ def _serve(pipe: Any, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)  # must be the first torch call after the fork: an inherited thread pool would hang
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connect where something is sent: a third of the time, and 40 pools do not run out of ports
     while True:
         job = pipe.recv()
         if job is None:
