@@ -11,7 +11,8 @@ save with steps beside it, and further saves after that, each only if there is t
 Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its beginning to its end; of that,
 stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before they are read, where the system
 lets one (a tmpfs is memory whatever one does); `resume` reads them as they are unless --cold, and counts from the start of the rank's process.
-Room in FOLDER: one checkpoint (two, for saves without a removal before each) and RAW_BYTES for each rank; in memory: another for the copies.
+The raw speed that shares are of is that of as many threads as a save has, each with a file of its own; that of one thread a rank stands beside it.
+Room in FOLDER: one checkpoint (two, for saves without a removal before each) and twice RAW_BYTES for each rank; in memory: another for the copies.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -37,6 +39,7 @@ from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.storage import Storage
+from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.host import host_axis
 from phalanx.launch.env import read_placement
 from phalanx.train.build import State
@@ -45,7 +48,7 @@ from phalanx.train.load import load_run, to_dict
 from phalanx.train.plan_text import num_parameters
 from phalanx.train.step import train_step
 
-RAW_BYTES = 2 << 30  # most that a rank writes and reads raw,
+RAW_BYTES = 2 << 30  # most that a rank writes and reads raw in one thread (twice as much in several),
 RAW_SECONDS = 4.0  # and for how long, unless syncing what was written takes longer
 BLOCK = 64 << 20
 WARMUP, PLAIN = 2, 4  # steps before, and steps that the others are compared with
@@ -82,29 +85,33 @@ def drop_from_cache(where: Path) -> None:
         os.close(file)
 
 
-def raw(state: State, folder: Path, size: int) -> dict[str, float]:
-    """Bytes per second of all ranks together, each with a file of its own: written and synced, then read again."""
-    path, block, written = folder / f"raw-{state.mesh.rank}", os.urandom(min(BLOCK, size)), 0
+def raw(state: State, folder: Path, size: int, threads: int) -> dict[str, float]:
+    """Bytes per second of all ranks together, each thread of a rank with a file of its own: written and synced, then read again."""
+    paths, block = [folder / f"raw-{state.mesh.rank}-{n}" for n in range(threads)], os.urandom(min(BLOCK, size // threads))
 
-    def write() -> None:
-        nonlocal written
-        end, file = time.perf_counter() + RAW_SECONDS, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        while written < size and time.perf_counter() < end:
+    def write(path: Path) -> int:
+        written, end, file = 0, time.perf_counter() + RAW_SECONDS, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        while written < size // threads and time.perf_counter() < end:
             written += os.write(file, block)
         os.fsync(file)
         os.close(file)
+        return written
 
-    def read() -> None:
+    def read(path: Path) -> None:
         into = bytearray(len(block))
         with path.open("rb", buffering=0) as file:
             while file.readinto(into):
                 pass
 
-    seconds = timed(state, write)
-    drop_from_cache(path)
-    total = over_ranks(state, written, "sum")
-    found = {"raw_bytes": total, "raw_write": total / seconds, "raw_read": total / timed(state, read)}
-    path.unlink()
+    with ThreadPoolExecutor(threads) as pool:
+        written = list[int]()
+        seconds = timed(state, lambda: written.extend(pool.map(write, paths)))
+        for path in paths:
+            drop_from_cache(path)
+        total = over_ranks(state, sum(written), "sum")
+        found = {"raw_bytes": total, "raw_write": total / seconds, "raw_read": total / timed(state, lambda: list(pool.map(read, paths)))}
+    for path in paths:
+        path.unlink()
     return found
 
 
@@ -134,6 +141,7 @@ class Measured:
 
     def __init__(self, run: Run, state: State, root: Path, next_batches: Callable[[], Any]):
         self.run, self.state, self.root, self.next_batches, self.saved = run, state, root, next_batches, 0
+        self.parts = {"write_s": math.nan, "read_back_s": math.nan}
         axis = host_axis(state.mesh.world, 600.0, 3600.0)
         target = Target(root, Storage(), Keep(MOST_SAVES + 1))
         self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=True)
@@ -157,15 +165,21 @@ class Measured:
         self.host_s = time.perf_counter() - self.began
 
     def wait(self) -> float:
-        """Seconds from the beginning of the save to its end."""
-        self.saver.wait()
-        return over_ranks(self.state, time.perf_counter() - self.began, "max")
+        """Seconds from the beginning of the save to its end; `parts`: until all is written and synced, and of reading it back."""
+        outcome = self.saver.wait()
+        took = time.perf_counter() - self.began
+        if outcome is not None:
+            own = {"write_s": outcome.saved.write_s, "read_back_s": outcome.saved.read_s}
+            self.parts = {name: over_ranks(self.state, seconds, "max") for name, seconds in own.items()}
+        return over_ranks(self.state, took, "max")
 
 
 def measure(run: Run, placement: Placement, root: Path, record: Record, ends: float) -> None:
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
         m, expected = Measured(run, state, root, next_batches), run_bytes(state)
-        disk = raw(state, root, min(RAW_BYTES, expected // state.mesh.world.size))
+        threads, share = threads_of_rank(state.mesh.world), min(RAW_BYTES, expected // state.mesh.world.size)
+        record.add(threads=threads, **{f"{name}_one": rate for name, rate in raw(state, root, share, 1).items()})
+        disk = raw(state, root, min(2 * share, expected // state.mesh.world.size), threads)
         record.add(expected_bytes=expected, file_system=file_system(root), **disk)
         check_time(run, expected, expected / disk["raw_write"], left(state, ends))
         for _ in range(WARMUP):
@@ -176,8 +190,9 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
         first = timed(state, m.start)
         took = m.wait()
         size = sum(r.size for r in read_manifest(newest(root)).files.values())
-        record.add(bytes=size, background=m.saver.background, why_not=m.saver.why_not, first_start_s=first, first_save_s=took, write_s=took - first,
-                   write_over_raw=size / (took - first) / disk["raw_write"])  # fmt: skip
+        record.add(bytes=size, background=m.saver.background, why_not=m.saver.why_not, first_start_s=first, first_save_s=took, alone_s=took - first,
+                   alone_over_raw=size / (took - first) / disk["raw_write"], **m.parts,
+                   write_over_raw=size / m.parts["write_s"] / disk["raw_write"])  # fmt: skip
         took = beside(m, record, took - first)
         if left(state, ends) > 1.2 * size / disk["raw_read"]:
             reading(state, root, record)
@@ -227,7 +242,8 @@ def reading(state: State, root: Path, record: Record) -> None:
     record.add(load_s=seconds, load_over_raw=size / seconds / record.found["raw_read"])
     manifest, mesh = read_manifest(path), state.mesh
     mine = sum(r.size for r in list(manifest.receipts("weights").values())[mesh.rank :: mesh.world.size])
-    seconds = timed(state, lambda: check_weights(path, manifest, mesh.rank, mesh.world.size))
+    threads = threads_of_rank(mesh.world)
+    seconds = timed(state, lambda: check_weights(path, manifest, mesh.rank, mesh.world.size, threads))
     record.add(verify_rate=over_ranks(state, mine, "max") / seconds)
 
 
@@ -266,19 +282,20 @@ def lines(found: dict[str, Any]) -> list[str]:
     if found["what"] == "resume":
         marks = ", ".join(f"{name} {s:.2f}" for name, s in found["seconds_since_start"].items())
         return [f"first step {found['resume_s']:.2f} s after the start: {marks}"]
-    gb = {name: found.get(name, 0) / 1e9 for name in ("bytes", "raw_write", "raw_read", "verify_rate")}
-    done = [name for name in ("write", "save", "load") if f"{name}_s" in found]
+    gb = {name: found.get(name, 0) / 1e9 for name in ("bytes", "raw_write", "raw_read", "raw_write_one", "raw_read_one", "verify_rate")}
+    done = [name for name in ("write", "alone", "save", "load") if f"{name}_s" in found]
     rate = {f"{name}_s": f"{gb['bytes'] / found[f'{name}_s']:.2f} GB/s in {found[f'{name}_s']:.2f} s" for name in done}
     share = {name: f"{100 * found[f'{name}_over_raw']:.0f} % of raw" for name in done}
     return [
-        f"checkpoint {gb['bytes']:.3f} GB on {found['file_system']}: raw write {gb['raw_write']:.2f} GB/s, raw read {gb['raw_read']:.2f}; "
-        f"step {1e3 * found['step_s']:.1f} ms",
+        f"checkpoint {gb['bytes']:.3f} GB on {found['file_system']}: raw write {gb['raw_write']:.2f} GB/s, raw read {gb['raw_read']:.2f} with "
+        f"{found['threads']} threads a rank ({gb['raw_write_one']:.2f} and {gb['raw_read_one']:.2f} with one); step {1e3 * found['step_s']:.1f} ms",
         f"stall {1e3 * found['stall_s']:.1f} ms a save, {1e3 * found['stall_first_s']:.1f} of it in the first step, "
         f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms; {len(found['saves'])} saves)",
-        f"first save: {found['first_start_s']:.2f} s until its memory is there; written without steps beside: {rate['write_s']}, {share['write']}"
+        f"first save: {found['first_start_s']:.2f} s until its memory is there; without steps beside: written and synced {rate['write_s']}, "
+        f"{share['write']}; read back in {found['read_back_s']:.2f} s; all of it {rate['alone_s']}"
         + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
         f"save beside steps: {rate['save_s']}, {share['save']}",
-        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a core" if "load" in done else "load: no time was left",
+        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a rank" if "load" in done else "load: no time was left",
     ]
 
 

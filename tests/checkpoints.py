@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,16 +163,23 @@ def error_on_rank(rank: int, world: int, run: Run, what: str, path: Path, failin
 
 
 class Failing(Storage):
-    """A disk that stops at operation number `at`: `raise` once, `refuse` from then on, or `exit` the process in the middle of it."""
+    """A disk that stops at operation number `at`: `raise` once, `refuse` from then on, or `exit` the process in the middle of it.
+
+    Operations of several threads are counted as they come, so only those of one thread have the same number in every save.
+    """
 
     def __init__(self, at: int, how: str = "raise"):
-        self.at, self.how, self.count = at, how, 0
+        self.at, self.how, self.count, self._one = at, how, 0, threading.Lock()
 
-    def _tick(self) -> None:
-        self.count += 1
-        if self.count == self.at and self.how == "exit":
+    def _tick(self, torn: Callable[[], object] = lambda: None) -> None:
+        with self._one:
+            self.count += 1
+            number = self.count
+        if number == self.at:
+            torn()
+        if number == self.at and self.how == "exit":
             os._exit(137)
-        if self.count == self.at or (self.how == "refuse" and self.count > self.at):
+        if number == self.at or (self.how == "refuse" and number > self.at):
             raise OSError(28, "No space left on device")
 
     def make_folder(self, path):
@@ -182,9 +191,7 @@ class Failing(Storage):
         return super().create(path)
 
     def write(self, file, data):
-        if self.count + 1 == self.at:
-            super().write(file, data[: len(data) // 2])  # torn
-        self._tick()
+        self._tick(lambda: super(Failing, self).write(file, data[: len(data) // 2]))
         return super().write(file, data)
 
     def sync(self, file):

@@ -439,21 +439,23 @@ def damage(run: Run, world: int, pick: random.Random, seconds: float) -> int:
     return 1
 
 
-def sweep(folder: Path, how: str, first: int = 1, every: int = 1) -> Tally:
+def sweep(folder: Path, how: str, first: int = 1, every: int = 1, several: bool = False) -> Tally:
     """A save that goes wrong at its storage operation k, for k = first, first + every...: `raise` the operation fails, `exit` the process
-    is gone in the middle of it, `lose` the machine is gone: what was not synced is lost, all of it or a random part."""
+    is gone in the middle of it, `lose` the machine is gone: what was not synced is lost, all of it or a random part.
+    several: files of the state, which threads write at the same time."""
+    files = {"max_file_bytes": 2000, "threads": 4} if several else {"threads": 1}
     state, root, tally = make_state(tiny_run()), folder / "checkpoints", Tally()
     set_state(state)
     counting = Failing(0)
     prepare(state, root)
-    save_here(state, root, 30, storage=counting)
+    save_here(state, root, 30, storage=counting, **files)
     for k in range(first, counting.count + 1, every):
         prepare(state, root)
         disk = Lossy(k, seed=k) if how == "lose" else Failing(k, how)
         child = os.fork() if how == "exit" else 0
         if child == 0:
             try:
-                save_here(state, root, 30, storage=disk)
+                save_here(state, root, 30, storage=disk, **files)
             except PhalanxError:
                 pass
             if how == "exit":

@@ -56,8 +56,13 @@ def seeds(fault: Fault, count: int, layouts: list[tuple[int, dict]] = LAYOUTS) -
 
 
 def operations(how: str, parts: int) -> dict[str, Part]:
-    """All operations of a save, dealt out to `parts`."""
-    return {f"operations {first}, {first + parts}...": partial(sweep, how=how, first=first, every=parts) for first in range(1, parts + 1)}
+    """All operations of a save, dealt out to `parts`: of one that a thread writes, and of one that four write at the same time."""
+    return {f"{what} {first}, {first + parts}...": partial(sweep, how=how, first=first, every=parts, several=several)
+            for what, several in (("operations", False), ("operations of four threads", True)) for first in range(1, parts + 1)}  # fmt: skip
+
+
+def some_operations(how: str) -> dict[str, Part]:
+    return {what: partial(sweep, how=how, every=9, several=several) for what, several in (("sample", False), ("sample of four threads", True))}
 
 
 def one(part: Part) -> dict[str, Part]:
@@ -93,11 +98,11 @@ SECTIONS = [  # the longest first
     Section("a bit flips in a file of a checkpoint", "loading it names the file, every time; nothing of it is used",
             one(partial(bit_flips, seed=0, count=20)), {f"seed {seed}": partial(bit_flips, seed=seed, count=50) for seed in range(8)}),
     Section("every storage operation fails", "of a save with something to tidy up and to retire",
-            one(partial(sweep, how="raise", every=9)), operations("raise", 4)),
+            some_operations("raise"), operations("raise", 4)),
     Section("the process dies in every storage operation", "torn writes included",
-            one(partial(sweep, how="exit", every=9)), operations("exit", 4)),
+            some_operations("exit"), operations("exit", 4)),
     Section("power is cut at every storage operation", "unsynced writes, names and renames are lost",
-            one(partial(sweep, how="lose", every=9)), operations("lose", 4)),
+            some_operations("lose"), operations("lose", 4)),
     Section("every request to object storage fails, once or from then on", "on a server that speaks S3: an upload that died is nothing",
             one(partial(requests_that_fail, how="raise", first=1, every=18)),
             {f"{how}, requests {first}, {first + 4}...": partial(requests_that_fail, how=how, first=first, every=4)

@@ -33,7 +33,7 @@ from phalanx.checkpoint.mxfp4 import with_packed
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import MAX_FILE_BYTES, TOKENIZER_FILES
 from phalanx.checkpoint.storage import Storage, sum_of, write_file
-from phalanx.checkpoint.tensors import Part, PlainFile, Stored, TensorFile
+from phalanx.checkpoint.tensors import Part, PlainFile, Stored, write_tensors
 from phalanx.checkpoint.tools import index_text, new_folder, write_weights
 from phalanx.layout.box import Box
 
@@ -104,13 +104,8 @@ def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted
         held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, told)) for n, s in index.items()]
         files = plan_files([held], MAX_FILE_BYTES)
         for file in files:
-            output = TensorFile(Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs])
-            try:
-                for job in file.jobs:
-                    output.add(_whole(index[job.name], source).to(job.dtype))
-                output.finish()
-            finally:
-                output.close()
+            tensors = (_whole(index[job.name], source).to(job.dtype) for job in file.jobs)
+            write_tensors(Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs], tensors)
         if len(files) > 1:
             write_file(Storage(), folder / "model.safetensors.index.json", [index_text(files)])
         plain = {key: value for key, value in told.items() if key != "quantization_config"}

@@ -23,7 +23,8 @@ from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import key_of
 from phalanx.checkpoint.storage import Receipt
-from phalanx.checkpoint.tensors import Index, Part, Stored, check_file, fill, open_tensors, receipt_of
+from phalanx.checkpoint.tensors import Index, Part, Stored, check_files, fill, open_tensors, receipt_of
+from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
@@ -60,7 +61,8 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
     had = {kind: [i for i in items[kind] if i.name in moving] for kind in KINDS[1:]}  # what was frozen then starts with moments of zero
-    agree(mesh.world, lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state")))
+    threads = threads_of_rank(mesh.world)
+    agree(mesh.world, lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state"), threads))
     for kind in KINDS:
         for shard, x in zip(optimizer.shards, values[kind]):
             shard.keep(kind, x)
@@ -72,7 +74,7 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     for name, value in (more or {}).items():
         saved = torch.tensor(numbers[name] if name.partition(".")[0] not in unfit else [0.0] * value.numel(), dtype=torch.float64)
         value.copy_(saved.view(value.shape))
-    agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size))
+    agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size, threads))
     _publish(buffers)
     return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}
 
@@ -112,10 +114,10 @@ def _depths(index: Index, wanted: Shapes) -> list[str]:
     return [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"] if have != want else []
 
 
-def check_weights(path: Path, manifest: Manifest, part: int, parts: int) -> None:
+def check_weights(path: Path, manifest: Manifest, part: int, parts: int, threads: int) -> None:
     """Compare this part of the files that a resume does not read (weights/), so that no damage stays in a checkpoint unseen."""
-    for name, receipt in list(manifest.receipts("weights").items())[part::parts]:
-        check_file(path / "weights" / name, receipt)
+    mine = list(manifest.receipts("weights").items())[part::parts]
+    check_files({path / "weights" / name: receipt for name, receipt in mine}, threads)
 
 
 def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] = "files") -> Index:
@@ -148,10 +150,13 @@ def _is_vocabulary(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", HEAD))
 
 
-def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt]) -> None:
-    for kind in wanted:
+def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt], threads: int) -> None:
+    """All kinds together: a box has each of them in the same file."""
+    pairs = list[tuple[Item, Stored]]()
+    for kind, items in wanted.items():
         keyed = {name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts]) for name, s in index.items()}
-        fill(wanted[kind], keyed, folder, receipts)
+        pairs += [(item, keyed[item.name]) for item in items]
+    fill(pairs, folder, receipts, threads)
 
 
 def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
@@ -171,7 +176,8 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
     index = together(mesh.world, lambda: fitting(adapt(stored_in(folder, receipts), wanted, str(folder)), wanted, str(folder)))
     for f in buffers.flat:
         f.master.zero_()
-    agree(mesh.world, lambda: fill(items, index, folder, receipts))
+    threads = threads_of_rank(mesh.world)
+    agree(mesh.world, lambda: fill([(item, index[item.name]) for item in items], folder, receipts, threads))
     _publish(buffers)
 
 

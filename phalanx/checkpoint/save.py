@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from phalanx.checkpoint.manifest import NAME, Manifest, verify
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import is_remote, place
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
-from phalanx.checkpoint.tensors import DTYPES, NAMES, TensorFile, check_file
+from phalanx.checkpoint.tensors import DTYPES, NAMES, Entry, check_files, write_tensors
+from phalanx.checkpoint.threads import in_threads, threads_of_rank
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
@@ -37,6 +41,7 @@ from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 
 MAX_FILE_BYTES = 4 << 30
+STATE_FILE_BYTES = 1 << 30  # one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     "tokenizer.model", "chat_template.jinja",
@@ -66,11 +71,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Saved:
-    """Where the checkpoint is; `written` is false if a good one of that step was already there; `warnings` of its upkeep."""
+    """Where the checkpoint is; `written` is false if a good one of that step was already there; `warnings` of its upkeep.
+
+    write_s     seconds until every file of every rank was on disk; read_s: and until each was read again and compared
+    """
 
     path: Path
     written: bool
     warnings: tuple[str, ...] = ()
+    write_s: float = 0.0
+    read_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Target:
 
     keep        which ones retention spares; protect: and these (the one that the run was resumed from)
     check       asked on rank 0 before anything is written: CheckpointError where the root is no longer the run's
+    threads     of a rank, that write files at the same time; None: as the host has cores for (checkpoint.threads)
     """
 
     root: Path
@@ -86,6 +97,7 @@ class Target:
     keep: Keep = Keep()
     protect: tuple[Path, ...] = ()
     check: Callable[[], None] = lambda: None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,9 @@ class Content:
     """This rank's part of a checkpoint.
 
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
-    state       this rank's boxes of masters and moments, by kind; kept: those of what is not trained
+    copied      they are all there; else each is gathered when it is asked for, and all ranks must ask for all of theirs
+    state       this rank's boxes of masters and moments, by kind, the same boxes of each; kept: those of what is not trained
+    file_bytes  of a file of the state, unless a single box is larger
     scalars     of the optimizer, the scaler and others, small: on the device until they are copied
     needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for the save
     """
@@ -103,21 +117,24 @@ class Content:
     dtype: torch.dtype
     files: list[File]
     weights: Iterable[tuple[File, Tensor]]
-    state: list[tuple[str, Item]]
+    state: dict[str, list[Item]]
     kept: list[Item]
     scalars: dict[str, Tensor]
     needed: int
     gathered: int
+    file_bytes: int
+    copied: bool = False
 
 
 def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, *, keep: Keep | None = None,
-         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES) -> Saved:  # fmt: skip
+         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES,
+         threads: int | None = None) -> Saved:  # fmt: skip
     """Save to `root/step-XXXXXXXX/`. Called by all ranks together, on one shared file system, after the step's update.
 
     Raises CheckpointError on every rank if any rank could not write; what was there before is then still there.
     """
     root = place(root)
-    target = Target(root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect))
+    target = Target(root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect), threads=threads)
     return write(collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes), target, mesh.world)
 
 
@@ -134,10 +151,10 @@ def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: Loss
     jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
     return Content(
         snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
-        gather(mesh.world, files, weights, mesh.device), [(kind, i) for kind in KINDS for i in state[kind]], kept,
+        gather(mesh.world, files, weights, mesh.device), state, kept,
         {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
         sum(i.box.numel * i.view.element_size() for items in (weights, kept, *state.values()) for i in items),
-        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
+        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs), min(max_file_bytes, STATE_FILE_BYTES),
     )  # fmt: skip
 
 
@@ -147,9 +164,10 @@ def copied(content: Content, host: HostCopies) -> Content:
     made = dataclasses.replace(
         content,
         weights=[(file, host.copy(tensor, fresh=True)) for file, tensor in content.weights],
-        state=[(kind, dataclasses.replace(item, view=host.copy(item.view))) for kind, item in content.state],
+        state={kind: [dataclasses.replace(item, view=host.copy(item.view)) for item in items] for kind, items in content.state.items()},
         kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},
+        copied=True,
     )
     host.mark()
     return made
@@ -168,11 +186,13 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
     folder, warnings = _begin(final, content.needed, target, axis)
     if folder is None:
         return Saved(final, False, tuple(warnings))
+    threads, began = target.threads or threads_of_rank(axis), time.monotonic()
     try:
-        written = [_write_weights(folder, content, axis, storage), _write_state(folder, content, axis, storage)]
-        mine = {name: receipt for part in written for name, receipt in part[axis.index].items()}
-        agree(axis, lambda: _read_back(folder, mine))
-        files = {name: receipt for part in written for rank in part for name, receipt in rank.items()}
+        written = _write_files(folder, content, axis, storage, threads)
+        write_s = time.monotonic() - began
+        agree(axis, lambda: _read_back(folder, written[axis.index], threads))
+        read_s = time.monotonic() - began - write_s
+        files = {name: receipt for rank in written for name, receipt in rank.items()}
         agree(axis, lambda: _commit(folder, final, _manifest(content, files), storage) if axis.index == 0 else None)
     except CheckpointError:
         if axis.index == 0:
@@ -180,7 +200,7 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
                 remove_tree(storage, folder)
         raise
     warnings += agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
-    return Saved(final, True, tuple(warnings))
+    return Saved(final, True, tuple(warnings), write_s, read_s)
 
 
 def _tidy(target: Target) -> list[str]:
@@ -218,32 +238,84 @@ def _make_folder(final: Path, needed: int, target: Target) -> tuple[str | None, 
     return folder.name, warnings
 
 
-Receipts = list[dict[str, Receipt]]  # of the files of each rank
+Receipts = dict[str, Receipt]  # of files, by their names in the checkpoint
 
 
-def _write_weights(folder: Path, content: Content, axis: Axis, storage: Storage) -> Receipts:
-    outputs = dict[str, TensorFile]()
-    for file, tensor in content.weights:
-        if file.name not in outputs:
-            entries = [(job.name, job.shape, job.dtype) for job in file.jobs]
-            outputs[file.name] = TensorFile(storage, folder / "weights" / file.name, entries)
-        outputs[file.name].add(tensor)
+@dataclass(frozen=True)
+class NewFile:
+    """A file of tensors that this rank writes. boxes, kept: of the state, which lie in it (all kinds of each), for the index."""
 
-    def finish() -> dict[str, dict[str, Any]]:
+    name: str
+    entries: list[Entry]
+    tensors: Iterable[Tensor]
+    boxes: list[Item] = field(default_factory=list)
+    kept: list[Item] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(prod(shape) * dtype.itemsize for _, shape, dtype in self.entries)
+
+
+def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, threads: int) -> list[Receipts]:
+    """All files but the manifest, on disk: their receipts by rank. Weights that are still to be gathered come before the rest."""
+    state, receipts, failed = _state_files(content, axis.index), Receipts(), list[CheckpointError]()
+    for file in () if content.copied else _weight_files(content):
         try:
-            receipts = {f"weights/{name}": output.finish() for name, output in outputs.items()}
-            if axis.index == 0:
-                receipts.update(_write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage))
-        finally:
-            for output in outputs.values():
-                output.close()
-        return {name: dataclasses.asdict(r) for name, r in receipts.items()}
+            receipts[file.name] = write_tensors(storage, folder / file.name, file.entries, file.tensors)
+        except CheckpointError as error:
+            failed.append(error)  # the other ranks go on sending
 
-    return _receipts(agree(axis, finish))
+    def worker(files: Iterator[NewFile]) -> None:
+        for file in files:
+            receipts[file.name] = write_tensors(storage, folder / file.name, file.entries, file.tensors)
+
+    def rest() -> dict[str, Any]:
+        for error in failed:
+            raise error
+        files = [*(_weight_files(content) if content.copied else ()), *state]
+        in_threads(sorted(files, key=lambda f: -f.size), worker, threads)  # the largest first: no thread is left with one at the end
+        if axis.index == 0:
+            receipts.update(_write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage))
+        tables = {what: {f.name: [_place(i) for i in getattr(f, what)] for f in state} for what in ("boxes", "kept")}
+        return {"receipts": {name: dataclasses.asdict(r) for name, r in receipts.items()}, **tables}
+
+    answers = agree(axis, rest)
+    found = [{name: Receipt(**r) for name, r in answer["receipts"].items()} for answer in answers]
+    index = agree(axis, lambda: dataclasses.asdict(_write_index(folder, answers, storage)) if axis.index == 0 else None)[0]
+    found[0]["state/index.json"] = Receipt(**index)
+    return found
 
 
-def _receipts(ranks: list[dict[str, dict[str, Any]]]) -> Receipts:
-    return [{name: Receipt(**r) for name, r in rank.items()} for rank in ranks]
+def _weight_files(content: Content) -> Iterator[NewFile]:
+    """The tensors of each are to be taken before the next file is asked for, unless they are copied."""
+    for name, group in groupby(content.weights, lambda pair: pair[0].name):
+        file = next(f for f in content.files if f.name == name)
+        tensors = (tensor for _, tensor in group)
+        entries = [(job.name, job.shape, job.dtype) for job in file.jobs]
+        yield NewFile(f"weights/{name}", entries, list(tensors) if content.copied else tensors)
+
+
+def _state_files(content: Content, rank: int) -> list[NewFile]:
+    """Masters and moments, and what is not trained, in files of this rank's own: whole boxes, all kinds of a box in the same file."""
+    boxes = [[(kind, content.state[kind][n]) for kind in KINDS] for n in range(len(content.state[KINDS[0]]))]
+    boxes += [[(KINDS[0], item)] for item in content.kept]
+    files, size = list[list[tuple[str, Item]]](), 0
+    for box in boxes:
+        more = sum(item.view.numel() * item.view.element_size() for _, item in box)
+        if not files or size + more > content.file_bytes:
+            files.append([])
+            size = 0
+        files[-1] += box
+        size += more
+    return [_state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content.kept) for n, items in enumerate(files)]
+
+
+def _state_file(name: str, items: list[tuple[str, Item]], kept: list[Item]) -> NewFile:
+    items = sorted(items, key=lambda pair: KINDS.index(pair[0]))
+    entries = [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items]
+    masters, apart = [i for kind, i in items if kind == KINDS[0]], {id(i) for i in kept}
+    return NewFile(f"{name}.safetensors", entries, [i.view for _, i in items],
+                   [i for i in masters if id(i) not in apart], [i for i in masters if id(i) in apart])  # fmt: skip
 
 
 def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage) -> dict[str, Receipt]:
@@ -283,50 +355,26 @@ def key_of(kind: str, name: str, box: Box) -> str:
     return f"{kind}/{name}[" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop)) + "]"
 
 
-def _write_state(folder: Path, content: Content, axis: Axis, storage: Storage) -> Receipts:
-    """Each rank writes its masters and moments, and what is not trained, to a file of its own; rank 0 adds the index of all boxes."""
-    name, items = f"state/rank-{axis.index:05d}.safetensors", [*content.state, *((KINDS[0], i) for i in content.kept)]
-
-    def write() -> dict[str, Any]:
-        if not items:
-            return {"files": {}, "boxes": [], "kept": []}
-        output = TensorFile(storage, folder / name, [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items])
-        try:
-            for _, item in items:
-                output.add(item.view)
-            receipt = output.finish()
-        finally:
-            output.close()
-        boxes, kept = [i for kind, i in content.state if kind == KINDS[0]], content.kept
-        return {"files": {name: dataclasses.asdict(receipt)}, "boxes": [_place(i) for i in boxes], "kept": [_place(i) for i in kept]}
-
-    answers = agree(axis, write)
-
-    def index() -> dict[str, Any]:
-        tables = {what: {file: a[what] for a in answers for file in a["files"]} for what in ("boxes", "kept")}
-        text = json.dumps({"kinds": KINDS, "files": tables["boxes"], "kept": tables["kept"]}, separators=(",", ":")).encode()
-        return dataclasses.asdict(write_file(storage, folder / "state/index.json", [text]))
-
-    receipts = _receipts([a["files"] for a in answers])
-    receipts[0]["state/index.json"] = Receipt(**agree(axis, lambda: index() if axis.index == 0 else None)[0])
-    return receipts
+def _write_index(folder: Path, answers: list[dict[str, Any]], storage: Storage) -> Receipt:
+    """Which boxes of which tensors lie in which file of the state."""
+    tables = {table: {file: found for a in answers for file, found in a[what].items()} for table, what in (("files", "boxes"), ("kept", "kept"))}
+    return write_file(storage, folder / "state/index.json", [json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()])
 
 
 def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     return item.name, item.shape, item.box.start, item.box.stop
 
 
-def _read_back(folder: Path, receipts: dict[str, Receipt]) -> None:
+def _read_back(folder: Path, receipts: Receipts, threads: int) -> None:
     """What a rank wrote is what it meant to write. Of object storage the size is asked: its client sends checksums along."""
-    for name, receipt in receipts.items():
-        path = folder / name
-        try:
-            if path.stat().st_size != receipt.size:
-                raise DamagedCheckpoint(f"it has {path.stat().st_size} bytes instead of {receipt.size}")
-            if not is_remote(path):
-                check_file(path, receipt)
-        except DamagedCheckpoint as error:
-            raise CheckpointError(f"{path} does not read back as it was written: the disk or the memory is bad ({error})") from error
+    try:
+        for name, receipt in receipts.items():
+            if (size := (folder / name).stat().st_size) != receipt.size:
+                raise DamagedCheckpoint(f"{folder / name} has {size} bytes instead of {receipt.size}")
+        if not is_remote(folder):
+            check_files({folder / name: receipt for name, receipt in receipts.items()}, threads)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(f"{folder} does not read back as it was written: the disk or the memory is bad ({error})") from error
 
 
 def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:

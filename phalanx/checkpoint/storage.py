@@ -124,14 +124,16 @@ class Output:
         self._file = self._try(lambda: storage.create(path))
 
     def write(self, data: Data, part: str | None = None) -> None:
-        """`part`: the key whose bytes these are; all but the last of a part are a multiple of CHUNK."""
-        rest = memoryview(data).cast("B")
-        self._hash.update(rest)
-        self._size += len(rest)
-        if part is not None:
-            self._parts.setdefault(part, []).extend(chunk_sums(rest))
-        while len(rest):
-            rest = rest[self._try(lambda rest=rest: self.storage.write(self._file, rest)) :]  # type: ignore[misc]
+        """`part`: the key whose bytes these are; all but the last of a part are a multiple of CHUNK. Of nothing there is one sum."""
+        whole = memoryview(data).cast("B")
+        sums = self._parts.setdefault(part, []) if part is not None else []
+        for at in range(0, max(1, len(whole)), CHUNK):  # small enough to stay in a core's cache while it is hashed twice and copied
+            rest = whole[at : at + CHUNK]
+            self._hash.update(rest)
+            self._size += len(rest)
+            sums.append(xxhash.xxh3_64_hexdigest(rest))
+            while len(rest):
+                rest = rest[self._try(lambda rest=rest: self.storage.write(self._file, rest)) :]  # type: ignore[misc]
 
     def finish(self) -> Receipt:
         """A failed fsync is not tried again: the kernel has dropped the pages and would then report success."""
@@ -156,11 +158,6 @@ class Output:
         if error.errno != ENOSPC:
             return ""
         return f" ({self._size} bytes of it were to be written so far, {self.storage.free(self.path.parent)} bytes are free there)"
-
-
-def chunk_sums(data: memoryview) -> list[str]:
-    """XXH3-64 of each CHUNK of the data; of nothing, one sum of nothing."""
-    return [xxhash.xxh3_64_hexdigest(data[at : at + CHUNK]) for at in range(0, max(1, len(data)), CHUNK)]
 
 
 def write_file(storage: Storage, path: Path, parts: Iterable[Data]) -> Receipt:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,13 +19,14 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.holdings import Item
 from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
+from phalanx.checkpoint.threads import in_threads
 from phalanx.layout.box import Box
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Entry = tuple[str, tuple[int, ...], torch.dtype]
 WRITE_BYTES = 16 * CHUNK  # copied to the host and written at once
-READERS = 4  # threads of a rank: one cannot read, hash and copy to the device as fast as memory or a good disk gives
+OPEN_FILES = 4  # of a thread that reads: a tensor and its scales may lie in two
 
 
 class TensorFile:
@@ -67,6 +65,17 @@ class TensorFile:
         """Give the file back, whatever became of it."""
         if self._output is not None:
             self._output.close()
+
+
+def write_tensors(storage: Storage, path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> Receipt:
+    """A file of these tensors, on disk. All of `tensors` are taken, also where writing fails: they may be on their way from other ranks."""
+    output = TensorFile(storage, path, entries)
+    try:
+        for tensor in tensors:
+            output.add(tensor)
+        return output.finish()
+    finally:
+        output.close()
 
 
 def header(entries: Iterable[Entry]) -> bytes:
@@ -116,68 +125,78 @@ Index = dict[str, Stored]
 Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stays open while more of it is read
 
 
-def fill(items: list[Item], index: Index, folder: Path, receipts: Mapping[str, Receipt] | None = None) -> None:
+def fill(wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[str, Receipt] | None, threads: int) -> None:
     """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody stored is an error.
 
     receipts    by file name: what is read is compared with them. None: files of others, which have no checksums.
     """
     jobs: dict[str, list[Job]] = {}
-    for item in items:
+    for item, stored in wanted:
         found = 0
-        for part in index[item.name].parts:
+        for part in stored.parts:
             common = part.box.intersect(item.box)
             if not common.empty:
                 jobs.setdefault(part.file, []).append((part, common.within(part.box), item.view[common.within(item.box)]))
                 found += common.numel
         if found != item.box.numel:
             raise DamagedCheckpoint(f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored")
-    groups = [group for file in sorted(jobs) for group in _runs(jobs[file])]
-    in_threads(groups, lambda name: open_tensors(folder / name, receipt_of(receipts, folder, name)), _read_once)
+
+    def opener(name: str) -> CheckedFile | PlainFile:
+        return open_tensors(folder / name, receipt_of(receipts, folder, name))
+
+    @torch.no_grad()
+    def worker(tasks: Iterator[list[Job]]) -> None:
+        with lately(opener) as files:
+            for group in tasks:
+                _read_once(group, files)
+
+    in_threads((group for file in sorted(jobs) for group in _runs(jobs[file])), worker, threads)
 
 
-T = TypeVar("T")
+K = TypeVar("K")
 F = TypeVar("F", bound="CheckedFile | PlainFile")
 
 
-def in_threads(tasks: Iterable[T], opener: Callable[[str], F], work: Callable[[T, Callable[[str], F]], Any]) -> None:
-    """Every task by one of READERS threads, roughly in order; each opens files for itself. The first error ends them all."""
-    todo = deque(tasks)
+@contextmanager
+def lately(opener: Callable[[K], F]) -> Iterator[Callable[[K], F]]:
+    """Files for one thread, which keeps those open that it asked for last: a checkpoint may have more files than a process may open."""
+    there: dict[K, F] = {}
 
-    def next_ones() -> Iterator[T]:
-        with suppress(IndexError):  # another thread took the last one
-            while True:
-                yield todo.popleft()
+    def file(which: K) -> F:
+        found = there.pop(which) if which in there else opener(which)
+        there[which] = found  # the last one now
+        if len(there) > OPEN_FILES:
+            there.pop(next(iter(there))).__exit__(None, None, None)
+        return found
 
-    @torch.no_grad()
-    def thread() -> None:
-        with ExitStack() as opened:
-
-            @cache
-            def files(name: str) -> F:
-                opened.enter_context(file := opener(name))
-                return file
-
-            try:
-                for task in next_ones():
-                    work(task, files)
-            except BaseException:
-                todo.clear()
-                raise
-
-    with ThreadPoolExecutor(READERS, "read-checkpoint") as pool:
-        for done in [pool.submit(thread) for _ in range(READERS)]:
-            done.result()
+    try:
+        yield file
+    finally:
+        for left in there.values():
+            left.__exit__(None, None, None)
 
 
-def check_file(path: Path, receipt: Receipt) -> None:
-    """Compare every byte of a file of the right size with its receipt. DamagedCheckpoint says what is wrong."""
-    if not receipt.parts:
-        if sum_of(path) != receipt.xxh3:
-            raise DamagedCheckpoint(f"{path} is damaged: its checksum is wrong")
-        return
-    with CheckedFile(path, receipt) as file:
-        keys = file.keys()
-    in_threads(keys, lambda name: CheckedFile(path.with_name(name), receipt), lambda key, files: files(path.name).check(key))
+def check_files(files: Mapping[Path, Receipt], threads: int) -> None:
+    """Compare every byte of files of the right size with their receipts. DamagedCheckpoint says what is wrong."""
+    for path in (path for path, receipt in files.items() if not receipt.parts and sum_of(path) != receipt.xxh3):
+        raise DamagedCheckpoint(f"{path} is damaged: its checksum is wrong")
+
+    def opener(path: Path) -> CheckedFile:
+        return CheckedFile(path, files[path])
+
+    def worker(tasks: Iterator[tuple[Path, str]]) -> None:
+        with lately(opener) as open_file:
+            for path, key in tasks:
+                open_file(path).check(key)
+
+    in_threads(_tensors_of(files), worker, threads)
+
+
+def _tensors_of(files: Mapping[Path, Receipt]) -> Iterator[tuple[Path, str]]:
+    for path, receipt in files.items():
+        if receipt.parts:
+            with CheckedFile(path, receipt) as file:
+                yield from ((path, key) for key in file.keys())
 
 
 Job = tuple[Part, tuple[slice, ...], Tensor]  # a stored box, the box of it that is wanted, and where it goes

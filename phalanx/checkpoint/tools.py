@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import MAX_FILE_BYTES, key_of
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
-from phalanx.checkpoint.tensors import Entry, TensorFile
+from phalanx.checkpoint.tensors import Entry, write_tensors
 from phalanx.layout.box import Box
 
 
@@ -104,13 +104,8 @@ def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.
         names = [name for name, where in files.items() if where == file]
         made = {name: contents.read(WEIGHTS, name) for name in names}
         kinds = {name: dtype if dtype is not None and t.dtype == model else t.dtype for name, t in made.items()}
-        output = TensorFile(storage, folder / file, [(name, tuple(t.shape), kinds[name]) for name, t in made.items()])
-        try:
-            for name, tensor in made.items():
-                output.add(value(name, tensor.to(kinds[name])))
-            output.finish()
-        finally:
-            output.close()
+        entries = [(name, tuple(t.shape), kinds[name]) for name, t in made.items()]
+        write_tensors(storage, folder / file, entries, (value(name, tensor.to(kinds[name])) for name, tensor in made.items()))
     for path in sorted(contents.weights.iterdir()):
         if path.is_file() and path.name not in files.values():
             data = path.read_bytes() if contents.manifest is None else read_checked(path, contents.manifest.files.get(f"{WEIGHTS}/{path.name}"))
@@ -165,8 +160,8 @@ def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_b
     found = {}
     for file in files:
         entries: list[Entry] = [(job.name, job.shape, job.dtype) for job in file.jobs]
-        pairs = ((job.name, contents.read(WEIGHTS, job.name)) for job in file.jobs)
-        found[f"{WEIGHTS}/{file.name}"] = _write(storage, folder / WEIGHTS / file.name, entries, pairs)
+        tensors = (contents.read(WEIGHTS, job.name) for job in file.jobs)
+        found[f"{WEIGHTS}/{file.name}"] = write_tensors(storage, folder / WEIGHTS / file.name, entries, tensors)
     small = {name: r for name, r in contents.manifest.receipts(WEIGHTS).items() if not r.parts}  # type: ignore[union-attr]
     texts = {name: read_checked(contents.weights / name, receipt) for name, receipt in small.items() if not name.endswith(".index.json")}
     if len(files) > 1:
@@ -196,19 +191,8 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
         keys = [(kind, name) for kind in KINDS for name in names if kind == KINDS[0] or name not in contents.untrained]
         dtype = contents.read(KINDS[0], names[0]).dtype
         entries = [(key_of(kind, name, Box.full(shapes[name])), shapes[name], dtype) for kind, name in keys]
-        pairs = ((name, contents.read(kind, name).to(dtype)) for kind, name in keys)
-        found[file] = _write(storage, folder / file, entries, pairs)
+        found[file] = write_tensors(storage, folder / file, entries, (contents.read(kind, name).to(dtype) for kind, name in keys))
         for table, mine in (("files", [n for n in names if n not in contents.untrained]), ("kept", [n for n in names if n in contents.untrained])):
             tables[table][file] = [(n, shapes[n], (0,) * len(shapes[n]), shapes[n]) for n in mine]
     text = json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()
     return {**found, "state/index.json": write_file(storage, folder / "state/index.json", [text])}
-
-
-def _write(storage: Storage, path: Path, entries: list[Entry], pairs: Iterable[tuple[str, Tensor]]) -> Receipt:
-    output = TensorFile(storage, path, entries)
-    try:
-        for _, tensor in pairs:
-            output.add(tensor)
-        return output.finish()
-    finally:
-        output.close()

@@ -283,7 +283,7 @@ class Axis:
         padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
         padded[: min(len(data), len(padded))] = data[: len(padded)]
         rows = self.all_gather(padded).wait().view(self.size, -1).cpu()
-        return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes)]
+        return [row[:n].numpy().tobytes().decode() for row, n in zip(rows, sizes)]
 
     def _device(self) -> torch.device:
         """Where this axis' group can communicate."""
