@@ -141,15 +141,16 @@ def low_experts() -> list[tuple]:
         found.append((low_grouped._cast, dict(**pointers, **dict.fromkeys("RCPE", "i32")), consts, dict(num_warps=low_grouped._width(mode)[1])))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
         c = low_grouped.FAST if fast else low_grouped.CAREFUL
-        tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group), dict(num_warps=c.warps, num_stages=c.stages)
+        tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group, HALVES=c.halves), dict(num_warps=c.warps, num_stages=c.stages, maxnreg=c.registers)
         kinds, left = dict(PER_STEP=per_step, FAST=fast, E_BLOCK=16), "fp8e4nv" if by_row else "fp8e5"
         scales = dict(a_scales="*fp32", b_scales="*fp32")
         numbers = dict.fromkeys(("R", "N", "K", "E", "b_rows", "b_cols", "a_row", "a_col", "b_expert", "b_row", "b_col"), "i32")
-        codes = dict(a=f"tensordesc<{left}[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n},128]>", bias=BF, y=BF, ends="*i32")
-        found.append((low_grouped._gemm, dict(**codes, **scales, **numbers), dict(BY_ROW=by_row, RUN=run_of, BIAS=fast, **kinds, **tiles), run))
+        codes = dict(a=f"tensordesc<{left}[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>", bias=BF, y=BF, ends="*i32")
+        more = dict(BY_ROW=by_row, BY_COL=by_row, RUN=run_of, BIAS=fast, FLATTEN=c.flatten)
+        found.append((low_grouped._gemm, dict(**codes, **scales, **numbers), more | kinds | tiles, run))
         numbers = dict.fromkeys(("M", "N", "E", "dy_row", "dy_group", "x_row", "x_group"), "i32")
-        codes = dict(dy=f"tensordesc<{left}[{c.m},128]>", x=f"tensordesc<fp8e4nv[{c.n},128]>", dw="*fp32", ends="*i32")
-        found.append((low_grouped._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), kinds | tiles, run))
+        codes = dict(dy=f"tensordesc<{left}[{c.m},128]>", x=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>", dw="*fp32", ends="*i32")
+        found.append((low_grouped._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), kinds | tiles | dict(BY_LINE=by_row), run))
     return found
 
 

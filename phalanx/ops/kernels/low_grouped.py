@@ -7,6 +7,7 @@ cast likewise, as rows of which every expert has as many. Products have the summ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from phalanx.ops.kernels.common import num_programs
 from phalanx.ops.kernels.grouped import _add_part, _halves, _store_part
 from phalanx.ops.kernels.quant import BLOCKS, GIVEN, LARGE, LINES, SAMPLED, SQUARES, WHOLE, _bits, _inverse, _multiplier, _note, _put
-from phalanx.ops.kernels.scaled_mm import Tiles
 from phalanx.ops.quant import FLOOR, SLOTS, Scaled
 
 if TYPE_CHECKING:
@@ -27,6 +27,29 @@ if TYPE_CHECKING:
 __all__ = ["BLOCKS", "GIVEN", "LINES", "SQUARES", "WHOLE", "add_product_", "amax", "amax_lines", "cast_both", "product", "product_by_places"]
 
 TILE = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut.
+
+    m, n                      a tile of the output
+    stages, warps             loads under way; warps of a program
+    group                     tiles along m that go together over all n, so that what they read stays in the L2 cache
+    flatten                   whether loads of the next tile begin before a tile is written
+    per_processor, registers  programs at work on a processor at once, and the registers of a thread that leave room for them
+    halves                    whether the left and the right half of a tile are summed in turn: half the registers for what is not yet added
+    """
+
+    m: int = 128
+    n: int = 256
+    stages: int = 4
+    warps: int = 8
+    group: int = 8
+    flatten: bool = False
+    per_processor: int = 1
+    registers: int | None = None
+    halves: bool = False
 
 
 FAST, CAREFUL = Tiles(), Tiles(n=128)  # sums in fp32 every TILE terms need registers for two sums
@@ -125,19 +148,41 @@ def _cast(x, ends, row_amax, col_amax, out, other, row_scales, col_scales, count
 
 
 @triton.jit
+def _scales(scales, lines, last, stride, EACH: tl.constexpr):
+    """Of each of `lines` before `last`, or the one of all of them."""
+    if EACH:
+        return tl.load(scales + lines * stride, mask=lines < last, other=0.0)
+    else:
+        return tl.load(scales)
+
+
+@triton.jit
+def _add(acc, left, right, m, n, PER_STEP: tl.constexpr, FAST: tl.constexpr):
+    """acc plus left right^T; PER_STEP: times the scales m of rows and n of columns. FAST: else, whether the tensor cores add."""
+    if PER_STEP:
+        return acc + tl.dot(left, right.T) * m * n
+    elif FAST:
+        return tl.dot(left, right.T, acc)
+    else:
+        return acc + tl.dot(left, right.T)
+
+
+@triton.jit
 def _gemm(a, b, bias, y, ends, a_scales, b_scales, R, N, K, E, b_rows, b_cols, a_row, a_col, b_expert, b_row, b_col,
-          PER_STEP: tl.constexpr, BY_ROW: tl.constexpr, FAST: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, E_BLOCK: tl.constexpr,
-          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+          PER_STEP: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr, FAST: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr,
+          E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+          HALVES: tl.constexpr):  # fmt: skip
     """y (R, N): rows of a (R, K) times b of their expert, (N, K) from its row e b_rows and its column e b_cols on.
 
-    Scales: of row r and step k at a_row r + a_col k (BY_ROW, or one); of expert e, row n of b and step k at e b_expert + n // RUN b_row + b_col k.
-    PER_STEP: they change along the sum. FAST: else, whether the tensor cores sum by themselves. A program goes through every n-th tile.
+    Scales: of row r and step k at a_row r + a_col k (BY_ROW, or one); of expert e, row n of b and step k at e b_expert + n // RUN b_row + b_col k
+    (BY_COL, or one of an expert). PER_STEP: they change along the sum. FAST: else, whether the tensor cores sum by themselves. HALVES: b comes in
+    tiles of BN / 2 rows. A program goes through every n-th tile.
     """
     experts, starts, stops = _stops(ends, E, E_BLOCK)
     tiles_n = tl.cdiv(N, BN)
     counts = tl.cdiv(stops - starts, BM) * tiles_n
     lasts = tl.cumsum(counts, 0)
-    for tile in tl.range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0), flatten=False):
+    for tile in tl.range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0), flatten=FLATTEN):
         e = tl.sum((lasts <= tile).to(tl.int32), 0)
         start = tl.sum(tl.where(experts == e, starts, 0), 0)
         stop = tl.sum(tl.where(experts == e, stops, 0), 0)
@@ -146,41 +191,52 @@ def _gemm(a, b, bias, y, ends, a_scales, b_scales, R, N, K, E, b_rows, b_cols, a
         together = tl.minimum(tl.cdiv(stop - start, BM) - first, GROUP)
         row = start + (first + at % (GROUP * tiles_n) % together) * BM
         col = at % (GROUP * tiles_n) // together * BN
-        rows = row + tl.arange(0, BM)
-        cols = col + tl.arange(0, BN)
-        of_rows = a_scales + rows * a_row
-        of_cols = b_scales + e * b_expert + cols // RUN * b_row
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, tl.cdiv(K, BK)):
-            left = a.load([row, k * BK])
-            right = b.load([e * b_rows + col, e * b_cols + k * BK])
-            if PER_STEP:
-                part = tl.dot(left, right.T)
-                if BY_ROW:
-                    part = part * tl.load(of_rows + k * a_col, mask=rows < stop, other=0.0)[:, None]
-                acc += part * tl.load(of_cols + k * b_col, mask=cols < N, other=0.0)[None, :]
-            elif FAST:
-                acc = tl.dot(left, right.T, acc)
-            else:
-                acc += tl.dot(left, right.T)
+        rows = (row + tl.arange(0, BM))[:, None]
+        low_cols = (col + tl.arange(0, BN // 2))[None, :]
+        high_cols = low_cols + BN // 2
+        of_e = b_scales + e * b_expert
+        if HALVES:
+            low = tl.zeros((BM, BN // 2), tl.float32)
+            high = tl.zeros((BM, BN // 2), tl.float32)
+            for k in range(0, tl.cdiv(K, BK)):
+                left = a.load([row, k * BK])
+                lower = b.load([e * b_rows + col, e * b_cols + k * BK])
+                higher = b.load([e * b_rows + col + BN // 2, e * b_cols + k * BK])
+                m, n_low, n_high = 1.0, 1.0, 1.0
+                if PER_STEP:
+                    m = _scales(a_scales + k * a_col, rows, stop, a_row, BY_ROW)
+                    n_low = _scales(of_e + k * b_col, low_cols // RUN, tl.cdiv(N, RUN), b_row, BY_COL)
+                    n_high = _scales(of_e + k * b_col, high_cols // RUN, tl.cdiv(N, RUN), b_row, BY_COL)
+                low = _add(low, left, lower, m, n_low, PER_STEP, FAST)
+                high = _add(high, left, higher, m, n_high, PER_STEP, FAST)
+        else:
+            cols = (col + tl.arange(0, BN))[None, :]
+            acc = tl.zeros((BM, BN), tl.float32)
+            for k in range(0, tl.cdiv(K, BK)):
+                left = a.load([row, k * BK])
+                right = b.load([e * b_rows + col, e * b_cols + k * BK])
+                m, n = 1.0, 1.0
+                if PER_STEP:
+                    m = _scales(a_scales + k * a_col, rows, stop, a_row, BY_ROW)
+                    n = _scales(of_e + k * b_col, cols // RUN, tl.cdiv(N, RUN), b_row, BY_COL)
+                acc = _add(acc, left, right, m, n, PER_STEP, FAST)
+            low, high = _halves(acc)  # half of the tile at a time, for want of registers
         if not PER_STEP:
-            if BY_ROW:
-                acc = acc * tl.load(of_rows, mask=rows < stop, other=0.0)[:, None]
-            else:
-                acc = acc * tl.load(a_scales)
-            acc = acc * tl.load(of_cols, mask=cols < N, other=0.0)[None, :]
-        low, high = _halves(acc)  # half of the tile at a time, for want of registers
-        of_e = bias + e.to(tl.int64) * N if BIAS else bias
-        _store_part(y, low, of_e, row, stop, col, N, BIAS)
-        _store_part(y, high, of_e, row, stop, col + BN // 2, N, BIAS)
+            m = _scales(a_scales, rows, stop, a_row, BY_ROW)
+            low = low * (m * _scales(of_e, low_cols, N, b_row, BY_COL))
+            high = high * (m * _scales(of_e, high_cols, N, b_row, BY_COL))
+        its_bias = bias + e.to(tl.int64) * N if BIAS else bias
+        _store_part(y, low, its_bias, row, stop, col, N, BIAS)
+        _store_part(y, high, its_bias, row, stop, col + BN // 2, N, BIAS)
 
 
 @triton.jit
-def _gemm_dw(dy, x, dw, ends, dy_scales, x_scales, M, N, E, dy_row, dy_group, x_row, x_group, PER_STEP: tl.constexpr, FAST: tl.constexpr,
-             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr):  # fmt: skip
+def _gemm_dw(dy, x, dw, ends, dy_scales, x_scales, M, N, E, dy_row, dy_group, x_row, x_group, PER_STEP: tl.constexpr, BY_LINE: tl.constexpr,
+             FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
+             HALVES: tl.constexpr):  # fmt: skip
     """A tile of dw[e] (M, N) += dy x^T over the places of e; dy (M, P), x (N, P).
 
-    Scales of feature f at f *_row + g *_group: g is the run of BK places (PER_STEP) or the expert."""
+    Scales of feature f at f *_row + g *_group (BY_LINE, or one): g is the run of BK places (PER_STEP) or the expert. HALVES: as of _gemm."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     e = tl.program_id(0) // (tiles_m * tiles_n)
@@ -195,27 +251,41 @@ def _gemm_dw(dy, x, dw, ends, dy_scales, x_scales, M, N, E, dy_row, dy_group, x_
     end = begin + tl.sum(tl.where(experts == e, runs, 0), 0)
     if begin == end:
         return
-    rows = row + tl.arange(0, BM)
-    cols = col + tl.arange(0, BN)
-    of_rows = dy_scales + rows * dy_row
-    of_cols = x_scales + cols * x_row
-    acc = tl.zeros((BM, BN), tl.float32)
-    for t in range(begin, end):
-        left = dy.load([row, t * BK])
-        right = x.load([col, t * BK])
-        if PER_STEP:
-            part = tl.dot(left, right.T) * tl.load(of_rows + t * dy_group, mask=rows < M, other=0.0)[:, None]
-            acc += part * tl.load(of_cols + t * x_group, mask=cols < N, other=0.0)[None, :]
-        elif FAST:
-            acc = tl.dot(left, right.T, acc)
-        else:
-            acc += tl.dot(left, right.T)
+    rows = (row + tl.arange(0, BM))[:, None]
+    low_cols = (col + tl.arange(0, BN // 2))[None, :]
+    high_cols = low_cols + BN // 2
+    if HALVES:
+        low = tl.zeros((BM, BN // 2), tl.float32)
+        high = tl.zeros((BM, BN // 2), tl.float32)
+        for t in range(begin, end):
+            left = dy.load([row, t * BK])
+            lower = x.load([col, t * BK])
+            higher = x.load([col + BN // 2, t * BK])
+            m, n_low, n_high = 1.0, 1.0, 1.0
+            if PER_STEP:
+                m = _scales(dy_scales + t * dy_group, rows, M, dy_row, BY_LINE)
+                n_low = _scales(x_scales + t * x_group, low_cols, N, x_row, BY_LINE)
+                n_high = _scales(x_scales + t * x_group, high_cols, N, x_row, BY_LINE)
+            low = _add(low, left, lower, m, n_low, PER_STEP, FAST)
+            high = _add(high, left, higher, m, n_high, PER_STEP, FAST)
+    else:
+        cols = (col + tl.arange(0, BN))[None, :]
+        acc = tl.zeros((BM, BN), tl.float32)
+        for t in range(begin, end):
+            left = dy.load([row, t * BK])
+            right = x.load([col, t * BK])
+            m, n = 1.0, 1.0
+            if PER_STEP:
+                m = _scales(dy_scales + t * dy_group, rows, M, dy_row, BY_LINE)
+                n = _scales(x_scales + t * x_group, cols, N, x_row, BY_LINE)
+            acc = _add(acc, left, right, m, n, PER_STEP, FAST)
+        low, high = _halves(acc)
     if not PER_STEP:
-        acc = acc * tl.load(of_rows + e * dy_group, mask=rows < M, other=0.0)[:, None]
-        acc = acc * tl.load(of_cols + e * x_group, mask=cols < N, other=0.0)[None, :]
-    left, right = _halves(acc)  # a quarter of the tile at a time, for want of registers
-    q0, q1 = _halves(left)
-    q2, q3 = _halves(right)
+        m = _scales(dy_scales + e * dy_group, rows, M, dy_row, BY_LINE)
+        low = low * (m * _scales(x_scales + e * x_group, low_cols, N, x_row, BY_LINE))
+        high = high * (m * _scales(x_scales + e * x_group, high_cols, N, x_row, BY_LINE))
+    q0, q1 = _halves(low)  # a quarter of the tile at a time, for want of registers
+    q2, q3 = _halves(high)
     of_e = dw + e.to(tl.int64) * M * N
     _add_part(of_e, q0, row, col, M, N)
     _add_part(of_e, q1, row, col + BN // 4, M, N)
@@ -315,11 +385,11 @@ def _product(a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype, bias: Tenso
         return y
     c = tiles or (FAST if fast and not per_step else CAREFUL)
     most = (triton.cdiv(rows, c.m) + count) * triton.cdiv(width, c.n)
-    _gemm[(min(most, num_programs(y, 1)),)](
-        TensorDescriptor.from_tensor(a.codes, [c.m, TILE]), TensorDescriptor.from_tensor(b.codes, [c.n, TILE]), bias, y, ends, a.scales, b.scales,
-        rows, width, inner, count, *steps, *a.scales.stride(), *strides, PER_STEP=per_step, BY_ROW=a.block[0] == 1, FAST=fast,
-        RUN=TILE if b.block[0] == TILE else 1, BIAS=bias is not None, E_BLOCK=triton.next_power_of_2(count), BM=c.m, BN=c.n, BK=TILE,
-        GROUP=c.group, num_stages=c.stages, num_warps=c.warps,
+    _gemm[(min(most, num_programs(y, c.per_processor)),)](
+        TensorDescriptor.from_tensor(a.codes, [c.m, TILE]), TensorDescriptor.from_tensor(b.codes, [c.n >> c.halves, TILE]), bias, y, ends, a.scales,
+        b.scales, rows, width, inner, count, *steps, *a.scales.stride(), *strides, PER_STEP=per_step, BY_ROW=a.block[0] == 1,
+        BY_COL=b.block != (0, 0), FAST=fast, RUN=TILE if b.block[0] == TILE else 1, BIAS=bias is not None, E_BLOCK=triton.next_power_of_2(count),
+        BM=c.m, BN=c.n, BK=TILE, GROUP=c.group, FLATTEN=c.flatten, HALVES=c.halves, num_stages=c.stages, num_warps=c.warps, maxnreg=c.registers,
     )  # fmt: skip
     return y
 
@@ -331,7 +401,7 @@ def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor, fast: bool
     c = tiles or (FAST if fast and not per_step else CAREFUL)
     strides = [s for q in (dy, x) for s in ((q.scales.stride(0) if q.block[0] else 0), (q.scales.stride(1) if q.scales.shape[1] > 1 else 0))]
     _gemm_dw[(count * triton.cdiv(height, c.m) * triton.cdiv(width, c.n),)](
-        TensorDescriptor.from_tensor(dy.codes, [c.m, TILE]), TensorDescriptor.from_tensor(x.codes, [c.n, TILE]), buffer, ends, dy.scales, x.scales,
-        height, width, count, *strides, PER_STEP=per_step, FAST=fast, BM=c.m, BN=c.n, BK=TILE, GROUP=c.group,
-        E_BLOCK=triton.next_power_of_2(count), num_stages=c.stages, num_warps=c.warps,
+        TensorDescriptor.from_tensor(dy.codes, [c.m, TILE]), TensorDescriptor.from_tensor(x.codes, [c.n >> c.halves, TILE]), buffer, ends,
+        dy.scales, x.scales, height, width, count, *strides, PER_STEP=per_step, BY_LINE=dy.block != (0, 0), FAST=fast, BM=c.m, BN=c.n, BK=TILE,
+        GROUP=c.group, E_BLOCK=triton.next_power_of_2(count), HALVES=c.halves, num_stages=c.stages, num_warps=c.warps, maxnreg=c.registers,
     )  # fmt: skip
