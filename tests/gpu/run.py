@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--precisions", default="fp64,fp32,bf16", help="of the layouts part")
     parser.add_argument("--layouts", default="", help="of the layouts part, those whose name contains one of these, separated by semicolons")
     parser.add_argument("--only", default="", help="run the checks whose name contains this")
-    parser.add_argument("--part", default="0/1", help="of the checks of one device: I/N runs every N-th from the I-th on, so that N devices share them")
+    parser.add_argument("--part", default="0/1", help="of the checks of one device: I/N runs every N-th from the I-th on, for N devices to share")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if options.device == "cuda":
