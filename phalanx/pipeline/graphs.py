@@ -11,19 +11,18 @@ between its runs, so all slots of a rank share one pool for it; whoever keeps th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.base.batch import Batch, usual_documents
 from phalanx.comm.symmetric import Symmetric
 from phalanx.nn.tape import Tape
+from phalanx.pipeline.rows import Cuda, Cuts, Row
 
 Compute = Callable[[Tensor, Batch], Tensor]
 Where = tuple[int, int]
@@ -64,173 +63,6 @@ class Eager:
         """What runs compute has changed: capture it anew, after another step without graphs."""
 
 
-class Cuda:
-    """What graphs ask of a GPU. `loose`: a capture may begin in one thread and end in another (autograd has its own for backward)."""
-
-    def __init__(self, device: torch.device, loose: bool = False):
-        self.device, self.mode = device, "relaxed" if loose else "thread_local"  # either way other threads watch communicators meanwhile
-        self._stream = torch.cuda.Stream(device)
-
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def begin(self, pool: Any) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool, capture_error_mode=self.mode)
-        return graph
-
-    def end(self, graph: Any) -> None:
-        with torch.cuda.stream(self._stream):
-            graph.capture_end()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Where captures are made."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def tidy(self) -> None:
-        torch.cuda.empty_cache()
-
-
-class Row:
-    """Graphs of a run's forward or backward in order, and between them what runs as it is."""
-
-    def __init__(self, device: Cuda, pool: Any, late: bool = False):
-        """late: of a backward."""
-        self.device, self.pool, self.late, self.parts = device, pool, late, list[Any]()
-
-    def begin(self) -> None:
-        self.parts.append(self.device.begin(self.pool))
-
-    def end(self) -> None:
-        self.device.end(self.parts[-1])
-
-    def replay(self, batch: Batch) -> None:
-        for part in self.parts:
-            if isinstance(part, _Step):
-                part.run(batch)
-            else:
-                part.replay()
-
-    def reset(self) -> None:
-        for part in self.parts:
-            if not isinstance(part, _Step):
-                part.reset()
-        self.parts.clear()
-
-
-class Cuts:
-    """Stands in a Tape while a run is captured: ends the graph before an op that is to run as it is, and begins the next one behind it."""
-
-    def __init__(self) -> None:
-        self.row: Row | None = None
-        self._places: dict[tuple, Tensor] = {}
-
-    def place(self, name: str | int, like: Tensor) -> Tensor:
-        """A tensor that ops between graphs pass on in backward, each read before the next is run."""
-        key = (name, like.shape, like.dtype)
-        if key not in self._places:
-            self._places[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return self._places[key]
-
-    def op(self, make: Callable[..., Tensor], shape: tuple[int, ...]) -> Callable[..., Tensor]:
-        """What to run in place of make(batch, *inputs), a tensor of this shape: called with the inputs alone."""
-        return _Site(self, make, shape)
-
-
-class _Site:
-    """An op between graphs. `calls`: where its forward stands in rows; made again in backward it stands in that one too. `kept`: the inputs
-    of its last run and where backward begins; the output itself may go: its copy stays."""
-
-    def __init__(self, cuts: Cuts, make: Callable[..., Tensor], shape: tuple[int, ...]):
-        self.cuts, self.make, self.shape, self.late, self.goes_back = cuts, make, shape, cuts.row is not None and cuts.row.late, False
-        self.calls: list[_Step] = []
-        self.kept: tuple[list[Tensor], GradientEdge | None] | None = None
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        anchor = torch.zeros((), requires_grad=True)  # weights inside learn, whether or not an input has a gradient
-        return _Between.apply(self, anchor, *inputs)
-
-    @contextmanager
-    def between(self) -> Iterator[Row]:
-        """The graph ends here, and the next one begins behind what is added to the row."""
-        row = self.cuts.row
-        if row is None:
-            raise RuntimeError("an op that is to run between graphs, while none is captured")
-        row.end()
-        yield row
-        row.begin()
-
-
-class _Step:
-    """A part of a row that runs as it is."""
-
-    def run(self, batch: Batch) -> None:
-        raise NotImplementedError
-
-
-class _Onward(_Step):
-    def __init__(self, site: _Site, inputs: tuple[Tensor, ...], wanted: tuple[bool, ...]):
-        self.site, self.inputs, self.wanted = site, inputs, wanted
-        self.out = inputs[0].new_empty(site.shape)
-
-    def run(self, batch: Batch) -> None:
-        site = self.site
-        if site.calls[-1] is not self or (site.late and not site.goes_back):  # it is made again before backward, or has none
-            with torch.no_grad():
-                self.out.copy_(site.make(batch, *self.inputs))
-            return
-        leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)]
-        with torch.enable_grad():
-            out = site.make(batch, *leaves)
-        self.out.copy_(out.detach())
-        site.kept = leaves, get_gradient_edge(out) if out.requires_grad else None
-
-
-class _Back(_Step):
-    def __init__(self, site: _Site, dout: Tensor, grads: list[Tensor | None]):
-        self.site, self.dout, self.grads = site, dout, grads
-
-    def run(self, batch: Batch) -> None:
-        if self.site.kept is None:
-            raise RuntimeError("backward of an op between graphs that did not run forward")
-        (leaves, edge), self.site.kept = self.site.kept, None
-        if edge is not None:
-            torch.autograd.backward(edge, self.dout)
-        for leaf, grad in zip(leaves, self.grads):
-            if grad is not None:
-                grad.zero_() if leaf.grad is None else grad.copy_(leaf.grad)
-
-
-class _Between(Function):
-    @staticmethod
-    def forward(ctx: Any, site: _Site, anchor: Tensor, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        with site.between() as row:  # so that its output is in no graph's memory
-            step = _Onward(site, tuple(t.detach() for t in inputs), ctx.needs_input_grad[2:])
-            row.parts.append(step)
-            site.cuts.place("out", step.out)
-        site.calls.append(step)
-        ctx.site, ctx.like = site, step.inputs
-        return step.out.data  # with a count of changes of its own: what saves it sees none when it is written anew
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        site, cuts, wanted = ctx.site, ctx.site.cuts, ctx.needs_input_grad[2:]
-        given = cuts.place("out", dout).copy_(dout)
-        with site.between() as row:
-            grads = [cuts.place(i, t) if w else None for i, (t, w) in enumerate(zip(ctx.like, wanted))]
-            row.parts.append(_Back(site, given, grads))
-        site.goes_back = True
-        return None, None, *grads
-
-
 @dataclass
 class _Captured:
     """A run's two rows of graphs and the tensors they read and write."""
@@ -250,13 +82,13 @@ class _Slot:
 
 
 class Graphs(Eager):
-    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange through inside. `tape`: of the
-    blocks, if there are ops whose shapes follow the batch."""
+    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange through inside. `between`: names
+    of ops of the blocks' `tape` that cannot be captured."""
 
     reuses_memory = True
 
-    def __init__(self, device: Cuda, memories: tuple[Symmetric, ...] = (), tape: Tape | None = None):
-        self.device, self.memories, self._tape, self._cuts = device, memories, tape, Cuts()
+    def __init__(self, device: Cuda, tape: Tape, memories: tuple[Symmetric, ...] = (), between: Set[str] = frozenset()):
+        self.device, self.memories, self._tape, self._cuts = device, memories, tape, Cuts(between)
         self._passing = device.pool()  # what backward makes
         self._warm = False
         self._seed: Tensor | None = None
@@ -392,9 +224,6 @@ class Graphs(Eager):
     @contextmanager
     def _cutting(self, row: Row) -> Iterator[None]:
         """What the tape runs meanwhile stands in this row, if it is of the sort that runs as it is."""
-        if self._tape is None:
-            yield
-            return
         self._tape.cuts, self._cuts.row = self._cuts, row
         try:
             yield

@@ -271,13 +271,6 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
-    if c.cuda_graphs == "on" and run.model.routed_experts and run.layout.dispatch == "alltoall":
-        rule = "needs sizes that the host need not wait for"
-        found.append(problem("train", c, "cuda_graphs", rule, {"layout.dispatch": "alltoall"}, ("auto", "off")))
-    if c.cuda_graphs == "on" and run.model.routed_experts and (c.kernels == "plain" or "grouped" in c.plain_ops):
-        rule = "needs experts' products that do not count their rows on the host"
-        chosen = {"train.kernels": c.kernels, "train.plain_ops": ", ".join(c.plain_ops)}
-        found.append(problem("train", c, "cuda_graphs", rule, chosen, ("auto", "off")))
     if c.kernels == "wheels":
         found += check_wheels(run, facts, no_gpu)
     known = (*OPS, *WHEELS)

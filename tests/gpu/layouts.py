@@ -58,6 +58,11 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "tied llama dp, level 3, kept until the step's end": ("llama-tied", dict(sharding=3, reshard_after_forward=False), {}),
         "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
         "mixtral ep2, all-to-all": ("mixtral", dict(ep=2, dispatch="alltoall"), {}),
+        "mixtral ep2, all-to-all, graphs": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(cuda_graphs="on")),
+        "qwen3_moe etp2, all-to-all, full recompute": ("qwen3_moe", dict(etp=2, dispatch="alltoall"), dict(recompute="full")),
+        "qwen3_moe etp2, all-to-all, full recompute, graphs": (
+            "qwen3_moe", dict(etp=2, dispatch="alltoall"), dict(recompute="full", cuda_graphs="on")
+        ),
         "mixtral tp2 ep2, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="allgather", expert_room=1.0), {}),
         "mixtral ep2, push, graphs": ("mixtral", dict(ep=2, dispatch="push"), {}),
         "mixtral tp2 ep2, push, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="push", expert_room=1.0), {}),
