@@ -25,6 +25,7 @@ from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
 from tests.parity import base_run, set_weights, step_batches
 
+NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
 STEPS = 4  # the first without graphs, the second captures
 
 
@@ -82,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.now: Recorded | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {})) if self.now is None else self.now.add(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if self.now is None or func.overloadpacket in NO_WORK else self.now.add(func, args, kwargs or {})
 
     def pool(self) -> None: ...
 
@@ -100,13 +101,27 @@ class Recorder(TorchDispatchMode):
         with self:
             yield
 
+    def host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def beside(self, graph: Recorded) -> Recorded:
+        graph.replay()
+        return graph
+
+    def join(self, graph: Recorded) -> None:
+        """What was copied may be overwritten from now on, so it is."""
+        for func, args, *_ in graph.calls:
+            if func is torch.ops.aten.copy_.default:
+                args[1].fill_(255)  # of floats, NaN
+
     def wait(self) -> None: ...
 
     def tidy(self) -> None: ...
 
 
-def trained(rank: int, world: int, run: Run, documents: str, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str]]:
-    """Losses, norms and weights after some steps; how many parts the rows of graphs have, and the documents that were shared."""
+def trained(rank: int, world: int, run: Run, documents: str | bool, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str], int]:
+    """Losses, norms and weights after some steps; how many parts the rows of graphs have, the documents that were shared, and the bytes that
+    left for the host in the last step, by graphs if there are any."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
@@ -126,7 +141,8 @@ def trained(rank: int, world: int, run: Run, documents: str, graphs: bool) -> tu
     runs = [run for slots in runner._slots.values() for slot in slots for run in slot.runs.values()] if isinstance(runner, Graphs) else []
     parts = [len(row.parts) for run in runs for row in (run.forward, run.backward) if isinstance(row, Row)]
     found += [flat.master.clone() for flat in state.buffers.flat]
-    return found, parts, seen
+    left = state.stages.offloaded_bytes if not graphs or any(run.away for run in runs) else 0
+    return found, parts, seen, left
 
 
 @pytest.mark.parametrize(("model", "layout", "recompute"), [
@@ -141,7 +157,7 @@ def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute
     run = replace(run, layout=LayoutConfig(cp=4, cp_degree="dynamic", **layout))
     plain = ranks.run("tests.test_graphs:trained", 4, run, "packed", False)
     rows = ranks.run("tests.test_graphs:trained", 4, run, "packed", True)
-    for (expected, *_), (found, parts, seen) in zip(plain, rows):
+    for (expected, *_), (found, parts, seen, _) in zip(plain, rows):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert max(parts) > 2 * run.model.num_hidden_layers and len(seen) > 1
 
@@ -157,9 +173,27 @@ def test_experts_between_graphs_change_no_bit(ranks, model, world, layout, train
     run = replace(base_run(model, global_batch=4, **train), layout=LayoutConfig(**layout))
     plain = ranks.run("tests.test_graphs:trained", world, run, False, False)
     rows = ranks.run("tests.test_graphs:trained", world, run, False, True)
-    for (expected, *_), (found, parts, _) in zip(plain, rows):
+    for (expected, *_), (found, parts, *_) in zip(plain, rows):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert max(parts) > 2 * 2
+
+
+@pytest.mark.parametrize(("model", "world", "layout", "train", "documents"), [
+    ("llama", 1, dict(bucket_mb=0), dict(offload_layers=2), False),
+    ("llama-tied", 2, dict(pp=2, virtual_stages=2, bucket_mb=0), dict(offload_layers=1, recompute="selective"), False),
+    ("gpt2", 2, dict(pp=2, schedule="gpipe"), dict(offload_layers=2, recompute="full"), False),
+    ("mixtral", 2, dict(ep=2, dispatch="alltoall", bucket_mb=0), dict(offload_layers=3, recompute_ops=["up"]), False),
+    ("llama", 2, dict(cp=2, cp_degree="dynamic", bucket_mb=0), dict(offload_layers=2), "packed"),
+])  # fmt: skip
+def test_activations_that_leave_and_come_back_change_no_bit(ranks, model, world, layout, train, documents):
+    """As many bytes leave. Their memory is overwritten once they are on the host, and the host's once they are back."""
+    run = replace(base_run(model, global_batch=8, **train), layout=LayoutConfig(**layout))
+    plain = ranks.run("tests.test_graphs:trained", world, run, documents, False)
+    rows = ranks.run("tests.test_graphs:trained", world, run, documents, True)
+    for (expected, *_, left), (found, *_, by_graphs) in zip(plain, rows):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert 0 < by_graphs <= left  # what goes into ops between graphs stays
+        assert by_graphs == left or "dispatch" in layout or documents
 
 
 def turned(rank: int, world: int) -> bool:
@@ -167,7 +201,7 @@ def turned(rank: int, world: int) -> bool:
     mesh = Mesh(Grid(tp=world), rank)
     assert mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 1024) == "on" and mesh.tp.memory is not None
     runner, x, before = Graphs(Recorder(), Tape(), (mesh.tp.memory,)), torch.ones(2, 3, dtype=torch.float64), mesh.tp.memory.turn
-    x, y = runner.forward((0, 1), 0, x, None, lambda x, _: x * mesh.tp.gather(x.detach()).wait().sum())
+    x, y = runner.forward((0, 1), 0, x, None, lambda x, *_: x * mesh.tp.gather(x.detach()).wait().sum())
     onward = mesh.tp.memory.turn
     grad = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
     return onward == before == mesh.tp.memory.turn and torch.equal(grad, torch.full_like(x, 6.0 * world))

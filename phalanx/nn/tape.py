@@ -161,7 +161,8 @@ class Cuts(Protocol):
     """Of those ops."""
 
     def op(self, make: Callable[..., Any], likes: Sequence[Like]) -> Callable[..., Any]:
-        """What to call with inputs alone in place of make(batch, *inputs), a tensor or several, like these."""
+        """What to call with inputs alone in place of make(held, batch, *inputs), a tensor or several, like these. `held` is given what the op saves,
+        if its block is one whose activations wait on the host."""
         ...
 
 
@@ -212,15 +213,15 @@ class Tape:
         if self.cuts is None or name not in self.cuts.names:
             return self.op(name, partial(make, batch), *inputs)
         inside = frozenset() if name in self._again else self._again
-        return self.op(name, self.cuts.op(partial(self._apart, make, inside), likes), *inputs)
+        return self.op(name, self.cuts.op(partial(self._apart, make, inside, self._held is not None), likes), *inputs)
 
     def cuts_at(self, name: str) -> bool:
         """Whether this op runs apart from what is captured now."""
         return self.cuts is not None and name in self.cuts.names
 
-    def _apart(self, make: Callable[..., Any], again: Set[str], *inputs: Any) -> Any:
-        """make(*inputs) of an op that runs when its block does not: ops inside are made again as they would be."""
-        with self.block(again):
+    def _apart(self, make: Callable[..., Any], again: Set[str], offloaded: bool, held: Held | None, *inputs: Any) -> Any:
+        """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would store."""
+        with self.block(again, held if offloaded else None):
             return make(*inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:

@@ -41,7 +41,7 @@ NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: train.cuda_graphs=on runs attention
 NO_GRAPHS_STAGES = "no room for a pool of memory for each micro-batch in flight, by the forecast: train.cuda_graphs=on tries"
 ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
-NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
+NO_GRAPHS_OFFLOAD = "train.offload_layers: train.cuda_graphs=on copies between fixed places"
 NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes; train.cuda_graphs=on runs experts between graphs"
 
@@ -195,12 +195,12 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own: only if asked for,
-    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and so where some ops
-    cannot be captured."""
+    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and so where activations
+    wait on the host or some ops cannot be captured."""
     wanted = plan.run.train.cuda_graphs
-    if device.type != "cuda" or wanted == "off" or plan.offloaded:
+    if device.type != "cuda" or wanted == "off":
         return False
-    if wanted == "auto" and (uncaptured_ops(plan, device) or plan.buckets_come_and_go):
+    if wanted == "auto" and (uncaptured_ops(plan, device) or plan.offloaded or plan.buckets_come_and_go):
         return False
     return wanted == "on" or plan.grid.pp == 1 or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
 

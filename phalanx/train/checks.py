@@ -157,9 +157,6 @@ def check_offload(run: Run) -> list[Problem]:
     if not 0 <= c.offload_layers <= max(layers, 0):
         because = {"model.num_hidden_layers": layers}
         found.append(problem("train", c, "offload_layers", "must be an integer in [0, num_hidden_layers]", because, (0, layers)))
-    if c.offload_layers and c.cuda_graphs == "on":
-        rule = "needs activations that stay where they are"
-        found.append(problem("train", c, "cuda_graphs", rule, {"train.offload_layers": c.offload_layers}, ("auto", "off")))
     return found
 
 
