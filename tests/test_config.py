@@ -122,7 +122,6 @@ RULES = [
     # activations on the host
     ("train.offload_layers=-1", 1, "train.offload_layers", -1, "[0, num_hidden_layers]", {"model.num_hidden_layers"}, (0, 4)),
     ("train.offload_layers=5", 1, "train.offload_layers", 5, "[0, num_hidden_layers]", {"model.num_hidden_layers"}, (4,)),
-    ("train.offload_layers=1 train.cuda_graphs=on", 1, "train.cuda_graphs", "on", "activations that stay where they are", {"train.offload_layers"}, ("auto", "off")),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     ("model.family=qwen2 model.sliding_window=8 model.max_window_layers=-1", 1, "model.max_window_layers", -1, ">= 0", set(), (0, 1)),
@@ -184,8 +183,6 @@ RULES = [
     ("layout.sharding=3 layout.shard_group=3", 8, "layout.shard_group", 3, "must divide the number of data-parallel ranks", {"data-parallel ranks"}, (2, 4)),
     ("layout.sharding=3 layout.shard_group=8 layout.tp=2", 8, "layout.shard_group", 8, "must divide the number of data-parallel ranks", {"data-parallel ranks"}, (4,)),
     (f"{MIXTRAL} layout.sharding=3 layout.shard_group=3 layout.ep=2 train.global_batch=12", 12, "layout.shard_group", 3, "one divides the other", {"shard_group * tp", "ep * etp"}, (2, 4)),
-    (f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall train.cuda_graphs=on", 2, "train.cuda_graphs", "on", "sizes that the host need not wait for", {"layout.dispatch"}, ("auto", "off")),
-    (f"{MIXTRAL} train.plain_ops=[grouped] train.cuda_graphs=on", 1, "train.cuda_graphs", "on", "do not count their rows", {"train.kernels", "train.plain_ops"}, ("auto", "off")),
     ("layout.bucket_mb=0", 1, "layout.bucket_mb", 0, ">= 1", set(), (1, 2)),
     ("optim.moments=bf16 optim.beta2=0.999", 1, "optim.beta2", 0.999, "must be <= 0.99 with bf16 moments", {"optim.moments"}, (0.95, 0.99)),
     ("optim.moments=bf16 optim.beta1=0.995", 1, "optim.beta1", 0.995, "must be <= 0.99 with bf16 moments", {"optim.moments"}, (0.95, 0.99)),
@@ -330,6 +327,9 @@ ACCEPTED = [
     (BASE, "data.mock=false data.paths=[a,b] data.weights=[1,2] data.max_epochs=1", 1),
     (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic layout.tp=2", 4),
     (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic train.cuda_graphs=on", 2),
+    (BASE, f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall train.cuda_graphs=on", 2),
+    (BASE, f"{MIXTRAL} train.plain_ops=[grouped] train.cuda_graphs=on", 1),
+    (BASE, "train.offload_layers=1 train.cuda_graphs=on", 1),
     (BASE, "train.eval_interval=5 train.eval_samples=8 data.valid.web=[x]", 1),
     (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp

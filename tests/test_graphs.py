@@ -1,4 +1,4 @@
-"""Rows of graphs with ops between them (pipeline.graphs), on the CPU: graphs are stood for by lists of torch's operations on the same memory."""
+"""Rows of graphs with ops between them (pipeline.rows), on the CPU: graphs are stood for by lists of torch's operations on the same memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.pipeline.graphs import Eager, Graphs, Row
-from phalanx.train.build import build
+from phalanx.nn.tape import Tape
+from phalanx.pipeline.graphs import Eager, Graphs
+from phalanx.pipeline.rows import Row
+from phalanx.train.build import build, uncaptured_ops
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
 from tests.parity import base_run, set_weights, step_batches
 
+NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
 STEPS = 4  # the first without graphs, the second captures
 
 
@@ -33,7 +37,7 @@ class Recorded:
         self.before: dict[int, tuple[Any, Any]] = {}  # what was in memory that is written
 
     def add(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or func.namespace == "c10d":  # whose schemas do not say so
             for written in (t.untyped_storage() for t in tensors((args, kwargs))):
                 self.before.setdefault(written.data_ptr(), (written, written.clone()))
         out = func(*args, **kwargs)
@@ -51,6 +55,7 @@ class Recorded:
         for func, args, kwargs, out in self.calls:
             with torch.autograd._unsafe_preserve_version_counter(tuple(tensors((args, kwargs)))):
                 made = func(*args, **kwargs)
+                wait_for(made)
             for old, new in zip(tensors(out), tensors(made), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.data.copy_(new)
@@ -59,19 +64,26 @@ class Recorded:
         self.calls.clear()
 
 
+def wait_for(made: Any) -> None:
+    """The exchange that is among what an operation returned, if it is one: whoever waited for it at capture is not asked again."""
+    for value in tree_leaves(made):
+        if isinstance(value, torch.ScriptObject):
+            Work.unbox(value).wait()
+
+
 def tensors(values: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
 class Recorder(TorchDispatchMode):
-    """In place of pipeline.graphs.Cuda. It is one mode for all captures: autograd's backward brings back the modes that it began with."""
+    """In place of pipeline.rows.Cuda. It is one mode for all captures: autograd's backward brings back the modes that it began with."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now: Recorded | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {})) if self.now is None else self.now.add(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if self.now is None or func.overloadpacket in NO_WORK else self.now.add(func, args, kwargs or {})
 
     def pool(self) -> None: ...
 
@@ -89,13 +101,27 @@ class Recorder(TorchDispatchMode):
         with self:
             yield
 
+    def host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def beside(self, graph: Recorded) -> Recorded:
+        graph.replay()
+        return graph
+
+    def join(self, graph: Recorded) -> None:
+        """What was copied may be overwritten from now on, so it is."""
+        for func, args, *_ in graph.calls:
+            if func is torch.ops.aten.copy_.default:
+                args[1].fill_(255)  # of floats, NaN
+
     def wait(self) -> None: ...
 
     def tidy(self) -> None: ...
 
 
-def trained(rank: int, world: int, run: Run, documents: str, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str]]:
-    """Losses, norms and weights after some steps; how many parts the rows of graphs have, and the documents that were shared."""
+def trained(rank: int, world: int, run: Run, documents: str | bool, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str], int]:
+    """Losses, norms and weights after some steps; how many parts the rows of graphs have, the documents that were shared, and the bytes that
+    left for the host in the last step, by graphs if there are any."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
@@ -103,7 +129,8 @@ def trained(rank: int, world: int, run: Run, documents: str, graphs: bool) -> tu
     state.train()
     assert type(state.stages.runner) is Eager
     if graphs:
-        state.stages.runner = Graphs(Recorder(), (), next(iter(state.blocks.values()))[0].env.tape)
+        tape = next(iter(state.blocks.values()))[0].env.tape
+        state.stages.runner = Graphs(Recorder(), tape, (), uncaptured_ops(plan, mesh.device))
     found, seen = [], set()
     for step in range(STEPS):
         batches = step_batches(run, mesh, step, documents)
@@ -114,7 +141,8 @@ def trained(rank: int, world: int, run: Run, documents: str, graphs: bool) -> tu
     runs = [run for slots in runner._slots.values() for slot in slots for run in slot.runs.values()] if isinstance(runner, Graphs) else []
     parts = [len(row.parts) for run in runs for row in (run.forward, run.backward) if isinstance(row, Row)]
     found += [flat.master.clone() for flat in state.buffers.flat]
-    return found, parts, seen
+    left = state.stages.offloaded_bytes if not graphs or any(run.away for run in runs) else 0
+    return found, parts, seen, left
 
 
 @pytest.mark.parametrize(("model", "layout", "recompute"), [
@@ -129,17 +157,51 @@ def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute
     run = replace(run, layout=LayoutConfig(cp=4, cp_degree="dynamic", **layout))
     plain = ranks.run("tests.test_graphs:trained", 4, run, "packed", False)
     rows = ranks.run("tests.test_graphs:trained", 4, run, "packed", True)
-    for (expected, *_), (found, parts, seen) in zip(plain, rows):
+    for (expected, *_), (found, parts, seen, _) in zip(plain, rows):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert max(parts) > 2 * run.model.num_hidden_layers and len(seen) > 1
+
+
+@pytest.mark.parametrize(("model", "world", "layout", "train"), [
+    ("mixtral", 2, dict(ep=2, dispatch="alltoall"), {}),
+    ("qwen3_moe", 4, dict(ep=2, etp=2, dispatch="alltoall"), dict(recompute_ops=["up", "norm"])),
+    ("gpt_oss", 2, dict(tp=2, ep=2, dispatch="alltoall"), dict(recompute="full")),
+    ("deepseek_v3", 2, dict(ep=2, dispatch="allgather", ep_overlap="off"), dict(recompute_ops=["experts"])),
+])  # fmt: skip
+def test_experts_between_graphs_change_no_bit(ranks, model, world, layout, train):
+    """Where the host waits for sizes, or counts an expert's rows as plain products do; each model has at least two layers with experts."""
+    run = replace(base_run(model, global_batch=4, **train), layout=LayoutConfig(**layout))
+    plain = ranks.run("tests.test_graphs:trained", world, run, False, False)
+    rows = ranks.run("tests.test_graphs:trained", world, run, False, True)
+    for (expected, *_), (found, parts, *_) in zip(plain, rows):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert max(parts) > 2 * 2
+
+
+@pytest.mark.parametrize(("model", "world", "layout", "train", "documents"), [
+    ("llama", 1, dict(bucket_mb=0), dict(offload_layers=2), False),
+    ("llama-tied", 2, dict(pp=2, virtual_stages=2, bucket_mb=0), dict(offload_layers=1, recompute="selective"), False),
+    ("gpt2", 2, dict(pp=2, schedule="gpipe"), dict(offload_layers=2, recompute="full"), False),
+    ("mixtral", 2, dict(ep=2, dispatch="alltoall", bucket_mb=0), dict(offload_layers=3, recompute_ops=["up"]), False),
+    ("llama", 2, dict(cp=2, cp_degree="dynamic", bucket_mb=0), dict(offload_layers=2), "packed"),
+])  # fmt: skip
+def test_activations_that_leave_and_come_back_change_no_bit(ranks, model, world, layout, train, documents):
+    """As many bytes leave. Their memory is overwritten once they are on the host, and the host's once they are back."""
+    run = replace(base_run(model, global_batch=8, **train), layout=LayoutConfig(**layout))
+    plain = ranks.run("tests.test_graphs:trained", world, run, documents, False)
+    rows = ranks.run("tests.test_graphs:trained", world, run, documents, True)
+    for (expected, *_, left), (found, *_, by_graphs) in zip(plain, rows):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert 0 < by_graphs <= left  # what goes into ops between graphs stays
+        assert by_graphs == left or "dispatch" in layout or documents
 
 
 def turned(rank: int, world: int) -> bool:
     """Whether a run that is not captured ends its exchanges, an odd number of them, on the turn on which they began."""
     mesh = Mesh(Grid(tp=world), rank)
     assert mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 1024) == "on" and mesh.tp.memory is not None
-    runner, x, before = Graphs(Recorder(), (mesh.tp.memory,)), torch.ones(2, 3, dtype=torch.float64), mesh.tp.memory.turn
-    x, y = runner.forward((0, 1), 0, x, None, lambda x, _: x * mesh.tp.gather(x.detach()).wait().sum())
+    runner, x, before = Graphs(Recorder(), Tape(), (mesh.tp.memory,)), torch.ones(2, 3, dtype=torch.float64), mesh.tp.memory.turn
+    x, y = runner.forward((0, 1), 0, x, None, lambda x, *_: x * mesh.tp.gather(x.detach()).wait().sum())
     onward = mesh.tp.memory.turn
     grad = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
     return onward == before == mesh.tp.memory.turn and torch.equal(grad, torch.full_like(x, 6.0 * world))

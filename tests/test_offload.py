@@ -18,7 +18,7 @@ from phalanx.schedule.simulate import simulate
 from phalanx.train.build import build, init_weights
 from phalanx.train.config import Run
 from phalanx.train.load import load_run
-from phalanx.train.memory import rank_uses
+from phalanx.train.memory import block_uses, fixed_bytes, rank_uses
 from phalanx.train.plan import make_plan
 from phalanx.train.plan_text import plan_text
 from phalanx.train.step import accumulate
@@ -117,3 +117,16 @@ def test_the_plan_says_what_waits_where():
     assert "of activations" in plan_text(run, 1) and "host" not in plan_text(stored, 1)
     here, all_here = (rank_uses(make_plan(r, 1), 8)[0][0].memory["activations"] for r in (run, stored))
     assert here < all_here
+
+
+def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
+    """Of each, two layers at most are here at once: one that is computed, and one on its way. Without graphs micro-batches share that room."""
+    run = load_run("recipes/tiny_llama.yaml", ["model.num_hidden_layers=8", "train.offload_layers=8", "train.global_batch=4", "train.micro_batch=1"])
+    plan = make_plan(replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0)), 1)
+    (use,), _ = rank_uses(plan, 4)
+    blocks = block_uses(plan)
+    layer = blocks[1].bytes
+    stays = sum(blocks[b].bytes.kept for b in (0, 9)) + 8 * layer.output + fixed_bytes(plan, 0, blocks)
+    leaves = layer.kept - layer.output
+    assert use.memory["activations"] == 4 * stays + 2 * leaves
+    assert use.memory["activations"] + use.pools == 4 * (stays + 2 * leaves) + 3 * max(b.bytes.working for b in blocks)

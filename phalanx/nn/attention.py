@@ -88,7 +88,7 @@ class Attention(Module):
         tape = self.env.tape
         qkv = tape.op("qkv", lambda x: gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias), x)
         q, k, v = tape.op("rope", partial(self._turned, batch), qkv)
-        mixed = tape.by_batch("attention", self._attend, batch, context.shape_of(q, v), q, k, v)
+        mixed = tape.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:

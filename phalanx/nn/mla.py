@@ -77,7 +77,7 @@ class LatentAttention(Module):
         """x (T / tp, D) -> (T / tp, D)."""
         tape = self.env.tape
         q, k, v = tape.op("rope", partial(self._turned, batch), *tape.op("qkv", self._project, x))
-        mixed = tape.by_batch("attention", self._attend, batch, context.shape_of(q, v), q, k, v)
+        mixed = tape.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ class MoE(Module):
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
         tape, experts = self.env.tape, self.router.num_experts
         begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources)
-        early = None if tape.makes_again("experts") else begin(self._filled(x, batch))
+        early = None if tape.makes_again("experts") or tape.cuts_at("experts") else begin(self._filled(x, batch))
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted, real = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route")), self._real(batch)
         if real is not None:  # padding goes to no expert
@@ -227,7 +227,7 @@ class MoE(Module):
             early.send(chosen, experts, self.env.twin("permute"))
         shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel
 
-        def routed(x: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        def routed(batch: Batch, x: Tensor, weights_TK: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
             exchange = early
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
@@ -235,7 +235,8 @@ class MoE(Module):
             y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.twin("permute"))
             return y if len(y) == len(x) else y[: len(x)], missing
 
-        y, missing = tape.op("experts", routed, x, choice.weights_TK)
+        likes = ((x.shape, x.dtype), ((), torch.int64))
+        y, missing = tape.by_batch("experts", routed, batch, likes, x, choice.weights_TK, chosen)
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
         if self.training:

@@ -150,19 +150,27 @@ class _Output:
     dtype: torch.dtype
 
 
-class Cuts(Protocol):
-    """Something that stands between the ops of a block and what runs them (pipeline.graphs)."""
+Like = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 
-    def op(self, make: Callable[..., Tensor], shape: tuple[int, ...]) -> Callable[..., Tensor]:
-        """What to call with inputs alone in place of make(batch, *inputs), a tensor of this shape."""
+
+class Cuts(Protocol):
+    """Something that stands between some ops of a block and what runs them (pipeline.graphs)."""
+
+    names: Set[str]
+    """Of those ops."""
+
+    def op(self, make: Callable[..., Any], likes: Sequence[Like]) -> Callable[..., Any]:
+        """What to call with inputs alone in place of make(held, batch, *inputs), a tensor or several, like these. `held` is given what the op saves,
+        if its block is one whose activations wait on the host."""
         ...
 
 
 class Tape:
     """What the forward of the block that runs now does not store. One for all blocks of a rank; between blocks it is empty.
 
-    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans. `cuts` is given the ops that
-    run in other shapes in each micro-batch, while a block is captured.
+    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans. `cuts` is given the ops
+    that cannot be captured, while a block is.
     """
 
     def __init__(self) -> None:
@@ -200,9 +208,21 @@ class Tape:
         self._know(again, made, inputs)
         return made
 
-    def by_batch(self, name: str, make: Callable[..., Tensor], batch: Batch, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-        """The same of make(batch, *inputs), a tensor of this shape, which does other things for each batch."""
-        return self.op(name, partial(make, batch) if self.cuts is None else self.cuts.op(make, shape), *inputs)
+    def by_batch(self, name: str, make: Callable[..., Any], batch: Batch, likes: Sequence[Like], *inputs: Tensor) -> Any:
+        """The same of make(batch, *inputs), like `likes`, which does other things for each batch. The first of them alone has a gradient."""
+        if self.cuts is None or name not in self.cuts.names:
+            return self.op(name, partial(make, batch), *inputs)
+        inside = frozenset() if name in self._again else self._again
+        return self.op(name, self.cuts.op(partial(self._apart, make, inside, self._held is not None), likes), *inputs)
+
+    def cuts_at(self, name: str) -> bool:
+        """Whether this op runs apart from what is captured now."""
+        return self.cuts is not None and name in self.cuts.names
+
+    def _apart(self, make: Callable[..., Any], again: Set[str], offloaded: bool, held: Held | None, *inputs: Any) -> Any:
+        """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would store."""
+        with self.block(again, held if offloaded else None):
+            return make(*inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:
         """Where an op makes more than what is not to be stored: `made` alone is not, and make(*inputs) gives it again."""

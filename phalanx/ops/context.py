@@ -55,9 +55,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, fo
     return to_tokens(out, batch, axes.heads)
 
 
-def shape_of(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """(T, heads * V) of what attention makes."""
-    return q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]
+def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]:
+    """(T, heads * V) and dtype of what attention makes."""
+    return (((q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]), q.dtype),)
 
 
 def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, form: Form, kind: Kind, sinks: Tensor | None,

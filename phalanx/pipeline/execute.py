@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ class Stages:
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
         self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
-        self._held: dict[tuple[int, int, int], Held] = {}  # of runs with blocks whose activations wait on the host
         self.offloaded_bytes = 0  # that left for the host in this step
         self._receiving: dict[Value, Work] = {}
         self._sending: list[Work] = []
@@ -72,7 +71,7 @@ class Stages:
         self._sending.clear()
         if self.seed is not None:
             self.runner.end()
-        left = [*self._values, *self._inner, *self._saved, *self._held, *self._receiving]
+        left = [*self._values, *self._inner, *self._saved, *self._receiving]
         if left:
             raise RuntimeError(f"the schedule left values behind: {left[:4]}")
 
@@ -88,11 +87,12 @@ class Stages:
     def forward(self, i: Forward) -> None:
         x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
         if self.seed is not None:
-            x, y = self.runner.forward(where, i.mb, x, batch, lambda x, batch: self._compute(where, x, batch, i.mb))
+            held = Held(self._mover) if any(block.offloaded for block in self.runs[where]) else None
+            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where), held)
             self._saved[i.stage, i.run, i.mb] = (x, y)
         else:
             with torch.no_grad():
-                y = self._compute(where, x, batch, i.mb)
+                y = self._compute(where, x, batch)
             if where == self._ends[1]:
                 batch.forget()
         out = y.detach()
@@ -103,11 +103,8 @@ class Stages:
         else:
             self._inner["act", i.stage, i.run + 1, i.mb] = out
 
-    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch, mb: int) -> Tensor:
-        blocks, held = self.runs[where], None
-        if torch.is_grad_enabled() and any(block.offloaded for block in blocks):
-            held = self._held[*where, mb] = Held(self._mover)
-        finish = self.finish if self.is_last(*where) else None
+    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch, held: Held | None = None) -> Tensor:
+        blocks, finish = self.runs[where], self.finish if self.is_last(*where) else None
         for block in blocks[:-1] if finish else blocks:
             x = run_block(block, x, batch, held)
         return finish(blocks[-1], x, batch) if finish else x
@@ -120,10 +117,10 @@ class Stages:
         """What is held elsewhere too stays: the run's input and output, weights, the batch and what was derived from it."""
         where, batch = (i.stage, i.run), self.batches[i.mb]
         weights = (p for block in self.runs[where] for p in block.parameters())
-        self.offloaded_bytes += self._held[*where, i.mb].leave((*self._saved[*where, i.mb], *weights, *batch.tensors))
+        self.offloaded_bytes += self.runner.leave(where, i.mb, (*self._saved[*where, i.mb], *weights, *batch.tensors))
 
     def fetch(self, i: Fetch) -> None:
-        self._held[i.stage, i.run, i.mb].come_back()
+        self.runner.come_back((i.stage, i.run), i.mb)
 
     def take_output(self, mb: int, out: Tensor) -> None:
         """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
@@ -139,7 +136,6 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
-        self._held.pop((i.stage, i.run, i.mb), None)
         dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
         if (i.stage, i.run) == self._ends[0]:
             self.batches[i.mb].forget()

@@ -27,7 +27,8 @@ from phalanx.ops.wheels import WHEELS, unusable
 from phalanx.optim.adamw import AdamW, moment_dtype
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
-from phalanx.pipeline.graphs import Cuda, Eager, Graphs
+from phalanx.pipeline.graphs import Eager, Graphs
+from phalanx.pipeline.rows import Cuda
 from phalanx.schedule.actions import Backward, Instruction, Ready
 from phalanx.train.checks import unfit_for_wheels
 from phalanx.train.deterministic import be_deterministic
@@ -40,9 +41,9 @@ NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: train.cuda_graphs=on runs attention
 NO_GRAPHS_STAGES = "no room for a pool of memory for each micro-batch in flight, by the forecast: train.cuda_graphs=on tries"
 ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
-NO_GRAPHS_OFFLOAD = "train.offload_layers: activations do not stay where they are"
-NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host"
-NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes"
+NO_GRAPHS_OFFLOAD = "train.offload_layers: train.cuda_graphs=on copies between fixed places"
+NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
+NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes; train.cuda_graphs=on runs experts between graphs"
 
 
 @dataclass
@@ -194,21 +195,25 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
     """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own: only if asked for,
-    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and so where documents are
-    dealt by their lengths. Never where the host must see how many tokens go where."""
+    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and so where activations
+    wait on the host or some ops cannot be captured."""
     wanted = plan.run.train.cuda_graphs
-    unsteady = plan.waits_for_sizes or plan.offloaded or (plan.grid.dynamic and wanted != "on")
-    if unsteady or counts_rows(plan, device) or (plan.buckets_come_and_go and not plan.fixed_places):
-        return False
     if device.type != "cuda" or wanted == "off":
+        return False
+    if wanted == "auto" and (uncaptured_ops(plan, device) or plan.offloaded or plan.buckets_come_and_go):
         return False
     return wanted == "on" or plan.grid.pp == 1 or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
 
 
 def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
-    """Attention runs between them where its shapes follow the lengths of documents."""
-    dealt = plan.grid.dynamic
-    return Graphs(Cuda(mesh.device, loose=dealt), mesh.memories, next(iter(blocks.values()))[0].env.tape if dealt else None)
+    between = uncaptured_ops(plan, mesh.device)
+    return Graphs(Cuda(mesh.device, loose=bool(between)), next(iter(blocks.values()))[0].env.tape, mesh.memories, between)
+
+
+def uncaptured_ops(plan: Plan, device: torch.device) -> frozenset[str]:
+    """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where the host waits for the device."""
+    experts = plan.waits_for_sizes or counts_rows(plan, device)
+    return frozenset(name for name, apart in (("attention", plan.grid.dynamic), ("experts", experts)) if apart)
 
 
 def room_for_pools(plan: Plan, memory: int) -> bool:

@@ -157,9 +157,6 @@ def check_offload(run: Run) -> list[Problem]:
     if not 0 <= c.offload_layers <= max(layers, 0):
         because = {"model.num_hidden_layers": layers}
         found.append(problem("train", c, "offload_layers", "must be an integer in [0, num_hidden_layers]", because, (0, layers)))
-    if c.offload_layers and c.cuda_graphs == "on":
-        rule = "needs activations that stay where they are"
-        found.append(problem("train", c, "cuda_graphs", rule, {"train.offload_layers": c.offload_layers}, ("auto", "off")))
     return found
 
 
@@ -271,13 +268,6 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
-    if c.cuda_graphs == "on" and run.model.routed_experts and run.layout.dispatch == "alltoall":
-        rule = "needs sizes that the host need not wait for"
-        found.append(problem("train", c, "cuda_graphs", rule, {"layout.dispatch": "alltoall"}, ("auto", "off")))
-    if c.cuda_graphs == "on" and run.model.routed_experts and (c.kernels == "plain" or "grouped" in c.plain_ops):
-        rule = "needs experts' products that do not count their rows on the host"
-        chosen = {"train.kernels": c.kernels, "train.plain_ops": ", ".join(c.plain_ops)}
-        found.append(problem("train", c, "cuda_graphs", rule, chosen, ("auto", "off")))
     if c.kernels == "wheels":
         found += check_wheels(run, facts, no_gpu)
     known = (*OPS, *WHEELS)

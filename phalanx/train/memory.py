@@ -216,7 +216,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         "pp": sends * message + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
-    pools = pool_bytes(plan, trace.live[pp], kept, working) - memory["activations"]
+    in_slot = {s: kept[s] + most_moved(program.lists[pp], s, moved) for s in kept}
+    pools = pool_bytes(plan, trace.live[pp], in_slot, working) - memory["activations"]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
 
 
@@ -263,6 +264,15 @@ def peak_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, i
         elif isinstance(i, Fetch):
             coming, here = coming + moved[i.stage][i.run], here + moved[i.stage][i.run]
     return most_here, most_away
+
+
+def most_moved(instructions: Sequence[Instruction], stage: int, moved: dict[int, dict[int, int]]) -> int:
+    """Of these bytes, the most of one micro-batch in a stage: memory of CUDA graphs that no other uses while they are away."""
+    of_each: dict[int, list[Instruction]] = {}
+    for i in instructions:
+        if isinstance(i, Forward | Backward | Offload | Fetch) and i.stage == stage:
+            of_each.setdefault(i.mb, []).append(i)
+    return max((peak_moved(mine, moved)[0] for mine in of_each.values()), default=0) if any(moved[stage].values()) else 0
 
 
 def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int:

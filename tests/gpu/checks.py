@@ -458,14 +458,14 @@ def training_check(model: str, precision: str, bound: float, recompute: str = "n
     return check
 
 
-def graphs_check(model: str, precision: str, recompute: str) -> Callable[[torch.device], str]:
+def graphs_check(model: str, precision: str, recompute: str, dispatch: str = "auto", **train: Any) -> Callable[[torch.device], str]:
     """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3 micro-batches."""
 
     def check(device: torch.device) -> str:
         found = []
         for graphs in ("off", "on") if device.type == "cuda" else ("off", "off"):
-            run = base_run(model, 3, precision=precision, recompute=recompute, cuda_graphs=graphs)
-            run = replace(run, model=replace(run.model, initializer_range=0.1), layout=replace(run.layout, bucket_mb=0))
+            run = base_run(model, 3, precision=precision, recompute=recompute, cuda_graphs=graphs, **train)
+            run = replace(run, model=replace(run.model, initializer_range=0.1), layout=replace(run.layout, bucket_mb=0, dispatch=dispatch))
             state = build(make_plan(run, 1), Mesh(Grid(), device=device))
             init_weights(state)
             state.train()
@@ -505,6 +505,11 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
+    for recompute in ("none", "selective"):
+        found[f"llama: graphs on = off, bf16, recompute {recompute}, offload"] = graphs_check("llama", "bf16", recompute, offload_layers=3)
+    found["mixtral: graphs on = off, bf16, all-to-all"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall")
+    found["mixtral: graphs on = off, bf16, all-to-all, offload"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall", offload_layers=2)
+    found["mixtral: graphs on = off, bf16, plain experts"] = graphs_check("mixtral", "bf16", "none", dispatch="allgather", plain_ops=["grouped"])
     for model in ("llama", "gpt2", "qwen3"):
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, fp32"] = training_check(model, "fp32", 1e-4)

@@ -47,6 +47,16 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "llama-tied", dict(cp=2, cp_ulysses=2, cp_degree="dynamic"), dict(recompute="full", cuda_graphs="on")
         ),
         "mistral cp2, ring, full recompute": ("mistral", dict(cp=2), dict(recompute="full")),
+        "llama tp2, offload": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="off")),
+        "llama tp2, offload, graphs": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="on")),
+        "tied llama pp2 x 2 virtual stages, offload": (
+            "llama-tied", dict(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective", cuda_graphs="off")
+        ),
+        "tied llama pp2 x 2 virtual stages, offload, graphs": (
+            "llama-tied", dict(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective", cuda_graphs="on")
+        ),
+        "mixtral ep2, all-to-all, offload": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(offload_layers=3)),
+        "mixtral ep2, all-to-all, offload, graphs": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(offload_layers=3, cuda_graphs="on")),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
         "llama dp, level 2": ("llama", dict(sharding=2), {}),
@@ -58,6 +68,11 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "tied llama dp, level 3, kept until the step's end": ("llama-tied", dict(sharding=3, reshard_after_forward=False), {}),
         "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
         "mixtral ep2, all-to-all": ("mixtral", dict(ep=2, dispatch="alltoall"), {}),
+        "mixtral ep2, all-to-all, graphs": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(cuda_graphs="on")),
+        "qwen3_moe etp2, all-to-all, full recompute": ("qwen3_moe", dict(etp=2, dispatch="alltoall"), dict(recompute="full")),
+        "qwen3_moe etp2, all-to-all, full recompute, graphs": (
+            "qwen3_moe", dict(etp=2, dispatch="alltoall"), dict(recompute="full", cuda_graphs="on")
+        ),
         "mixtral tp2 ep2, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="allgather", expert_room=1.0), {}),
         "mixtral ep2, push, graphs": ("mixtral", dict(ep=2, dispatch="push"), {}),
         "mixtral tp2 ep2, push, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="push", expert_room=1.0), {}),
