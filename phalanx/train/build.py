@@ -37,8 +37,7 @@ from phalanx.train.low import LowState
 from phalanx.train.memory import OVERHEAD, rank_uses
 from phalanx.train.plan import Plan, low_names, low_precision
 
-NO_GRAPHS_DEALT = "layout.cp_degree=dynamic: train.cuda_graphs=on runs attention between graphs"
-NO_GRAPHS_STAGES = "no room for a pool of memory for each micro-batch in flight, by the forecast: train.cuda_graphs=on tries"
+NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
 ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: train.cuda_graphs=on copies between fixed places"
@@ -194,15 +193,16 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 
 def uses_graphs(plan: Plan, device: torch.device) -> bool:
-    """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own: only if asked for,
-    or where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and so where activations
-    wait on the host or some ops cannot be captured."""
+    """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own, and attention between
+    graphs places for what it reads and writes: only if asked for, or where there is room. Where weights or gradients come and go only if asked
+    for: they then keep their places; and so where activations wait on the host or experts cannot be captured."""
     wanted = plan.run.train.cuda_graphs
     if device.type != "cuda" or wanted == "off":
         return False
-    if wanted == "auto" and (uncaptured_ops(plan, device) or plan.offloaded or plan.buckets_come_and_go):
+    if wanted == "auto" and ("experts" in uncaptured_ops(plan, device) or plan.offloaded or plan.buckets_come_and_go):
         return False
-    return wanted == "on" or plan.grid.pp == 1 or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
+    one_pool = plan.grid.pp == 1 and not plan.grid.dynamic
+    return wanted == "on" or one_pool or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
 
 
 def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
@@ -260,11 +260,9 @@ def why_no_graphs(plan: Plan, device: torch.device) -> str:
         return NO_GRAPHS_SIZES
     if plan.offloaded:
         return NO_GRAPHS_OFFLOAD
-    if plan.grid.dynamic:
-        return NO_GRAPHS_DEALT
     if counts_rows(plan, device):
         return NO_GRAPHS_ROWS
-    return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_STAGES
+    return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_ROOM
 
 
 def wheels_chosen(plan: Plan, device: torch.device) -> str:
