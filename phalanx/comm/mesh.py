@@ -283,6 +283,12 @@ class Mesh:
         """What axes share."""
         return tuple(axis.memory for axis in self._axes if axis.memory is not None)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of this GPU's memory that others can read, which torch does not count as that of tensors; 0 on a CPU."""
+        shared = {id(axis.shared): axis.shared.nbytes for axis in self._axes if axis.shared is not None}
+        return (sum(m.nbytes for m in self.memories) + sum(shared.values())) if self.device.type == "cuda" else 0
+
     def warm_up(self) -> None:
         """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake.
 

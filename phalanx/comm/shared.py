@@ -215,6 +215,7 @@ class Shared:
         """parts: bytes of all parts that a rank gives others to read; largest: as of Sums; 0: nothing is pulled, or summed."""
         self.parts = Parts(axis, parts, device) if parts else None
         self.sums = Sums(axis, largest, device) if largest else None
+        self.nbytes = parts + (sums_bytes(axis.size, largest) if largest else 0)
 
     def open(self) -> None:
         if self.parts is not None:

@@ -38,7 +38,7 @@ class Symmetric:
     def __init__(self, axis: Axis, whole: int, device: torch.device):
         self.size, self.index, self.device = axis.size, axis.index, device
         self.whole = -(-whole // (ALIGN * axis.size)) * ALIGN * axis.size
-        total = 4 * self.whole
+        self.nbytes = total = 4 * self.whole
         self.turn = 0
         self.open: PulledParts | None = None  # the gathering that parts may still be on their way of
         self._handle: Any = None
