@@ -69,6 +69,8 @@ def kernels() -> list[tuple]:
     found.append((loss._stats, dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((loss._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide)))
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
+    flat = dict(out="*fp32", own="*fp32", received="*fp32", n="i32", distance="i32")
+    found += [(sum_kernel._add, flat, dict(INDEX=index, SIZE=4, ADD=index > 0, BLOCK=2048)) for index in (0, 2)]
     places = dict.fromkeys(("heads", "length", "first", "count", *(f"{x}_{d}" for x in ("out", "more") for d in ("seq", "head", "tok"))), "i32")
     found.append((join._join, dict(out="*fp32", lse="*fp32", more=BF, more_lse="*fp32", **places), dict(V=128, V_BLOCK=128, ROWS=16, **wide)))
     found += experts(wide) + low_precision()

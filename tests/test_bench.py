@@ -274,7 +274,7 @@ def test_recorded_steps_are_those_of_a_run_that_records_nothing(config, tmp_path
         (["train.profile=2:9"], "train.profile", ("1:4",)),
         (["train.profile=3:3"], "train.profile", ("1:4",)),
         (["train.profile=0:2"], "train.profile", ("1:4",)),
-        (["train.profile_ranks=all"], "train.profile_ranks", ("first",)),
+        (["train.profile=2:3:most"], "train.profile", ("1:4",)),
         (["log.budget=true"], "log.budget", (False,)),
     ],
 )

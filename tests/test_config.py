@@ -176,6 +176,7 @@ RULES = [
     ("layout.pp=2 layout.stages=[6,0]", 2, "layout.stages", (6, 0), "at least 1 block", set(), ((3, 3),)),
     ("layout.sharding=2 layout.prefetch=-1", 1, "layout.prefetch", -1, ">= 0", set(), (0, 1)),
     ("layout.prefetch=2", 2, "layout.prefetch", 2, "has no effect without sharding >= 2", {"layout.sharding"}, (1,)),
+    ("layout.sharding=0 layout.dp_overlap=off", 2, "layout.dp_overlap", "off", "has no effect without sharding >= 1", {"layout.sharding"}, ("auto",)),
     ("layout.sharding=2 layout.reshard_after_forward=false", 2, "layout.reshard_after_forward", False, "has no effect without sharding=3", {"layout.sharding"}, (True,)),
     ("layout.sharding=0 layout.shard_group=2", 4, "layout.shard_group", 2, "has no effect without sharding >= 1", {"layout.sharding"}, (None,)),
     ("layout.sharding=3 layout.shard_across=optimizer", 4, "layout.shard_across", "optimizer", "has no effect without shard_group", {"layout.shard_group"}, ("nothing",)),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from phalanx.base.batch import IGNORE
 from phalanx.comm.axis import Axis
-from phalanx.comm.sum_kernel import sum_parts
+from phalanx.comm.shared import add_pieces
+from phalanx.comm.sum_kernel import add_pieces_, sum_parts
 from phalanx.ops import cross_entropy
 from phalanx.ops.activation import swiglu
 from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
@@ -170,6 +171,18 @@ def test_sum_of_parts(dtype):
     truth = parts.double().sum(0)
     rounding = {torch.float64: 1e-15, torch.float32: 2e-7}.get(dtype, 2 * torch.finfo(dtype).eps)
     assert (sum_parts(parts).double() - truth).abs().max() <= rounding * truth.abs().max()
+
+
+@pytest.mark.parametrize("index, add", [(0, False), (0, True), (2, False), (3, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sum_of_pieces(dtype, index, add):
+    """The same bits as its twin: both add in rank order. Pieces lie apart; with `add` onto what was there, else in place of the own one."""
+    received = torch.as_strided(normal(3, 3000, dtype=dtype), (3, 2437), (3000, 1))
+    own, kept = normal(2437, dtype=dtype), normal(2437, dtype=dtype, seed=1)
+    found, truth = (kept.clone(), kept.clone()) if add else (own.clone(), own.clone())
+    add_pieces_(found, own if add else found, received, index, add)
+    add_pieces(truth, own if add else truth, received, index, add)
+    assert torch.equal(found, truth) and not torch.equal(found, kept if add else own)
 
 
 def test_auto_is_plain_on_the_cpu():

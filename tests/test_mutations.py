@@ -39,6 +39,10 @@ LAYOUTS = {
     "mixtral cp2, ep2, capacity": case("mixtral-full", 2, cp=2, ep=2, global_batch=2),
     "gpt2 tied pp2 dp2, level 2": case("gpt2", 4, pp=2, sharding=2, global_batch=4),
     "llama dp4 in pairs, level 3, optimizer over both": case("llama", 4, sharding=3, shard_group=2, shard_across="optimizer", global_batch=8),
+    "llama dp4 in pairs, level 3, optimizer over both, by copies": case(
+        "llama", 4, sharding=3, shard_group=2, shard_across="optimizer", global_batch=8, dp_overlap="on"
+    ),
+    "gpt2 dp2, level 1, by copies": case("gpt2", 2, global_batch=4, dp_overlap="on"),
     "llama dp4 in pairs, level 1": case("llama", 4, sharding=1, shard_group=2, global_batch=8),
     "mixtral ep2 of dp8 in fours, level 3": case("mixtral", 8, ep=2, sharding=3, shard_group=4, global_batch=8),
     "mixtral ep2 of dp8 in fours, level 2, optimizer over both": case(

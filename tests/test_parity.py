@@ -197,6 +197,14 @@ NAMED = {
         "mixtral", 4, cp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer", global_batch=4
     ),
     "level 3 in pairs of dp4, optimizer over both": case("llama", 4, sharding=3, shard_group=2, shard_across="optimizer"),
+    "level 3 in pairs of dp4, optimizer over both, by copies": case(
+        "llama", 4, sharding=3, shard_group=2, shard_across="optimizer", dp_overlap="on"
+    ),
+    "level 2, pp2 dp2, gpt2 tied across stages, by copies": case("gpt2", 4, pp=2, sharding=2, dp_overlap="on"),
+    "level 3, mixtral edp2 x ep2, tp2, by copies": case("mixtral", 4, tp=2, ep=2, sharding=3, dp_overlap="on"),
+    "level 1 in pairs of dp4, optimizer over both, tied, by copies": case(
+        "llama-tied", 4, sharding=1, shard_group=2, shard_across="optimizer", dp_overlap="on"
+    ),
     "level 3 in pairs of dp4, tp2, tied": case("llama-tied", 8, tp=2, sharding=3, shard_group=2),
     "level 3 in pairs of dp4, pp2, qwen3_moe ep2": case("qwen3_moe", 8, pp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer"),
 }
@@ -222,6 +230,8 @@ def sharding(pick: random.Random, dp: int, tp: int = 1, experts: int = 1) -> dic
     groups = [g for g in (2, 4) if dp % g == 0 and (g * tp % experts == 0 or experts % (g * tp) == 0)]
     if level and groups and pick.random() < 0.4:
         options |= {"shard_group": pick.choice(groups), "shard_across": pick.choice(["nothing", "optimizer"])}
+    if level:
+        options["dp_overlap"] = pick.choice(["on", "auto"])
     return options
 
 

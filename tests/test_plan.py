@@ -241,6 +241,8 @@ LAYOUTS = {
     ),
     "level 1, dp4 in pairs": (small("bf16", sharding=1, shard_group=2), 4),
     "level 3, dp4 in bf16": (small("bf16", sharding=3, bucket_mb=0), 4),
+    "level 3, dp4 in bf16, by copies": (small("bf16", sharding=3, bucket_mb=0, dp_overlap="on"), 4),
+    "level 1, tp2 dp2 in FP8, by copies": (coded(small("bf16", tp=2, bucket_mb=0, dp_overlap="on"), recipe="tensorwise"), 4),
     "level 3, dp4 in bf16, attention and the embedding frozen": (
         frozen(small("bf16", sharding=3, bucket_mb=0), "*attn*", "*embed_tokens*"), 4
     ),

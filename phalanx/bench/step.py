@@ -114,7 +114,8 @@ def peak_bytes(state: State) -> int | None:
     """Most bytes of tensors at once on the fullest rank, the first step included; None on a CPU, which does not count them."""
     if state.mesh.device.type != "cuda":
         return None
-    own = torch.tensor([torch.cuda.max_memory_allocated(state.mesh.device)], dtype=torch.int64, device=state.mesh.device)
+    peak = torch.cuda.max_memory_allocated(state.mesh.device) + state.mesh.shared_bytes
+    own = torch.tensor([peak], dtype=torch.int64, device=state.mesh.device)
     return int(state.mesh.world.all_reduce(own, "max").wait().item())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.base.errors import PeerLost
 from phalanx.comm.debug import Watch
+from phalanx.comm.shared import Shared
 from phalanx.comm.symmetric import PulledParts, PushedParts, PushedRows, Symmetric
 from phalanx.comm.waits import timed
 
@@ -141,6 +142,7 @@ class Axis:
         self.watch = watch or Watch()
         self._title = f"{name} of {self.size} ranks from {ranks[0]}"
         self.memory: Symmetric | None = None  # where set, matmuls overlap with their exchanges
+        self.shared: Shared | None = None  # where set, what lies there is pulled by the others, and sums go through it
 
     def _local(self, op: str, x: Tensor) -> bool:
         """Whether the call is to stay on this rank: size 1, or a test drops it."""
@@ -216,6 +218,8 @@ class Axis:
         own = out[self.index * n : (self.index + 1) * n]
         if self._local("all_gather", own):
             return Work(out)
+        if self._pulls(own):
+            return Work(out, self._run(lambda: self.shared.parts.pull(out, own)))  # type: ignore[union-attr]
         if out.device.type == "cpu":  # gloo needs input and output apart
             own = own.clone()
         return Work(out, self._run(lambda: _all_gather(out, own, self.group, async_op)))
@@ -225,7 +229,12 @@ class Axis:
         if self._local("all_gather", own):
             out.view(self.size, -1).copy_(own)
             return Work(out)
+        if self._pulls(own):
+            return Work(out, self._run(lambda: self.shared.parts.pull(out, own)))  # type: ignore[union-attr]
         return Work(out, self._run(lambda: _all_gather(out, own, self.group, async_op)))
+
+    def _pulls(self, own: Tensor) -> bool:
+        return self.shared is not None and self.shared.parts is not None and self.shared.parts.holds(own)
 
     def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
         """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum."""
@@ -240,12 +249,17 @@ class Axis:
         handle = self._run(lambda: dist.all_to_all_single(parts, x, group=self.group, async_op=async_op))
         return Work(out, handle, finish=lambda: _copy(out, parts.view(self.size, *out.shape).sum(0)))
 
-    def reduce_scatter_within(self, x: Tensor, async_op: bool = False) -> Work:
-        """Sum of x (size * n,) over the axis; each rank gets its own n elements, in place. The rest of x is undefined."""
+    def reduce_scatter_within(self, x: Tensor, async_op: bool = False, onto: Tensor | None = None) -> Work:
+        """Sum of x (size * n,) over the axis; each rank gets its own n elements, in place, or added to `onto` (n,): the result says which.
+        The rest of x is undefined."""
         n = x.numel() // self.size
         own = x[self.index * n : (self.index + 1) * n]
         if self._local("reduce_scatter", x):
             return Work(own)
+        sums = None if self.shared is None else self.shared.sums
+        if sums is not None and async_op:
+            out, add = (own, False) if onto is None else (onto, True)
+            return Work(out, self._run(lambda: sums.reduce(x, out, add)))
         if x.device.type != "cpu":
             return Work(own, self._run(lambda: _reduce_scatter(own, x, self.group, async_op)))
         apart = torch.empty_like(own)  # gloo needs input and output apart

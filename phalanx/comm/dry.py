@@ -55,7 +55,7 @@ class DryAxis(Axis):
         self._count("reduce_scatter", x)
         return Work(x.new_empty(x.shape[0] // self.size, *x.shape[1:]))
 
-    def reduce_scatter_within(self, x: Tensor, async_op: bool = False) -> Work:
+    def reduce_scatter_within(self, x: Tensor, async_op: bool = False, onto: Tensor | None = None) -> Work:
         self._count("reduce_scatter", x)
         n = x.numel() // self.size
         return Work(x[self.index * n : (self.index + 1) * n])

@@ -17,6 +17,7 @@ from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
+from phalanx.comm.shared import Shared
 from phalanx.comm.symmetric import Symmetric
 from phalanx.comm.waits import Waits
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
@@ -94,6 +95,7 @@ class Mesh:
         self._axes: list[Axis] = []
         self.closing: list[Callable[[], None]] = []
         self.overlapping: dict[str, str] = {}  # by axis: whether it hides its exchanges, and why not
+        self.sharing: dict[SumAxis, str] = {}  # the same of buckets whose gradients are summed over an axis
         self._subs: dict[Replica, Axis] = {}
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
@@ -232,10 +234,31 @@ class Mesh:
         `mode`: auto: where the axis is on GPUs of one host; on: that or an error, that the config's `field` cannot have this `value`
         but `others`; off. Returns what came of it, in words.
         """
-        self.overlapping[axis.name] = self._overlap(axis, mode, whole, Problem(field, value, "", {}, others))
-        return self.overlapping[axis.name]
 
-    def _overlap(self, axis: Axis, mode: str, whole: int, refused: Problem) -> str:
+        def make() -> None:
+            axis.memory = Symmetric(axis, whole, self.device)
+
+        self.overlapping[axis.name] = said = self._opened(axis, mode, make, Problem(field, value, "", {}, others))
+        axis.memory = axis.memory if said == "on" else None
+        return said
+
+    def share(self, inner: SumAxis, mode: str, parts: int, largest: int) -> str:
+        """Open memory in which those that share buckets (`groups`) pull weights and sum gradients; `mode` and what is returned as of `overlap`.
+
+        parts, largest: bytes, as of shared.Shared; nothing is opened for none.
+        """
+        groups = self.groups(inner)
+
+        def make() -> None:
+            groups.inner.shared = groups.gather.shared = Shared(groups.inner, parts, largest, self.device)
+
+        mode = mode if parts or largest else "off"
+        self.sharing[inner] = said = self._opened(groups.inner, mode, make, Problem("layout.dp_overlap", "on", "", {}, ("auto", "off")))
+        if said != "on":
+            groups.inner.shared = groups.gather.shared = None
+        return said
+
+    def _opened(self, axis: Axis, mode: str, make: Callable[[], None], refused: Problem) -> str:
         wanted = axis.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
         if not wanted:
             return "off"
@@ -245,13 +268,12 @@ class Mesh:
             trouble = f"the ranks are on {len(hosts)} hosts"
         else:
             try:
-                axis.memory = Symmetric(axis, whole, self.device)
+                make()
             except (RuntimeError, OSError, ImportError) as error:
                 trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
         found = [t for t in axis.all_gather_text(trouble) if t]
         if not found:
             return "on"
-        axis.memory = None
         if mode == "on":
             raise ConfigError([replace(refused, rule=f"needs memory that all ranks of {axis.name} share ({found[0]})")])
         return f"off: {found[0]}"
@@ -260,6 +282,12 @@ class Mesh:
     def memories(self) -> tuple[Symmetric, ...]:
         """What axes share."""
         return tuple(axis.memory for axis in self._axes if axis.memory is not None)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of this GPU's memory that others can read, which torch does not count as that of tensors; 0 on a CPU."""
+        shared = {id(axis.shared): axis.shared.nbytes for axis in self._axes if axis.shared is not None}
+        return (sum(m.nbytes for m in self.memories) + sum(shared.values())) if self.device.type == "cuda" else 0
 
     def warm_up(self) -> None:
         """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake.
@@ -284,7 +312,7 @@ class Mesh:
             let_go()
         self.closing.clear()
         for axis in self._axes:
-            axis.memory = None
+            axis.memory = axis.shared = None
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._axes.clear()

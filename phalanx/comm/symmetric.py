@@ -38,7 +38,7 @@ class Symmetric:
     def __init__(self, axis: Axis, whole: int, device: torch.device):
         self.size, self.index, self.device = axis.size, axis.index, device
         self.whole = -(-whole // (ALIGN * axis.size)) * ALIGN * axis.size
-        total = 4 * self.whole
+        self.nbytes = total = 4 * self.whole
         self.turn = 0
         self.open: PulledParts | None = None  # the gathering that parts may still be on their way of
         self._handle: Any = None
@@ -62,7 +62,7 @@ class Symmetric:
         return [self._handle.get_buffer(r, (total,), torch.uint8) for r in range(axis.size)]
 
     def _on_cpu(self, axis: Axis, total: int) -> list[Tensor]:
-        path = axis.all_gather_text(_make_file(total * axis.size) if axis.index == 0 else "")[0]
+        path = axis.all_gather_text(make_file(total * axis.size) if axis.index == 0 else "")[0]
         if not path:
             raise OSError(f"no room for {total * axis.size / 2**20:.0f} MiB in {FOLDER or tempfile.gettempdir()}")
         mapped = torch.from_file(path, shared=True, size=total * axis.size, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class Symmetric:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
 
-def _make_file(nbytes: int) -> str:
+def make_file(nbytes: int) -> str:
     """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path, or "" without room."""
     file, path = tempfile.mkstemp(prefix="phalanx-", dir=FOLDER)
     try:

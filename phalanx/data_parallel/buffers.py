@@ -17,6 +17,7 @@ from phalanx.data_parallel.codes import CodedBucket
 from phalanx.data_parallel.fixed_order import sum_of_squares
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.layout.buckets import Bucket
+from phalanx.layout.estimate import pulled_bytes, summed_bytes
 from phalanx.layout.shards import Sharding
 from phalanx.ops.moments import Narrow
 from phalanx.ops.shard import Shard
@@ -43,15 +44,29 @@ class Buffers:
 
     def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
                  training: bool = True, leaves: int = 0, sources: int = 0, together: int = 1,
-                 places: Places | None = None):  # fmt: skip
+                 places: Places | None = None, overlap: str = "off"):  # fmt: skip
+        """overlap: layout.dp_overlap."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
+        self._share(buckets, precision, sharding, training, overlap)
         memory = _memory_of(places, precision, mesh.device)
         for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
             made = CodedBucket if bucket.coded and training else FlatBucket
             flat = made(bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id))
             flat.attach(params)
             self.flat.append(flat)
+
+    def _share(self, buckets: list[Bucket], precision: Precision, sharding: Sharding, training: bool, overlap: str) -> None:
+        """Open the memory in which ranks of one host exchange what they cut among them, for the buckets of each axis."""
+        for axis in sorted({b.axis for b in buckets}):
+            cuts = [(b, sharding.cut(b, self.mesh.grid, training)) for b in buckets if b.axis == axis]
+            parts = sum(pulled_bytes(b, cut, precision.compute.itemsize) for b, cut in cuts)
+            self.mesh.share(axis, overlap, parts, max(summed_bytes(b, cut, precision.master.itemsize) for b, cut in cuts))
+
+    def open(self) -> None:
+        """Before parts of weights that neighbours read are changed: until all have read them."""
+        for parts in {id(f.parts): f.parts for f in self.flat if f.parts is not None}.values():
+            parts.open()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What the executor does for instructions about buckets."""
@@ -124,6 +139,7 @@ class Buffers:
 
     def publish(self) -> None:
         """Write the masters back to the weights and start gathering them; the optimizer's update has done the first already."""
+        self.open()
         for f in self.flat:
             f.write_back()
         self.gather()

@@ -55,9 +55,12 @@ class CodedBucket(FlatBucket):
         device, numel = self.mesh.device, self.bucket.numel
         self.weight = torch.zeros(numel, dtype=precision.compute, device=device)
         self.master = torch.zeros(self.hi - self.lo, dtype=precision.master, device=device)
-        memory = torch.zeros(2 * numel, dtype=torch.uint8, device=device) if place is None else place.view(torch.uint8)
+        if not self.cut.cuts_weights:
+            memory = self._staying(2 * numel, torch.uint8)
+        else:
+            memory = torch.zeros(2 * numel, dtype=torch.uint8, device=device) if place is None else place.view(torch.uint8)
         self.both = memory[: 2 * numel].view(2, numel)
-        self.codes_at, self.codes_kept = self._kept(self.both[0], self.cut.cuts_weights)
+        self.codes_at, self.codes_kept = self._kept(self.both[0])
         self.whole_values, self.changed, self._came = False, True, False
 
     def attach(self, params: list[nn.Parameter]) -> None:
@@ -128,9 +131,10 @@ class CodedBucket(FlatBucket):
         self.changed = False
         inner, outer = self.groups.inner, self.groups.outer
         if self.cut.outside:
-            self._gathering = outer.all_gather_into(self.codes_kept[self.part[0] - self.codes_at : self.part[1] - self.codes_at], async_op=True)
+            part = self.codes_kept[self.part[0] - self.codes_at : self.part[1] - self.codes_at]
+            self._gathering, self._moved = outer.all_gather_into(part, async_op=True), True
         if self.level > 0 and not self.cut.cuts_weights:
-            self.ready()
+            self.arrive()
             self._gathering = inner.all_gather_into(self.both[0], async_op=True)
         self._came = not self.cut.cuts_weights
         if self.whole_values and not self.cut.cuts_weights:
@@ -143,7 +147,7 @@ class CodedBucket(FlatBucket):
         """When they are needed next."""
 
     def fetch(self) -> None:
-        FlatBucket.ready(self)
+        self.arrive()
         if self.weight_comes:
             allocate(self.both)
         self._gathering = self.groups.gather.all_gather_to(self.both[0], self.codes_kept, async_op=True)
@@ -228,6 +232,8 @@ class Family:
         if not any(f.changed for f in self.buckets) and self._current == self.low.current:
             return
         self._current = self.low.current
+        if self.buckets[0].parts is not None:
+            self.buckets[0].parts.open()
         given = [scale for _, m, _ in self.all if (scale := m.low.given_scale()) is not None]
         known = len(given) == len(self.all)
         self.bits.zero_()

@@ -76,9 +76,11 @@ class FlatBucket:
         self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
         self.lo, self.hi = self.cut.updated(*at)
         self.weight_comes, self.grad_comes = (self.cut.cuts_weights and places[0] is None), (self.cut.cuts_gradients and places[1] is None)
+        shared = self.groups.inner.shared
+        self.parts = None if shared is None else shared.parts
         self._make_weights(precision, places[0])
         self.grad = _memory(places[1], bucket.numel if self.training else 0, precision.master, device)
-        self.grad_at, self.grad_kept = self._kept(self.grad, self.cut.cuts_gradients)
+        self.grad_at, self.grad_kept = (self.part[0], torch.zeros_like(self.grad[slice(*self.part)])) if self.cut.cuts_gradients else (0, self.grad)
         self.sums = self._sums() if self.training else []
         grid, self.together = mesh.grid, together
         self.shared_by = grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))  # ranks with parts of a micro-batch
@@ -89,15 +91,22 @@ class FlatBucket:
         self._reducing: Work | None = None
         self._sharing: Work | None = None
         self._gathering: Work | None = None
+        self._moved = False  # whether this rank's part came from other groups since its neighbours were given it
 
     def _make_weights(self, precision: Precision, place: Tensor | None) -> None:
-        self.weight = _memory(place, self.bucket.numel, precision.compute, self.mesh.device)
-        self._weights = self._kept(self.weight, self.cut.cuts_weights)
+        numel, dtype = self.bucket.numel, precision.compute
+        self.weight = _memory(place, numel, dtype, self.mesh.device) if self.cut.cuts_weights else self._staying(numel, dtype)
+        self._weights = self._kept(self.weight)
         own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
         self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=own.device)
 
-    def _kept(self, whole: Tensor, cut: bool) -> tuple[int, Tensor]:
-        return (self.part[0], torch.zeros_like(whole[slice(*self.part)])) if cut else (0, whole)
+    def _kept(self, whole: Tensor) -> tuple[int, Tensor]:
+        """What is always here of weights: number of its first element, and its values."""
+        return (self.part[0], self._staying(self.part[1] - self.part[0], whole.dtype)) if self.cut.cuts_weights else (0, whole)
+
+    def _staying(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) zero: memory of weights that are always here, from which the others pull where ranks share any."""
+        return torch.zeros(numel, dtype=dtype, device=self.mesh.device) if self.parts is None else self.parts.place(numel, dtype)
 
     def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
         """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum over dp."""
@@ -157,7 +166,8 @@ class FlatBucket:
         if self.level == 0:
             self._share()
         else:
-            self._reducing = self.groups.inner.reduce_scatter_within(self.grad, async_op=True)
+            onto = self.grad_kept if self.cut.cuts_gradients else None
+            self._reducing = self.groups.inner.reduce_scatter_within(self.grad, async_op=True, onto=onto)
 
     def _sum_in_order(self) -> None:
         """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
@@ -174,10 +184,10 @@ class FlatBucket:
 
     def close(self, last: bool) -> None:
         """Wait for the group's sum and keep this rank's part; after the `last` of the step start the sum over groups."""
-        self._reducing.wait()  # type: ignore[union-attr]
+        summed = self._reducing.wait()  # type: ignore[union-attr]
         self._reducing = None
-        if self.cut.cuts_gradients:
-            self.grad_kept.add_(self.grad[slice(*self.part)])
+        if self.cut.cuts_gradients and summed is not self.grad_kept:
+            self.grad_kept.add_(summed)
         if self.grad_comes:
             let_go(self.grad)
         if last:
@@ -285,20 +295,27 @@ class FlatBucket:
         """Start gathering what each group has updated of this rank's part."""
         if self.cut.outside:
             part = self.weight_kept[self.part[0] - self.weight_at : self.part[1] - self.weight_at]
-            self._gathering = self.groups.outer.all_gather_into(part, async_op=True)
+            self._gathering, self._moved = self.groups.outer.all_gather_into(part, async_op=True), True
 
     def gather_parts(self) -> None:
         """Start gathering the weights of all parts, where they are kept whole."""
         if self.level > 0 and not self.cut.cuts_weights:
-            self.ready()
+            self.arrive()
             self._gathering = self.groups.inner.all_gather_into(self.weight, async_op=True)
 
     def fetch(self) -> None:
         """Give the weights memory and start gathering all parts into it."""
-        self.ready()
+        self.arrive()
         if self.weight_comes:
             allocate(self.weight)
         self._gathering = self.groups.gather.all_gather_to(self.weight, self.weight_kept, async_op=True)
+
+    def arrive(self) -> None:
+        """Wait until this rank's part has come from other groups: neighbours may then have it too."""
+        FlatBucket.ready(self)
+        if self._moved and self.parts is not None:
+            self.parts.changed()
+        self._moved = False
 
     def ready(self) -> None:
         """Wait until the weights have arrived."""

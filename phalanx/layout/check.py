@@ -28,7 +28,7 @@ def check_sharding(config: LayoutConfig, world_size: int, experts: int) -> list[
     found = no_effect("layout", config, ("prefetch",), "sharding >= 2", level) if config.sharding < 2 else []
     found += no_effect("layout", config, ("reshard_after_forward",), "sharding=3", level) if config.sharding < 3 else []
     if config.sharding == 0:
-        return found + no_effect("layout", config, ("shard_group", "shard_across"), "sharding >= 1", level)
+        return found + no_effect("layout", config, ("shard_group", "shard_across", "dp_overlap"), "sharding >= 1", level)
     if config.shard_group is None:
         return found + no_effect("layout", config, ("shard_across",), "shard_group", {"layout.shard_group": None})
     return found + check_group(config, world_size // (config.pp * config.tp), experts)

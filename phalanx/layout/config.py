@@ -51,6 +51,9 @@ class LayoutConfig:
     """Cut over this many neighbouring data-parallel ranks (such as those of a node) and keep copies on the others; unset: over all of them."""
     shard_across: Literal["nothing", "optimizer"] = "nothing"
     """With shard_group: what is cut over the groups too, instead of being held by each. optimizer: its state."""
+    dp_overlap: Literal["auto", "on", "off"] = "auto"
+    """Bring weights to data-parallel ranks, and gradients to the rank that sums them, by copies through memory that the ranks share, which take
+    no multiprocessors from the matmuls beside them. auto: on GPUs of one host; on, off."""
     prefetch: int = 1
     """Levels 2 and 3: how many runs of blocks before its use a weight is gathered, and how many after its backward a gradient may still travel."""
     reshard_after_forward: bool = True

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Grid
-from phalanx.layout.shards import Sharding
+from phalanx.layout.shards import Cut, Sharding
 
 
 class Allocations(TorchDispatchMode):
@@ -131,3 +131,17 @@ def bucket_bytes(buckets: Iterable[Bucket], weight: int, master: int, grid: Grid
             found["masters"] += 0 if weight == master and not b.coded else updated * master
             found["moments"] += round(2 * updated * (moment or master))
     return found
+
+
+def pulled_bytes(bucket: Bucket, cut: Cut, weight: int) -> int:
+    """Of a bucket, where ranks share memory: what of its weights always lies there, for neighbours to pull their parts from."""
+    if cut.level == 0:
+        return 0
+    if cut.cuts_weights:
+        return cut.numel // cut.inner * bucket.sent_bytes(weight)
+    return cut.numel * (2 if bucket.coded else weight)
+
+
+def summed_bytes(bucket: Bucket, cut: Cut, master: int) -> int:
+    """Of the part of a bucket's gradients that a rank sums for its neighbours; in a fixed order they go another way."""
+    return cut.numel // cut.inner * master if cut.level > 0 and bucket.learns and not cut.in_order else 0

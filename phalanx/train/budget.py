@@ -300,6 +300,8 @@ def _remedy(row: str, run: Run) -> str:
         axis = row.split()[1]
         if axis == "tp" and layout.tp_overlap == "off":
             return "layout.tp_overlap=auto hides it in the matmuls"
+        if axis in ("dp", "edp") and layout.dp_overlap == "off":
+            return "layout.dp_overlap=auto moves it by copies beside the matmuls"
         return {
             "tp": f"a smaller layout.tp than {layout.tp} if memory allows (`phalanx plan` says)",
             "cp": f"a smaller layout.cp than {layout.cp} if memory allows (`phalanx plan` says)",

@@ -117,6 +117,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     buffers = Buffers(
         buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves, sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0), places=plan.places[mesh.at.pp] if plan.places else None,
+        overlap=plan.run.layout.dp_overlap,
     )  # fmt: skip
     optimizer = AdamW(buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
@@ -245,8 +246,15 @@ def choices(state: State) -> str:
         dispatch += (f" (no push: {beside.removeprefix('off: ')})" if beside != "off" else "") if by_messages else f" through shared memory {beside}"
     order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
     overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
+    overlap += shared_text(mesh)
     low = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if adds_apart(state.plan, mesh.device) else ""
     return f"kernels {'triton' + plain if triton else 'plain'}{wheels}{low}; CUDA graphs {graphs}{overlap}{dispatch}{order}"
+
+
+def shared_text(mesh: Mesh) -> str:
+    """How what is sharded is exchanged, by axis, where there is anything to exchange."""
+    found = [(axis, said) for axis, said in sorted(mesh.sharing.items()) if mesh.groups(axis).inner.size > 1]
+    return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
 
 
 def adds_apart(plan: Plan, device: torch.device) -> bool:

@@ -164,10 +164,8 @@ def check_profile(run: Run) -> list[Problem]:
     """Steps to record exist; a budget has its steps."""
     c, found = run.train, []
     steps = profiled_steps(c.profile)
-    if c.profile is None:
-        found += no_effect("train", c, ("profile_ranks",), "train.profile", {"train.profile": None})
-    elif steps is None or not 1 <= steps.start < steps.stop <= c.steps + 1:
-        rule = "must be FIRST:END with 1 <= FIRST < END <= steps + 1"
+    if c.profile is not None and (steps is None or not 1 <= steps.start < steps.stop <= c.steps + 1):
+        rule = "must be FIRST:END or FIRST:END:all with 1 <= FIRST < END <= steps + 1"
         found.append(problem("train", c, "profile", rule, {"train.steps": c.steps}, (f"{max(1, c.steps - 2)}:{c.steps + 1}",)))
     if run.log.budget and c.steps < BUDGET_AT:
         found.append(problem("log", run.log, "budget", f"needs at least {BUDGET_AT} steps", {"train.steps": c.steps}, (False,)))

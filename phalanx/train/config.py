@@ -125,9 +125,8 @@ class TrainConfig:
     time_limit_s: float | None = None
     """Seconds after which the run finishes its step, saves and ends with exit code 75, as on SIGTERM; unset: no limit."""
     profile: str | None = None
-    """Steps to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/ folder."""
-    profile_ranks: Literal["first", "all"] = "first"
-    """Whose steps train.profile records: first (rank 0), or all."""
+    """Steps of rank 0 to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/ folder; FIRST:END:all: of
+    all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

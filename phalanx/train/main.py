@@ -206,7 +206,7 @@ def loop_of(
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     device = find_device(name)
     peak = device.peak(run.train.precision) if device else None
-    speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length)
+    speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length, mesh.shared_bytes)
     trackers = None
     if mesh.rank == 0:
         log.info(describe(state, total_samples(run)))

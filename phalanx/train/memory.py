@@ -15,7 +15,9 @@ from phalanx.base.pairwise import waiting
 from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.dry import DryAxis
-from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure
+from phalanx.comm.shared import sums_bytes
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure, summed_bytes
 from phalanx.layout.grid import Coords
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
@@ -182,6 +184,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
         shared += 4 * plan.expert_exchange_bytes
+    shared += sum_pieces(plan, buckets, kind.master.itemsize)
     blocks_here = plan.blocks_of(Coords(pp=pp))
     lows = [(p.low, p.spec) for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None]  # type: ignore[attr-defined]
     codes = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
@@ -219,6 +222,17 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     in_slot = {s: kept[s] + most_moved(program.lists[pp], s, moved) for s in kept}
     pools = pool_bytes(plan, trace.live[pp], in_slot, working) - memory["activations"]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
+
+
+def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
+    """Bytes for pieces of gradients on their way to the rank that sums them, where ranks share memory (comm.shared)."""
+    if plan.run.layout.dp_overlap == "off":
+        return 0
+    largest: dict[tuple[str, int], int] = {}
+    for b, cut in ((b, plan.sharding.cut(b, plan.grid)) for b in buckets):
+        if cut.level > 0:
+            largest[b.axis, cut.inner] = max(largest.get((b.axis, cut.inner), 0), summed_bytes(b, cut, master))
+    return sum(sums_bytes(size, nbytes) for (_, size), nbytes in largest.items())
 
 
 def whole_tokens(plan: Plan) -> int:

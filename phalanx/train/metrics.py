@@ -106,12 +106,14 @@ class Counters:
 
 @dataclass(frozen=True)
 class Speed:
-    """Facts for rates: FLOPs per token (forward and backward), ranks, the device's peak in FLOP/s if known, tokens per sequence."""
+    """Facts for rates: FLOPs per token (forward and backward), ranks, the device's peak in FLOP/s if known, tokens per sequence. shared: bytes
+    of memory that a GPU shares with others, which its count of tensors lacks."""
 
     flops_per_token: float
     ranks: int
     peak: float | None
     seq_length: int
+    shared: int = 0
 
 
 def peak_memory(device: torch.device) -> int:
@@ -259,7 +261,7 @@ class Reporter:
         return {
             "step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens_per_s": rate,
             "tokens_per_s_per_gpu": rate / self.speed.ranks, "tflops_per_gpu": flops / 1e12,
-            "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": peak_memory(self.device) / 2**30,
+            "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": (peak_memory(self.device) + self.speed.shared) / 2**30,
             "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
             "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
             **self._low_values(pending), **({"slow": {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),

@@ -74,7 +74,7 @@ def report(error: BaseException, watched: Watched) -> str:
     uses, _ = rank_uses(plan, plan.num_micro_batches(plan.run.train.global_batch))
     forecast = uses[mesh.at.pp].memory
     actual = held(watched.state) if watched.state else {}
-    total = allocated(mesh.device)
+    total = allocated(mesh)
     if total is not None and actual:
         actual["activations, working, messages"] = max(0, total - sum(actual.values()))
     lines = [
@@ -149,8 +149,8 @@ def capacity(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
-def allocated(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+def allocated(mesh: Mesh) -> int | None:
+    return torch.cuda.memory_allocated(mesh.device) + mesh.shared_bytes if mesh.device.type == "cuda" else None
 
 
 def size_text(nbytes: int) -> str:

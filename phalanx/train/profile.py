@@ -20,7 +20,7 @@ from phalanx.schedule.actions import Instruction
 from phalanx.train.build import State
 
 STEP, COMM, BLOCK = "step ", "comm ", "block "  # how the names of steps, communication and blocks begin
-INSTRUCTIONS = ("forward", "backward", "recv", "wait", "send", "gather", "reduce")
+INSTRUCTIONS = ("forward", "backward", "recv", "wait", "send", "gather", "reduce", "open", "close")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into", "all_gather_to", "reduce_scatter", "reduce_scatter_within", "broadcast", "send", "recv",
                "gather", "scatter")  # fmt: skip
 

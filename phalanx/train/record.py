@@ -21,8 +21,8 @@ BUDGET_FROM_STEPS = 100  # shorter runs are not slowed down by a recording that 
 
 
 def profiled_steps(text: str | None) -> range | None:
-    """`10:13` -> steps 10, 11, 12; None if it is not of that form."""
-    found = re.fullmatch(r"(\d+):(\d+)", text or "")
+    """`10:13`, or `10:13:all` -> steps 10, 11, 12; None if it is not of that form."""
+    found = re.fullmatch(r"(\d+):(\d+)(:all)?", text or "")
     return range(int(found[1]), int(found[2])) if found else None
 
 
@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, state: State, first: int, log: Log):
         self.state, self.log = state, log
         run, mesh = state.plan.run, state.mesh
-        mine = mesh.rank == 0 or run.train.profile_ranks == "all"
+        mine = mesh.rank == 0 or (run.train.profile or "").endswith(":all")
         steps = profiled_steps(run.train.profile) if mine else None
         self.traced = range(max(first, steps.start), steps.stop) if steps else range(0)
         budget = first + BUDGET_AT - 2

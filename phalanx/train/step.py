@@ -106,6 +106,7 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     factor = 1.0 / scaler.scale
     if clip > 0:
         factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
+    buffers.open()
     state.optimizer.update(lr, skip, factor)
     buffers.gather()
     buffers.zero_rest()

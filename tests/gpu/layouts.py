@@ -62,6 +62,8 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama dp, level 2": ("llama", dict(sharding=2), {}),
         "llama dp, level 2, graphs": ("llama", dict(sharding=2), dict(cuda_graphs="on")),
         "llama dp, level 3": ("llama", dict(sharding=3), {}),
+        "llama dp, no copies": ("llama", dict(dp_overlap="off"), {}),
+        "llama dp, level 3, no copies": ("llama", dict(sharding=3, dp_overlap="off"), {}),
         "mixtral ep2, deterministic": ("mixtral", dict(ep=2), dict(deterministic=True)),
         "llama dp, level 3, graphs": ("llama", dict(sharding=3), dict(cuda_graphs="on")),
         "llama dp, level 3, full recompute": ("llama", dict(sharding=3), dict(recompute="full")),
