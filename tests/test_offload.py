@@ -117,3 +117,13 @@ def test_the_plan_says_what_waits_where():
     assert "of activations" in plan_text(run, 1) and "host" not in plan_text(stored, 1)
     here, all_here = (rank_uses(make_plan(r, 1), 8)[0][0].memory["activations"] for r in (run, stored))
     assert here < all_here
+
+
+@pytest.mark.parametrize("recompute", ["none", "long", "full"])
+def test_inputs_of_layers_leave_too(ranks, recompute):
+    """Each layer a run of its own: its input is the output of the one before, which then lets go of it too. Truth: what really leaves."""
+    run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")
+    run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), data=DataConfig(mock=True))
+    (use,), _ = rank_uses(make_plan(run, 1), 4)
+    (left,) = ranks.run("tests.test_offload:offloaded_bytes", 1, run)
+    assert left > 0 and use.host == pytest.approx(left, rel=0.02)

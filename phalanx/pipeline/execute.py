@@ -14,7 +14,7 @@ from phalanx.base.batch import Batch
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
-from phalanx.nn.held import Held, Mover
+from phalanx.nn.held import Held, Mover, hollow
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
 from phalanx.pipeline.graphs import Eager
@@ -117,10 +117,15 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """What is held elsewhere too stays: the run's input and output, weights, the batch and what was derived from it."""
-        where, batch = (i.stage, i.run), self.batches[i.mb]
-        weights = (p for block in self.runs[where] for p in block.parameters())
-        self.offloaded_bytes += self._held[*where, i.mb].leave((*self._saved[*where, i.mb], *weights, *batch.tensors))
+        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it; and its input, if that is memory
+        of a graph."""
+        (x, y), batch, held = self._saved[i.stage, i.run, i.mb], self.batches[i.mb], self._held[i.stage, i.run, i.mb]
+        weights = (p for block in self.runs[i.stage, i.run] for p in block.parameters())
+        self.offloaded_bytes += held.leave((y, *weights, *batch.tensors, *((x,) if self.runner.reuses_memory else ())))
+        if held.took(x):
+            before = self._saved.get((i.stage, i.run - 1, i.mb))
+            for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
+                hollow(tensor)
 
     def fetch(self, i: Fetch) -> None:
         self._held[i.stage, i.run, i.mb].come_back()
@@ -139,7 +144,9 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
-        self._held.pop((i.stage, i.run, i.mb), None)
+        held = self._held.pop((i.stage, i.run, i.mb), None)
+        if held is not None:
+            held.arrive()
         dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
         if (i.stage, i.run) == self._ends[0]:
             self.batches[i.mb].forget()
