@@ -75,6 +75,9 @@ LAYOUTS = {
     "gpt2 tp2 pp2, dropout": ("gpt2", 4, LayoutConfig(tp=2, pp=2, bucket_mb=0), dict(offload_layers=2)),
     "llama pp2 x 2, selective recompute": ("llama-tied", 2, LayoutConfig(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective")),
     "qwen3_moe ep2, level 3": ("qwen3_moe", 2, LayoutConfig(ep=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["norm", "up"])),
+    "llama cp2, heads, level 3, all but attention again": (
+        "llama", 2, LayoutConfig(cp=2, cp_ulysses=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["layer"])
+    ),
     "deepseek_v3 with further tokens": ("deepseek_v3-mtp", 1, LayoutConfig(bucket_mb=0), dict(offload_layers=2)),
 }
 
