@@ -75,6 +75,9 @@ LAYOUTS = {
     "gpt2 tp2 pp2, dropout": ("gpt2", 4, LayoutConfig(tp=2, pp=2, bucket_mb=0), dict(offload_layers=2)),
     "llama pp2 x 2, selective recompute": ("llama-tied", 2, LayoutConfig(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective")),
     "qwen3_moe ep2, level 3": ("qwen3_moe", 2, LayoutConfig(ep=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["norm", "up"])),
+    "llama cp2, heads, level 3, all but attention again": (
+        "llama", 2, LayoutConfig(cp=2, cp_ulysses=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["layer"])
+    ),
     "deepseek_v3 with further tokens": ("deepseek_v3-mtp", 1, LayoutConfig(bucket_mb=0), dict(offload_layers=2)),
 }
 
@@ -122,7 +125,8 @@ def test_the_plan_says_what_waits_where():
 def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
     """Of each, two layers at most are here at once: one that is computed, and one on its way. Without graphs micro-batches share that room."""
     run = load_run("recipes/tiny_llama.yaml", ["model.num_hidden_layers=8", "train.offload_layers=8", "train.global_batch=4", "train.micro_batch=1"])
-    plan = make_plan(replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0)), 1)
+    run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), train=replace(run.train, cuda_graphs="on"))
+    plan = make_plan(run, 1)
     (use,), _ = rank_uses(plan, 4)
     blocks = block_uses(plan)
     layer = blocks[1].bytes
@@ -130,3 +134,13 @@ def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
     leaves = layer.kept - layer.output
     assert use.memory["activations"] == 4 * stays + 2 * leaves
     assert use.memory["activations"] + use.pools == 4 * (stays + 2 * leaves) + 3 * max(b.bytes.working for b in blocks)
+
+
+@pytest.mark.parametrize("recompute", ["none", "long", "full"])
+def test_inputs_of_layers_leave_too(ranks, recompute):
+    """Each layer a run of its own: its input is the output of the one before, which then lets go of it too. Truth: what really leaves."""
+    run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")
+    run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), data=DataConfig(mock=True))
+    (use,), _ = rank_uses(make_plan(run, 1), 4)
+    (left,) = ranks.run("tests.test_offload:offloaded_bytes", 1, run)
+    assert left > 0 and use.host == pytest.approx(left, rel=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -59,8 +60,9 @@ def test_the_same_bits_whatever_is_made_again(model):
     loss, gradients, tape = loss_and_gradients(model, frozenset())
     names = tape.names
     assert {"norm", "qkv", "rope", "attention", "up", "activation", "block"} <= names <= set(OPS) and not tape.reran
-    sets = {frozenset({n}) for n in names} | {frozenset(p) for p in PRESETS.values()}
-    sets |= {frozenset(names - {"block"}), frozenset({"norm", "qkv"}), frozenset({"norm", "qkv", "rope"}), frozenset({"norm", "up", "activation"})}
+    sets = {frozenset({n}) for n in names - {"mlp"}} | {frozenset(p) - {"mlp"} for p in PRESETS.values()}
+    sets |= {frozenset(names - {"block", "mlp"})}
+    sets |= {frozenset({"norm", "qkv"}), frozenset({"norm", "qkv", "rope"}), frozenset({"norm", "up", "activation"})}
     for again in sets:
         loss_again, gradients_again, tape = loss_and_gradients(model, again)
         assert torch.equal(loss_again, loss), sorted(again)
@@ -75,6 +77,49 @@ def test_each_op_runs_again_once():
     assert not loss_and_gradients("llama", frozenset({"qkv"}))[2].reran
     assert loss_and_gradients("llama", frozenset({"norm", "qkv", "rope"}))[2].reran == {"norm": 8, "qkv": 4, "rope": 4}
     assert loss_and_gradients("llama", frozenset({"block"}))[2].reran == {"block": 5}
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("again", [{"mlp"}, {"mlp", "norm", "up"}, {"layer", "mlp"}, {"block", "mlp"}], ids=sorted)
+def test_mlps_in_pieces(model, again):
+    """Truth: all stored, all tokens at once. Weights' gradients are the same sums in another order."""
+    loss, gradients, _ = loss_and_gradients(model, frozenset())
+    loss_again, gradients_again, _ = loss_and_gradients(model, frozenset(again))
+    assert loss_again.item() == pytest.approx(loss.item(), rel=1e-14)
+    for a, b in zip(gradients, gradients_again):
+        assert (a is None and b is None) or (a - b).abs().max() <= 1e-13 * a.abs().max()  # type: ignore[union-attr,operator]
+
+
+def test_what_runs_again_of_a_layer():
+    """Attention over tokens does not. Of an MLP in pieces, whose input a layer saves last, nothing does before its own backward."""
+    calls: Counter[str] = Counter()
+
+    class Counting(Tape):
+        def keep(self, make, *inputs):
+            def counted(*inputs):
+                calls["attention"] += 1
+                return make(*inputs)
+
+            return super().keep(counted, *inputs)
+
+        def in_pieces(self, make, x, params):
+            def counted(x):
+                calls["mlp"] += len(x)
+                return make(x)
+
+            return super().in_pieces(counted, x, params)
+
+    for again, expected in (({"block"}, (8, 2)), ({"layer"}, (4, 2)), ({"layer", "mlp"}, (4, 2)), ({"mlp"}, (4, 2))):
+        calls.clear()
+        blocks, batch, x = blocks_of("llama"), sample_batch([3, 4], documents=True), torch.empty(0, dtype=torch.float64)
+        tape = Counting()
+        for block in blocks:
+            block.again = frozenset(again)
+            for module in block.modules():
+                module.env = replace(module.env, tape=tape)  # type: ignore[union-attr,operator]
+            x = run_block(block, x, batch)
+        x.backward()
+        assert (calls["attention"], calls["mlp"] / (4 * batch.num_tokens)) == expected, again
 
 
 def test_an_op_that_runs_differently_the_second_time_is_an_error():
@@ -128,10 +173,10 @@ def kept_bytes(family: str, again: frozenset[str], device: str) -> int:
 
 @pytest.mark.parametrize("family", WIDER)
 def test_forecast_bytes_are_those_kept(family):
-    names = [n for n in OPS if n not in ("experts", "dropout", "block")]
+    names = [n for n in OPS if n not in ("experts", "dropout", "layer", "block")]
     pairs = list(itertools.combinations(names, 2))
     sets = [frozenset(c) for c in random.Random(family).sample(pairs, 5)] + [frozenset(names), frozenset({"norm", "qkv", "rope"})]
-    for again in sets:
+    for again in (*sets, frozenset({"layer"}), frozenset({"layer", "mlp"})):
         assert kept_bytes(family, again, "meta") == pytest.approx(kept_bytes(family, again, "cpu"), rel=0.02), sorted(again)
     assert kept_bytes(family, frozenset({"block"}), "cpu") == 256 * 64 * 4
     everything = kept_bytes(family, frozenset(names), "cpu")
@@ -212,7 +257,7 @@ def test_what_is_kept_follows_from_one_forward(family):
     """Truth: the bytes measured for the set, less what no set of ops changes (and what is kept beside saved tensors)."""
     plan = make_plan(replace(tall(None), model=WIDER[family]), 1)
     trace, dry, beside = traced(plan, 1), DryBlock.of(plan, 1), set()
-    names = sorted(trace.prices)
+    names = sorted(set(trace.prices) - {"layer"})
     for n in range(12):
         dry.block.again = frozenset(random.Random(n).sample(names, n % len(names)) if n < 11 else ["block"])
         beside.add(dry.use(torch.float32).bytes.kept - trace.kept_of(dry.block.again))

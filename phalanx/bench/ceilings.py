@@ -16,6 +16,7 @@ from phalanx.train.config import Run
 WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate falls to what its power limit allows
 RUN_S = 0.06  # then each measurement lasts about this long
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+MOST_TOKENS = 2**16  # of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ def measure_ceilings(run: Run, device: torch.device) -> Ceilings:
 
 
 def gemm_shapes(run: Run) -> list[tuple[int, int, int]]:
-    """(tokens, in, out) of one layer's linears on one rank of the layout."""
+    """(tokens, in, out) of one layer's linears on one rank of the layout, for at most MOST_TOKENS."""
     m, tp = run.model, run.layout.tp
-    tokens, heads = run.train.micro_batch * run.train.seq_length, m.num_attention_heads
+    tokens, heads = min(MOST_TOKENS, run.train.micro_batch * run.train.seq_length), m.num_attention_heads
     head = getattr(m, "head_dim", None) or m.hidden_size // heads
     kv = getattr(m, "num_key_value_heads", None) or heads
     inner = m.intermediate_size or 4 * m.hidden_size
@@ -88,18 +89,19 @@ def copy_rate(device: torch.device) -> float:
 
 
 def attention_rate(run: Run, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of causal attention as torch runs it, at the model's heads and length."""
+    """FLOP/s of causal attention as torch runs it, at the model's heads and length (at most MOST_TOKENS)."""
     m, train = run.model, run.train
+    length = min(MOST_TOKENS, train.seq_length)
     heads = max(1, m.num_attention_heads // run.layout.tp)
     size = getattr(m, "head_dim", None) or m.hidden_size // m.num_attention_heads
-    q, k, v = (torch.randn(train.micro_batch, heads, train.seq_length, size, device=device).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(train.micro_batch, heads, length, size, device=device).to(dtype).requires_grad_() for _ in range(3))
     grad = torch.randn(q.shape, device=device).to(dtype)
 
     def both() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
         q.grad = k.grad = v.grad = None
 
-    return attention_flop(train.micro_batch, heads, train.seq_length, size) * 3.5 / _sustained(both, device)
+    return attention_flop(train.micro_batch, heads, length, size) * 3.5 / _sustained(both, device)
 
 
 def attention_flop(sequences: int, heads: int, length: int, size: int) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.base.batch import Batch
 from phalanx.base.devices import find_device
@@ -37,22 +38,26 @@ TRACED = 2  # steps of the budget, after one that warms the profiler up
 
 
 def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup: int, out: str | None, trace: str | None) -> None:
-    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if asked."""
-    run = long_enough(load_run(base=config), warmup + steps + TRACED + 1)
+    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if asked. Without warm-up the timed steps
+    are all there is: no step budget, unless its trace is asked for."""
+    budgeted = warmup > 0 or trace is not None
+    run = long_enough(load_run(base=config), warmup + steps + (TRACED + 1) * budgeted)
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
         ceilings = measure_ceilings(run, state.mesh.device)
         if state.mesh.device.type == "cuda":  # the warm-up counts: what CUDA graphs use afterwards is not seen as allocated
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(state.mesh.device)
+        losses: list[Tensor] = []
 
         def step() -> None:
-            train_step(state, next_batches(), LR)
+            losses[:] = [train_step(state, next_batches(), LR).loss]
 
         for _ in range(warmup):
             step()
         times = timed_steps(state, step, steps)
-        peak = peak_bytes(state)
-        budget = traced(state, step, times.median, trace)
-        result = Result(run, state, times, peak, ceilings, budget)
+        peak, loss = peak_bytes(state), losses[0].item()
+        budget = traced(state, step, times.median, trace) if budgeted else None
+        result = Result(run, state, times, peak, ceilings, budget, loss)
         if placement.rank == 0:
             print("\n".join(result.lines()), flush=True)
             if out:
@@ -146,6 +151,7 @@ class Result:
     peak: int | None
     ceilings: Ceilings
     budget: Budget | None
+    loss: float  # of the last timed step, a mean over tokens
 
     @property
     def tokens(self) -> int:
@@ -185,7 +191,7 @@ class Result:
         return [
             f"{self.ranks} x {self.device}, torch {torch.__version__}, {g.text}, {t.precision}, "
             f"{t.global_batch} x {t.seq_length} tokens a step, micro-batch {t.micro_batch}",
-            f"step {self.times.ms} ms, median (least-most) of {self.times.repeats}",
+            f"step {self.times.ms} ms, median (least-most) of {self.times.repeats}; loss of the last {self.loss:.4f}",
             f"tokens/s/GPU {rate:,.0f}, {self.flops / 1e12:.4g} TFLOP/s, MFU {mfu}, {100 * self.flops / self.ceilings.gemm:.1f} % of measured GEMM",
             f"peak memory {peak}; by kind: {kinds}",
             f"FLOP per step: {flops_of(self.run).text(self.tokens)}",
@@ -196,7 +202,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         return {
             "device": self.device, "torch": torch.__version__, "ranks": self.ranks, "config": to_dict(self.run), "step": self.times.as_dict(),
-            "tokens_per_s_per_gpu": self.tokens / self.times.median / self.ranks, "flops": self.flops, "mfu": self.mfu,
+            "loss": self.loss, "tokens_per_s_per_gpu": self.tokens / self.times.median / self.ranks, "flops": self.flops, "mfu": self.mfu,
             "share_of_gemm": self.flops / self.ceilings.gemm, "peak_bytes": self.peak, "memory": self.memory(),
             "ceilings": self.ceilings.as_dict(), "budget": None if self.budget is None else self.budget.as_dict(),
         }  # fmt: skip

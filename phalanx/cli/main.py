@@ -307,7 +307,7 @@ REPEATS = click.option("--repeats", type=click.IntRange(min=1), default=10, show
 @OVERRIDES
 @RANKS
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed steps.")
-@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them.")
+@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them; 0: no step budget.")
 @JSON
 @click.option("--trace", type=click.Path(dir_okay=False), default=None, help="Keep the trace of rank 0 here (.json or .json.gz, for Perfetto).")
 def bench_step(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int, warmup: int, out: str | None, trace: str | None) -> None:

@@ -109,7 +109,8 @@ class Attention(Module):
         """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
             return context.attention_with_dropout(q, k, v, batch, self.env.axes, self.dropout, self.env.seed, self.layer, self.first_head)
-        return context.attention(q, k, v, batch, self.env.axes, self.env.cp_attention, self.kind, self.sinks, self.env.twin("attention"))
+        how = (self.env.axes, self.env.cp_attention, self.kind, self.sinks, self.env.twin("attention"), self.env.tape.keep)
+        return context.attention(q, k, v, batch, *how)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim

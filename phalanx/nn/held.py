@@ -8,7 +8,7 @@ CUDA graphs is copied by graphs, always between the same places. Either way the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,42 +17,54 @@ from torch import Tensor
 
 
 class Mover:
-    """Copies between a device and the host, on a stream of its own where there are any."""
+    """Copies between a device and the host, on a stream of its own where there are any.
+
+    What leaves stays in memory until its copy is over, and the host waits for that before more leaves: else it would run ahead of the device
+    and ask for memory that copies have not yet freed.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: tuple[Any, Sequence[Tensor]] | None = None  # a copy under way, and what it reads
 
-    def to_host(self, x: Tensor) -> Tensor:
+    def to_host(self, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.stream is None:
-            return x.clone()
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            return [x.clone() for x in xs]
+        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in xs]
+        self.finish()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            host.copy_(x, non_blocking=True)
-        x.record_stream(self.stream)  # its memory is used anew only after the copy
-        return host
+            for host, x in zip(hosts, xs):
+                host.copy_(x, non_blocking=True)
+            self._leaving = self.stream.record_event(), xs
+        return hosts
 
-    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
-        """The tensor, and what to wait for before it is read (None: nothing)."""
+    def finish(self) -> None:
+        """Wait for the copies to the host."""
+        if self._leaving is not None:
+            self._leaving[0].synchronize()
+            self._leaving = None
+
+    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The tensors, and what to wait for before they are read or let go of (None: nothing)."""
         if self.stream is None:
-            return host.clone(), None
-        x = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+            return [host.clone() for host in hosts], None
+        self.finish()
+        xs = [torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in hosts]
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may still be read by who had it before
         with torch.cuda.stream(self.stream):
-            x.copy_(host, non_blocking=True)
-            arrived = self.stream.record_event()
-        x.record_stream(self.stream)
-        return x, arrived
+            for host, x in zip(hosts, xs):
+                x.copy_(host, non_blocking=True)
+            return xs, self.stream.record_event()
 
 
 @dataclass(eq=False)
 class Memory:
-    """All bytes of one storage: `here` (N,) uint8 on the device, or `host`; `arrived`: what to wait for before the first reading."""
+    """All bytes of one storage: `here` (N,) uint8 on the device, or `host`."""
 
     here: Tensor | None
     host: Tensor | None = None
-    arrived: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,6 @@ class Part:
         m = self.memory
         if m.here is None:
             raise RuntimeError("an activation that waits on the host is read before it was fetched")
-        if m.arrived is not None:
-            torch.cuda.current_stream(m.here.device).wait_event(m.arrived)
-            m.arrived = None
         return torch.empty(0, dtype=self.dtype, device=m.here.device).set_(m.here.untyped_storage(), self.offset, self.size, self.stride)
 
 
@@ -81,6 +90,7 @@ class Held:
 
     mover: Mover
     memories: dict[int, Memory] = field(default_factory=dict)
+    arrived: Any = None  # what to wait for of what came back
 
     def put(self, tensor: Tensor) -> Part:
         storage = tensor.untyped_storage()
@@ -98,14 +108,26 @@ class Held:
     def leave(self, staying: Iterable[Tensor]) -> int:
         """Copy all to the host and let go of it here, but the memory of `staying`. The bytes that left."""
         self.spare(staying)
-        for m in self.memories.values():
-            m.host, m.here = self.mover.to_host(m.here), None  # type: ignore[arg-type]
-        return sum(m.host.nbytes for m in self.memories.values() if m.host is not None)
+        memories = list(self.memories.values())
+        for m, host in zip(memories, self.mover.to_host([m.here for m in memories])):  # type: ignore[misc]
+            m.host, m.here = host, None
+        return sum(m.host.nbytes for m in memories if m.host is not None)
+
+    def took(self, x: Tensor) -> bool:
+        """Whether the memory of x has left."""
+        return x.untyped_storage()._cdata in self.memories
 
     def come_back(self) -> None:
-        for m in self.memories.values():
-            (m.here, m.arrived), m.host = self.mover.to_device(m.host), None  # type: ignore[arg-type]
+        memories = list(self.memories.values())
+        back, self.arrived = self.mover.to_device([m.host for m in memories])  # type: ignore[misc]
+        for m, here in zip(memories, back):
+            m.here, m.host = here, None
         self.memories.clear()  # from here on the graph alone holds it
+
+    def arrive(self) -> None:
+        """The device goes on when what came back is there."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.mover.device).wait_event(self.arrived)
 
     def between_places(self, new_host: Callable[[int], Tensor]) -> Places:
         """Where all that is held now is to lie on the host; from here on the graph alone holds it. `new_host`: that many bytes there."""
@@ -136,3 +158,8 @@ class Places:
             m.here = torch.empty(host.shape, dtype=host.dtype, device=device)
             m.here.copy_(host, non_blocking=True)
         self.memories.clear()
+
+
+def hollow(x: Tensor) -> None:
+    """Let go of the memory of a tensor that autograd alone knows from here on, by its shape."""
+    x.data = x.new_empty(()).expand(x.shape)

@@ -81,7 +81,8 @@ class LatentAttention(Module):
         return matmul_scatter(mixed, self.out, self.env.tp)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context.attention(q, k, v, batch, self.env.axes, self.env.cp_attention, self.kind, kernels=self.env.twin("attention"))
+        how = (self.env.axes, self.env.cp_attention, self.kind, None, self.env.twin("attention"), self.env.tape.keep)
+        return context.attention(q, k, v, batch, *how)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1, rope)."""

@@ -26,6 +26,9 @@ class SwiGLU(Module):
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """x (T / tp, D) -> (T / tp, D), whatever the batch."""
+        return self.env.tape.in_pieces(self._of_rows, x, self.parameters())
+
+    def _of_rows(self, x: Tensor) -> Tensor:
         low, twin, again = low_of(self.gate_up) or low_of(self.down), self.env.twin("swiglu"), self.env.tape.makes_again  # of one op, no half can be
         if low is None and not again("up") and use_gated_mlp(self.env.twin("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
@@ -36,7 +39,7 @@ class SwiGLU(Module):
         return matmul_scatter(hidden, self.down, self.env.tp)
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:
-        return None if any(map(self.env.tape.makes_again, ("norm", "up"))) else nan_for(self.gate_up, x)
+        return None if any(map(self.env.tape.makes_again, ("norm", "up", "mlp"))) else nan_for(self.gate_up, x)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
@@ -55,6 +58,10 @@ class GeluMLP(Module):
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D)."""
+        return self.env.tape.in_pieces(self._of_rows, x, self.parameters())
+
+    def _of_rows(self, x: Tensor) -> Tensor:
         expanded = self.env.tape.op("up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x)
         hidden = self.env.tape.op("activation", gelu, expanded)
         return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)

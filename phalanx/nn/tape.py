@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from phalanx.base.batch import Batch
 from phalanx.nn.held import Held, Part
+from phalanx.ops.pieces import in_pieces
 
 OPS = {
     "norm": "the outputs of norms",
@@ -34,21 +35,37 @@ OPS = {
     "activation": "the MLP's activation (of experts too)",
     "dropout": "masks of dropout outside attention",
     "experts": "what experts get, compute and send back, its exchanges between ranks included",
+    "mlp": "MLPs, by an eighth of their tokens at a time: of what lies between their matmuls no more than that is ever there",
+    "layer": "whole layers but for attention between its projections: the layers' inputs and its outputs are kept",
     "block": "whole layers; their inputs alone are kept",
 }
 """Names of the ops that can be made again in backward, and what of them is then not kept."""
-PRESETS: dict[str, tuple[str, ...]] = {"none": (), "pointwise": ("norm", "activation"), "selective": ("rope", "attention"), "full": ("block",)}
+PRESETS: dict[str, tuple[str, ...]] = {
+    "none": (), "pointwise": ("norm", "activation"), "selective": ("rope", "attention"), "long": ("layer", "mlp"), "full": ("block",),
+}  # fmt: skip
 """Sets of them that have a name."""
 
 
-class _Again:
-    """An op that runs again when backward first asks for what it made. It lives as long as any node of the graph may ask."""
+class _Enough(Exception):
+    """All that an op is to save has been made again."""
 
-    def __init__(self, make: Callable[..., Any], inputs: tuple[Any, ...], wanted: tuple[bool, ...], ran: Callable[[], None]):
-        self.make, self.inputs, self.wanted, self.ran = make, inputs, wanted, ran
+
+class _Again:
+    """An op that runs again when backward first asks for what it made. It lives as long as any node of the graph may ask.
+
+    `around`: the context that it runs in, each time.
+    """
+
+    def __init__(self, name: str, make: Callable[..., Any], inputs: tuple[Any, ...], wanted: tuple[bool, ...], ran: Callable[[], None],
+                 around: Callable[[_Again], AbstractContextManager[None]] = lambda _: nullcontext()):  # fmt: skip
+        self.name, self.make, self.inputs, self.wanted, self.ran, self.around = name, make, inputs, wanted, ran, around
         self._saved = 0
         self._inside: list[Tensor] = []
+        self._given: list[Tensor] = []  # the inputs, while it runs again
         self._outputs: list[Tensor] | None = None
+        self._over = False
+        self._kept: list[tuple[Kept, bool]] = []  # what ops inside made that do not run again, and whether it has a gradient
+        self._inputs: list[tuple[Tensor, ...]] = []  # of those, made again
 
     def first(self, inputs: tuple[Tensor, ...]) -> Any:
         """What the op makes the first time. In place of a tensor saved inside, its number is; an input is there anyway."""
@@ -61,10 +78,36 @@ class _Again:
             self._saved += 1
             return self._saved - 1
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with self.around(self), saved_tensors_hooks(pack, self._unpack):
             made = self.make(*inputs)
         here.clear()  # the graph keeps `pack`, and must not keep the inputs with it
         return made
+
+    def keep(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...], store: Callable[[Tensor], Kept]) -> Tensor:
+        """make(*inputs) of an op inside that does not run again: `store` is given what it saves and makes, but for its inputs."""
+        if self._given:
+            made, wanted = self._kept[len(self._inputs)]
+            self._inputs.append(tuple(t.detach() for t in inputs))
+            return stored(made).detach().requires_grad_(wanted)
+        here, number = list(inputs), len(self._kept)
+
+        def pack(tensor: Tensor) -> Kept:
+            found = _lies_in(tensor, here)
+            return store(tensor) if found is None else _View(partial(self._input_of, number, found[0]), *found[1])
+
+        with saved_tensors_hooks(pack, stored):
+            result = make(*inputs)
+        here.clear()
+        self._kept.append((store(result.detach()), result.requires_grad))
+        return result
+
+    def ends_with(self, x: Tensor) -> bool:
+        """Whether it runs again, and x is all that is still to be saved: then it is saved now."""
+        there = _lies_in(x, self._given) is not None
+        if not self._given or len(self._inputs) < len(self._kept) or len(self._inside) + (not there) != self._saved:
+            return False
+        self._inside += [] if there else [x.detach()]
+        return True
 
     def _unpack(self, kept: int | _View) -> Tensor:
         if isinstance(kept, _View):
@@ -75,24 +118,32 @@ class _Again:
     def _input(self, number: int) -> Tensor:
         return stored(self.inputs[number])
 
+    def _input_of(self, op: int, number: int) -> Tensor:
+        self._run()
+        return self._inputs[op][number]
+
     def output(self, number: int) -> Tensor:
         self._run()
         return self._outputs[number]  # type: ignore[index]
 
     def _run(self) -> None:
-        if self._outputs is not None:
+        if self._over:
             return
-        inputs = [stored(t).detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)]
+        self._given = inputs = [stored(t).detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)]
 
         def pack(tensor: Tensor) -> None:
             if _lies_in(tensor, inputs) is None:
                 self._inside.append(tensor.detach())
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, _unreadable):
-            made = self.make(*inputs)
+        try:
+            with torch.enable_grad(), self.around(self), saved_tensors_hooks(pack, _unreadable):
+                self._outputs = [t.detach() for t in _tensors(self.make(*inputs))]
+        except _Enough:
+            pass
         if len(self._inside) != self._saved:
             raise RuntimeError(f"an op that ran again saved {len(self._inside)} tensors, the first time {self._saved}")
-        self._outputs = [t.detach() for t in _tensors(made)]
+        self._given, self._over = [], True
+        self._kept.clear()
         self.ran()
 
 
@@ -178,6 +229,7 @@ class Tape:
         self.reran: Counter[str] = Counter()
         self.cuts: Cuts | None = None
         self._again: Set[str] = frozenset()
+        self._whole: _Again | None = None  # what runs now is inside of it
         self._held: Held | None = None
         self._outputs: dict[int, _Output] = {}
 
@@ -233,22 +285,52 @@ class Tape:
     def whole(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """make(*inputs) of a whole layer, whose output is the next one's input and stays."""
         self.names.add("block")
-        return self._first(self._run_later("block", make, inputs), inputs) if "block" in self._again else make(*inputs)
+        name = next((n for n in ("block", "layer") if n in self._again), None)
+        if name is None:
+            return make(*inputs)
+        return self._run_later(name, make, inputs, partial(self._inside, self._again & {"mlp"})).first(inputs)
+
+    def keep(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """make(*inputs), part of attention: what does not run again of a "layer" that does. (What runs apart from a captured layer does.)"""
+        whole = self._whole if self.cuts is None else None
+        return make(*inputs) if whole is None or whole.name != "layer" else whole.keep(make, inputs, self._pack)
+
+    def in_pieces(self, make: Callable[[Tensor], Tensor], x: Tensor, params: Iterable[Tensor]) -> Tensor:
+        """make(x) of an MLP with these weights, (T, D) -> (T, D): if "mlp" is to be made again, some of the tokens at a time."""
+        self.names.add("mlp")
+        if "mlp" not in self._again:
+            return make(x)
+        params = tuple(params)
+        if self._whole is not None and any(t.requires_grad for t in (x, *params)) and self._whole.ends_with(x):
+            self.reran["mlp"] -= 1  # the layer does without
+            raise _Enough
+
+        def alone(x: Tensor) -> Tensor:
+            with self._inside(frozenset(), None):
+                return make(x)
+
+        return in_pieces(alone, x, params, partial(self.reran.update, ("mlp",)))
 
     def makes_again(self, name: str) -> bool:
         return name in self._again
 
+    @contextmanager
+    def _inside(self, again: Set[str], whole: _Again | None) -> Iterator[None]:
+        """Around what runs in an op that is made again itself; of what is inside only `again` is apart."""
+        outer, self._again, self._whole = (self._again, self._whole), again, whole
+        try:
+            yield
+        finally:
+            self._again, self._whole = outer
+
     def _first(self, again: _Again, inputs: tuple[Tensor, ...]) -> Any:
         """Ops inside one that is made again come back with the whole."""
-        outer, self._again = self._again, frozenset()
-        try:
+        with self._inside(frozenset(), None):
             return again.first(inputs)
-        finally:
-            self._again = outer
 
-    def _run_later(self, name: str, make: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Again:
+    def _run_later(self, name: str, make: Callable[..., Any], inputs: tuple[Tensor, ...], *around: Any) -> _Again:
         kept, wanted = tuple(self._pack(t.detach()) for t in inputs), tuple(t.requires_grad for t in inputs)
-        return _Again(make, kept, wanted, partial(self.reran.update, (name,)))
+        return _Again(name, make, kept, wanted, partial(self.reran.update, (name,)), *around)
 
     def _know(self, again: _Again, made: Any, inputs: tuple[Tensor, ...]) -> None:
         """From now on `made` is not stored by who saves it. An output in the memory of an input is what the input is."""

@@ -14,7 +14,7 @@ Shapes: L tokens of a sequence that are here, S of a whole one, K and V widths o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,20 +38,25 @@ from phalanx.ops.sinks import join_sinks, sinks_grad
 Form = Literal["ring", "allgather"]
 
 
+def _at_once(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return make(*inputs)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, form: Form = "ring", kind: Kind = CAUSAL,
-              sinks: Tensor | None = None, kernels: Kernels = "plain") -> Tensor:  # fmt: skip
-    """As ops.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike -> (T, heads * V)."""
+              sinks: Tensor | None = None, kernels: Kernels = "plain", keep: Callable[..., Tensor] = _at_once) -> Tensor:  # fmt: skip
+    """As ops.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike -> (T, heads * V). `keep` runs what
+    lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k, v)."""
     if batch.dealt is not None:
-        return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels)
+        return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels, keep)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, sinks = batch.among(axes.heads.size), None if sinks is None else own_heads(sinks, axes.heads)
     if axes.keys.size == 1:
-        out = whole.attention(q, k, v, batch_of_heads, kind, sinks, kernels)
+        out = keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, sinks, kernels), q, k, v)
     else:
         scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
         window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
-        read = _ReadParts.apply(q, k, v, sinks, Reading(batch_of_heads, axes.keys, form, window, scale, kernels))
-        out = read.transpose(1, 2).flatten(2).flatten(0, 1)
+        reading = Reading(batch_of_heads, axes.keys, form, window, scale, kernels)
+        out = keep(lambda q, k, v: _ReadParts.apply(q, k, v, sinks, reading).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v)
     return to_tokens(out, batch, axes.heads)
 
 
@@ -61,7 +66,7 @@ def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]
 
 
 def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, form: Form, kind: Kind, sinks: Tensor | None,
-               kernels: Kernels) -> Tensor:  # fmt: skip
+               kernels: Kernels, keep: Callable[..., Tensor]) -> Tensor:  # fmt: skip
     """Of a dealt batch: each document that ranks share over those ranks, then all that is whole here. Who shares two documents meets for
     them in one order: those of more ranks first, then as they lie in the micro-batch."""
     pieces = batch.pieces
@@ -69,7 +74,7 @@ def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, f
     mixed = []
     for piece, *rows in zip(pieces, *flat):
         q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in rows)
-        mixed.append(attention(q, k, v, piece, axes.among(piece.part.count), form, kind, sinks, kernels))
+        mixed.append(attention(q, k, v, piece, axes.among(piece.part.count), form, kind, sinks, kernels, keep))
     return torch.cat(mixed)
 
 

@@ -34,17 +34,36 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+ELEMENTS = 1 << 25  # the plain twins work on rows of this many at a time, so that what they widen stays small beside x
+
+
+def _rows(x: Tensor) -> list[slice]:
+    step = max(1, ELEMENTS // max(1, x[0].numel())) if len(x) else 1
+    return [slice(a, min(a + step, len(x))) for a in range(0, len(x), step)]
+
+
 def norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The plain twin of kernels.norm.norm_forward: x + delta, its norm, mean (LayerNorm, with bias) and scale of each row."""
     total = x if delta is None else x + delta
-    wide = _widen(total)
+    if len(parts := _rows(total)) <= 1:
+        return total, *_norm_of(total, weight, bias, eps)
+    y, mean, scale = torch.empty_like(total), *(_widen(total[0]).new_empty(len(total)) for _ in range(2))
+    for rows in parts:
+        y[rows], mean_of, scale[rows] = _norm_of(total[rows], weight, bias, eps)
+        if bias is not None:
+            mean[rows] = mean_of
+    return total, y, mean if bias is not None else mean[:0].clone(), scale
+
+
+def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = _widen(x)
     if bias is None:
         scale = torch.rsqrt(wide.square().mean(-1) + eps)
-        return total, (wide * scale.unsqueeze(-1)).to(x.dtype) * weight, scale.new_empty(0), scale
+        return (wide * scale.unsqueeze(-1)).to(x.dtype) * weight, scale.new_empty(0), scale
     mean = wide.mean(-1)
     scale = torch.rsqrt(wide.var(-1, unbiased=False) + eps)
     normed = (wide - mean.unsqueeze(-1)) * scale.unsqueeze(-1)
-    return total, (normed * weight + bias).to(x.dtype), mean, scale
+    return (normed * weight + bias).to(x.dtype), mean, scale
 
 
 def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,6 +72,17 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Te
     With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
     dw = sum(dy * n), db = sum(dy).
     """
+    if len(parts := _rows(x)) <= 1:
+        return _norm_grads(dy, x, weight, mean, scale, dtotal)
+    dx, dw, db = torch.empty_like(x), *(_widen(x[0]).new_zeros(x.shape[-1]) for _ in range(2))
+    for rows in parts:
+        of_rows = (mean[rows] if mean.numel() else mean, scale[rows], None if dtotal is None else dtotal[rows])
+        dx[rows], more_dw, more_db = _norm_grads(dy[rows], x[rows], weight, *of_rows)
+        dw, db = dw + more_dw, db + more_db
+    return dx, dw, db
+
+
+def _norm_grads(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     dy_wide, s = _widen(dy), scale.unsqueeze(-1)
     center = mean.numel() > 0
     n = (_widen(x) - mean.unsqueeze(-1) if center else _widen(x)) * s

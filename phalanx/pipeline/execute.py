@@ -14,7 +14,7 @@ from phalanx.base.batch import Batch
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
-from phalanx.nn.held import Held, Mover
+from phalanx.nn.held import Held, Mover, hollow
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
 from phalanx.pipeline.graphs import Eager
@@ -114,10 +114,15 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """What is held elsewhere too stays: the run's input and output, weights, the batch and what was derived from it."""
-        where, batch = (i.stage, i.run), self.batches[i.mb]
+        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it; and its input, if that is memory
+        of a graph."""
+        where, (x, y), batch = (i.stage, i.run), self._saved[i.stage, i.run, i.mb], self.batches[i.mb]
         weights = (p for block in self.runs[where] for p in block.parameters())
-        self.offloaded_bytes += self.runner.leave(where, i.mb, (*self._saved[*where, i.mb], *weights, *batch.tensors))
+        self.offloaded_bytes += self.runner.leave(where, i.mb, (y, *weights, *batch.tensors, *((x,) if self.runner.reuses_memory else ())))
+        if self.runner.has_left(where, i.mb, x):
+            before = self._saved.get((i.stage, i.run - 1, i.mb))
+            for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
+                hollow(tensor)
 
     def fetch(self, i: Fetch) -> None:
         self.runner.come_back((i.stage, i.run), i.mb)

@@ -62,15 +62,26 @@ class Eager:
         """What the run saved of this micro-batch leaves for the host, but the memory of `staying`. The bytes that leave."""
         return self._held[where, mb].leave(staying)
 
+    def has_left(self, where: Where, mb: int, x: Tensor) -> bool:
+        """Whether the memory of x is among what left."""
+        held = self._held.get((where, mb))
+        return held is not None and held.took(x)
+
     def come_back(self, where: Where, mb: int) -> None:
         self._held[where, mb].come_back()
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         """Gradient of the run's input. `last`: nothing of this micro-batch is left in this stage after it."""
-        self._held.pop((where, mb), None)
+        self._arrive(where, mb)
         if y.requires_grad:  # not where all that the model's first run has is frozen
             y.backward(dy)
         return x.grad
+
+    def _arrive(self, where: Where, mb: int) -> None:
+        """What had left is back before the backward that is to read it."""
+        held = self._held.pop((where, mb), None)
+        if held is not None:
+            held.arrive()
 
     def end(self) -> None:
         """At the end of a step."""
@@ -207,7 +218,7 @@ class Graphs(Eager):
             return self._turning(lambda: super(Graphs, self).backward(where, mb, x, y, dy, last))
         kind, slot, batch = self._taken[where[0], mb]
         run = slot.runs[where]
-        self._held.pop((where, mb), None)
+        self._arrive(where, mb)
         if run.away is not None:
             self._wait_for(slot, run.away)
         if run.backward is None and run.y.requires_grad:

@@ -84,6 +84,9 @@ class _Trace(Tape):
     def whole(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         return self._noted("block", make, inputs)
 
+    def in_pieces(self, make: Callable[[Tensor], Tensor], x: Tensor, params: Iterable[Tensor]) -> Tensor:
+        return self._noted("mlp", make, (x,))
+
     def _noted(self, name: str, make: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         ran, flops, sent = _Ran(name, self._open), self.counter.get_total_flops(), self.sent()
         self.ran.append(ran)
@@ -94,7 +97,7 @@ class _Trace(Tape):
         moved = sum(t.nbytes for t in (*inputs, *outputs))
         ran.price = Price(self.counter.get_total_flops() - flops, moved, self.sent() - sent)
         ran.read = self._keys(inputs)
-        if name != "block":  # its output stays
+        if name not in ("block", "mlp"):  # their outputs stay
             ran.wrote = tuple(k for k in self._keys(outputs) if k not in ran.read)
         return made
 
@@ -157,8 +160,10 @@ def traced(plan: Plan, number: int) -> Traced:
         whole, without = (model_facts(repr(plan.run.model), plan.run.model, s)[number].flops for s in (plan.run.train.seq_length, 0))
         prices["attention"] = replace(prices["attention"], flops=(whole - without) * dry.batch.num_tokens / plan.grid.tp)
     if "block" in prices:
-        inside = sum((ran.price for ran in trace.ran if len(ran.within) == 1), Price())
-        prices["block"] += Price(prices["attention"].flops if "attention" in prices else 0.0, inside.moved)
+        ops = (ran for ran in trace.ran if ran.name not in ("block", "mlp") and [o.name for o in ran.within] in (["block"], ["block", "mlp"]))
+        inside, attention = sum((ran.price for ran in ops), Price()), prices.get("attention", Price())
+        prices["block"] += Price(attention.flops, inside.moved)
+        prices["layer"] = prices["block"] + attention.times(-1)
     return Traced(trace, prices, frozenset(t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)))
 
 
@@ -185,7 +190,7 @@ def options(plan: Plan, number: int) -> list[Option]:
     """Of all sets of the block's ops those that keep the least for what they cost; each then measured forward and backward."""
     trace = traced(plan, number)
     each = trace.prices
-    names = sorted(set(each) - {"block"})
+    names = sorted(set(each) - {"block", "layer", "mlp"})
     sets = [frozenset(c) for n in range(len(names) + 1) for c in combinations(names, n)]
     if "block" in each:
         sets.append(frozenset({"block"}))

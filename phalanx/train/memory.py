@@ -27,7 +27,7 @@ from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offl
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
 from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes, scale_sends
-from phalanx.train.plan import BlockFacts, Plan, low_names
+from phalanx.train.plan import BlockFacts, Plan, low_names, model_facts
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -76,10 +76,16 @@ def step_costs(plan: Plan) -> Costs:
 
     Heads make their gradients in forward, and are not made again with recompute.
     """
-    again = [3.0 if "block" in names else 2.0 for names in plan.again]
-    forward = [sum(plan.facts[b].flops + 2.0 * plan.facts[b].loss_flops for b in stage) for stage in plan.stages]
-    backward = [sum((plan.facts[b].flops - plan.facts[b].loss_flops) * again[b] for b in stage) for stage in plan.stages]
+    facts, unmixed = plan.facts, model_facts(repr(plan.run.model), plan.run.model, 0)  # without attention over tokens
+    again = [facts if "block" in names else unmixed if "layer" in names else None for names in plan.again]
+    forward = [sum(facts[b].flops + 2.0 * facts[b].loss_flops for b in stage) for stage in plan.stages]
+    backward = [sum(2.0 * _passed(facts[b]) + (_passed(of[b]) if (of := again[b]) else 0.0) for b in stage) for stage in plan.stages]
     return Costs(tuple(forward), tuple(backward))
+
+
+def _passed(facts: BlockFacts) -> float:
+    """FLOPs of a block's forward but for a head's."""
+    return facts.flops - facts.loss_flops
 
 
 def block_uses(plan: Plan) -> list[BlockUse]:
@@ -252,11 +258,13 @@ def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
 
 
 def moved_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
-    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep, but the input of the run."""
+    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep, but the input of the run if that is
+    memory of a graph."""
     found = {}
     for number, run in enumerate(plan.runs[stage]):
         mine = [b for b in run if b in plan.offloaded]
-        first = blocks[run[0]].bytes.output if run[0] in mine else 0  # a layer's input is as large as its output
+        stays = plan.run.train.cuda_graphs == "on" and run[0] in mine
+        first = blocks[run[0]].bytes.output if stays else 0  # a layer's input is as large as its output
         found[number] = sum(blocks[b].bytes.kept for b in mine) - first
     return found
 

@@ -40,6 +40,10 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "llama cp2, ring": ("llama", dict(cp=2), {}),
         "llama cp2, all-gather, no graphs": ("llama", dict(cp=2, cp_attention="allgather"), dict(cuda_graphs="off")),
         "llama cp2, heads": ("llama", dict(cp=2, cp_ulysses=2), {}),
+        "llama cp2, heads, level 3, for long sequences, on the host": (
+            "llama", dict(cp=2, cp_ulysses=2, sharding=3), dict(recompute="long", offload_layers=2, cuda_graphs="off")
+        ),
+        "llama cp2, ring, for long sequences, on the host": ("llama", dict(cp=2), dict(recompute="long", offload_layers=3)),
         "llama cp2, by document": ("llama", dict(cp=2, cp_degree="dynamic"), {}),
         "llama cp2, by document, graphs": ("llama", dict(cp=2, cp_degree="dynamic"), dict(cuda_graphs="on")),
         "tied llama cp2, by document, heads, full recompute": ("llama-tied", dict(cp=2, cp_ulysses=2, cp_degree="dynamic"), dict(recompute="full")),

@@ -18,7 +18,7 @@ from phalanx.ops.kernels.common import triton_wide
 def _heads(src, out, cos, sin, s_seq, s_head, s_tok, seq, tok, HEADS: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
            ROTATE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """One token's `HEADS` heads of `src`, rotated if asked, to consecutive heads at `out`."""
-    head = tl.arange(0, BLOCK)[:, None]
+    head = tl.arange(0, BLOCK)[:, None].to(tl.int64)  # heads of a long sequence may lie 2^31 apart
     i = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (i < HALF)
     here = src + seq * s_seq + tok * s_tok + head * s_head + i
