@@ -23,7 +23,7 @@ from phalanx.train.build import build, uncaptured_ops
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
-from tests.parity import base_run, set_weights, step_batches
+from tests.parity import base_run, sample_batch, set_weights, step_batches
 
 NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
 STEPS = 4  # the first without graphs, the second captures
@@ -196,6 +196,28 @@ def test_activations_that_leave_and_come_back_change_no_bit(ranks, model, world,
         assert 0 < by_graphs <= left  # what goes into ops between graphs stays
         inputs, rest = divmod(left - by_graphs, run.train.seq_length * run.train.micro_batch * run.model.hidden_size * 8)
         assert (rest == 0 and inputs <= 8 * train["offload_layers"] * layout.get("virtual_stages", 1)) or "dispatch" in layout or documents
+
+
+def captured(rank: int, world: int, seldom: list[set[int]], agree: bool) -> set[int]:
+    """Of three micro-batches those that are captured, where those in `seldom` of a rank have more documents than others have room for."""
+    mesh = Mesh(Grid(dp=world), rank)
+    runner = Graphs(Recorder(), Tape(), hosts=mesh.prepare_hosts() if agree else None)
+    batches = [replace(sample_batch([mb], True), most_documents=99 if mb in seldom[rank] else 1) for mb in range(3)]
+    for _ in range(2):
+        runner.begin(torch.ones((), dtype=torch.float64), batches)
+        for mb, batch in enumerate(batches):
+            runner.forward((0, 1), mb, torch.ones(2, dtype=torch.float64), batch, lambda x, *_: 2 * x)
+        runner.end()
+    return {mb for _, mb in runner._taken}
+
+
+def test_ranks_that_exchange_tokens_capture_the_same_micro_batches(ranks):
+    seldom: list[set[int]] = [{0}, {2}]
+    assert ranks.run("tests.test_graphs:captured", 2, seldom, False) == [{1, 2}, {0, 1}]
+    assert ranks.run("tests.test_graphs:captured", 2, seldom, True) == [{1}, {1}]
+    layouts = (dict(ep=2), dict(ep=2, tp=2), dict(etp=4, cp=2), dict(sharding=1))
+    runs = (replace(base_run("mixtral", global_batch=4), layout=LayoutConfig(**layout)) for layout in layouts)
+    assert [make_plan(run, 4).mixes_batches for run in runs] == [True, False, True, False]
 
 
 def turned(rank: int, world: int) -> bool:

@@ -109,6 +109,7 @@ class Mesh:
         keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
         self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing, groups=self._make_groups(heads))
         self._edp: Axis | None = None
+        self._hosts: Axis | None = None
         self._groups: dict[SumAxis, Groups] = {}
         self.alone = Axis("alone", (rank,))
 
@@ -127,6 +128,11 @@ class Mesh:
 
         self.model = replace(self.model, ep=phase("ep", "ep"), etp=phase("etp", "etp"), experts=phase("ep x etp", "ep", "etp"))
         self._edp = phase("edp", "edp")
+
+    def prepare_hosts(self) -> Axis:
+        """The ranks of dp on a communicator of their hosts, for tensors there: no device waits, and none is waited for."""
+        self._hosts = self._phase("hosts of dp", self.dp.ranks, backend="gloo")
+        return self._hosts
 
     def along(self, axis: SumAxis) -> Axis:
         """The axis over which gradients of some parameters are summed."""
@@ -169,11 +175,11 @@ class Mesh:
         """Those that share buckets whose gradients are summed over `axis`."""
         return self._groups[axis]
 
-    def _phase(self, name: str, ranks: tuple[int, ...]) -> Axis:
+    def _phase(self, name: str, ranks: tuple[int, ...], backend: str | None = None) -> Axis:
         group = None
         if self.grid.world > 1:
             try:
-                group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+                group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc=name)
             except (RuntimeError, dist.DistError) as error:
                 raise PeerLost(f"ranks {', '.join(map(str, ranks))} could not meet ({name}), so one of them died: {error}") from error
         axis = Axis(name, ranks, ranks.index(self.rank), group, self.watch)
@@ -297,7 +303,7 @@ class Mesh:
         """
         for axis in self._axes:
             if axis.size > 1:
-                axis.all_reduce(torch.zeros(1, device=self.device)).wait()
+                axis.all_reduce(torch.zeros(1, device="cpu" if axis is self._hosts else self.device)).wait()
         for edge in self._edges.values():
             x = torch.zeros(1, device=self.device)
             (edge.send(x, to=1) if edge.index == 0 else edge.recv(x, source=0)).wait()

@@ -54,7 +54,7 @@ class Stages:
 
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
         """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
-        self.seed = None if seed is None else self.runner.begin(seed)
+        self.seed = None if seed is None else self.runner.begin(seed, batches)
         self.batches = [replace(b, loss_seed=self.seed, late=not self.loss_seed) for b in batches]
         self.outputs: dict[int, Tensor] = {}
         self.offloaded_bytes = 0

@@ -14,7 +14,7 @@ they are in both places; then what is captured in the slot may use their memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.batch import Batch, usual_documents
+from phalanx.comm.axis import Axis
 from phalanx.comm.symmetric import Symmetric
 from phalanx.nn.held import Held, Places
 from phalanx.nn.tape import Tape
@@ -31,7 +32,18 @@ from phalanx.pipeline.rows import Cuda, Cuts, Row
 Compute = Callable[[Tensor, Batch, Held | None], Tensor]
 """(input, batch, what holds activations that are to wait on the host) -> output."""
 Where = tuple[int, int]
+SELDOM, DEALT, PLAIN, OF_DOCUMENTS = range(4)
+"""Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a pool of memory; whose
+documents are dealt to ranks; without documents; with them."""
 T = TypeVar("T")
+
+
+def _kind(batch: Batch) -> int:
+    if batch.most_documents > usual_documents(batch.all_tokens):
+        return SELDOM
+    if batch.dealt is not None:
+        return DEALT
+    return PLAIN if batch.documents is None else OF_DOCUMENTS
 
 
 class Eager:
@@ -45,8 +57,8 @@ class Eager:
     def __init__(self) -> None:
         self._held: dict[tuple[Where, int], Held] = {}
 
-    def begin(self, seed: Tensor) -> Tensor:
-        """At the start of a step; `seed` () is the gradient of the summed loss. Returns the tensor to use in its place."""
+    def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """At the start of a step with these micro-batches; `seed` () is the gradient of the summed loss. Returns the tensor to use in its place."""
         return seed
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None) -> tuple[Tensor, Tensor]:
@@ -136,21 +148,24 @@ class _Slot:
 
 class Graphs(Eager):
     """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange through inside. `between`: names
-    of ops of the blocks' `tape` that cannot be captured."""
+    of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose runs exchange while they have different micro-batches."""
 
     reuses_memory = True
 
-    def __init__(self, device: Cuda, tape: Tape, memories: tuple[Symmetric, ...] = (), between: Set[str] = frozenset()):
+    def __init__(self, device: Cuda, tape: Tape, memories: tuple[Symmetric, ...] = (), between: Set[str] = frozenset(),
+                 hosts: Axis | None = None):  # fmt: skip
         super().__init__()
-        self.device, self.memories, self._tape, self._cuts = device, memories, tape, Cuts(between)
+        self.device, self.memories, self._tape, self._cuts, self._hosts = device, memories, tape, Cuts(between), hosts
         self._passing = device.pool()  # what backward makes
         self._warm = False
         self._seed: Tensor | None = None
+        self._kinds: list[int] = []  # of the step's micro-batches
         self._slots: dict[tuple, list[_Slot]] = {}  # by stage and what sort of batch it takes
         self._free: dict[tuple, list[_Slot]] = {}
         self._taken: dict[tuple[int, int], tuple[tuple, _Slot, Batch]] = {}  # by stage and micro-batch
 
-    def begin(self, seed: Tensor) -> Tensor:
+    def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
+        self._kinds = self._agreed([_kind(b) for b in batches])
         if self._seed is None:
             self._seed = seed.clone()
         self._seed.copy_(seed)
@@ -176,7 +191,7 @@ class Graphs(Eager):
         self.memories = memories
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None) -> tuple[Tensor, Tensor]:
-        if not self._warm or batch.most_documents > usual_documents(batch.all_tokens):  # such a batch may come once: not worth a pool of memory
+        if not self._warm or self._kinds[mb] == SELDOM:
             return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute, held))
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
@@ -290,9 +305,17 @@ class Graphs(Eager):
             memory.back_to(turn)
         return done
 
+    def _agreed(self, kinds: list[int]) -> list[int]:
+        """What is not of one kind on all ranks that exchange tokens is captured on none: NCCL requires that of an exchange, and that all replay
+        the graphs that they captured together."""
+        if self._hosts is None:
+            return kinds
+        everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
+        return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
+
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
         """A free slot of the stage for such a batch, holding its values."""
-        kind = (stage, batch.num_sequences, batch.seq_length, batch.documents is None, batch.dealt is None)
+        kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
             tensors = {f.name: getattr(batch, f.name).clone() for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}

@@ -207,8 +207,10 @@ def uses_graphs(plan: Plan, device: torch.device) -> bool:
 
 
 def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
-    between = uncaptured_ops(plan, mesh.device)
-    return Graphs(Cuda(mesh.device, loose=bool(between)), next(iter(blocks.values()))[0].env.tape, mesh.memories, between)
+    """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
+    between, tape = uncaptured_ops(plan, mesh.device), next(iter(blocks.values()))[0].env.tape
+    hosts = mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
+    return Graphs(Cuda(mesh.device, loose=bool(between)), tape, mesh.memories, between, hosts)
 
 
 def uncaptured_ops(plan: Plan, device: torch.device) -> frozenset[str]:

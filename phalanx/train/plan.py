@@ -253,6 +253,11 @@ class Plan:
         return self.run.model.routed_experts > 0 and self.dispatch == "alltoall"
 
     @property
+    def mixes_batches(self) -> bool:
+        """Whether ranks with different micro-batches exchange tokens in layers with experts."""
+        return self.run.model.routed_experts > 0 and self.grid.ep * self.grid.etp > self.grid.cp * self.grid.tp
+
+    @property
     def buckets_come_and_go(self) -> bool:
         """Whether weights or gradients are whole only while they are needed."""
         axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)

@@ -105,6 +105,8 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "tied llama cp4, heads in pairs, all-gather": ("llama-tied", dict(cp=4, cp_ulysses=2, cp_attention="allgather"), {}),
             "qwen3 cp4, by document": ("qwen3", dict(cp=4, cp_degree="dynamic"), {}),
             "qwen3 cp4, by document, graphs": ("qwen3", dict(cp=4, cp_degree="dynamic"), dict(cuda_graphs="on")),
+            "mixtral cp2, by document, ep4": ("mixtral", dict(cp=2, cp_degree="dynamic", ep=4), {}),
+            "mixtral cp2, by document, ep4, graphs": ("mixtral", dict(cp=2, cp_degree="dynamic", ep=4), dict(cuda_graphs="on")),
             "gpt_oss cp2 tp2, ep4": ("gpt_oss", dict(cp=2, tp=2, ep=4), {}),
             "deepseek_v3 cp2 pp2, graphs": ("deepseek_v3", dict(cp=2, pp=2), dict(cuda_graphs="on")),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
