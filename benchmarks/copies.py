@@ -106,7 +106,9 @@ def main() -> None:
     parser.add_argument("--matmuls", type=int, default=12, help="beside an exchange, about 17 ms on an H200")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    place = read_placement(os.environ)
+    place, problems = read_placement(os.environ)
+    if place is None:
+        raise SystemExit(f"start it with torchrun on two ranks or more {'; '.join(map(str, problems))}")
     device, params = local_device(options.device, place.local_rank), int(options.params)
     init_world(place.rank, place.world_size, place.init_method, device, 120.0)
     mesh = Mesh(Grid(dp=place.world_size), place.rank, device)
