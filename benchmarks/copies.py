@@ -92,7 +92,9 @@ def wrong(exchange: Exchange, beside: Callable[[], None], rounds: int) -> list[s
         work = exchange.gather()
         if works[1].wait() is not exchange.kept:
             exchange.kept.add_(works[1].result)
-        sums = torch.equal(exchange.kept, total + float(number)) if shared is not None else torch.allclose(exchange.kept, total + float(number))
+        total += float(number)
+        off = (exchange.kept - total).abs().max().item()
+        sums = off == 0 if shared is not None else off < 1e-4  # collectives add in another order
         found += [] if sums else [f"summed in round {number}"]
         found += [] if torch.equal(work.wait(), truth) else [f"gathered again in round {number}"]
     return found
@@ -132,7 +134,7 @@ def main() -> None:
     said = mesh.world.all_gather_text("; ".join(bad))
     if place.rank == 0:
         print(table(rows, left=(0, 1)))
-        print("all as it must be" if not any(said) else f"WRONG: {said}", flush=True)
+        print("all as it must be" if not any(said) else f"WRONG, by rank: {said}", flush=True)
     mesh.close()
     leave_world()
 
