@@ -18,12 +18,14 @@ from torch import Tensor
 
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
-from phalanx.ops.activation import SWIGLU
-from phalanx.ops.kernels import gated, grouped, low_grouped
+from phalanx.ops.activation import GatedRows, GatedRowsGrad
+from phalanx.ops.kernels import grouped, low_grouped
 from phalanx.ops.kernels.low_grouped import Tiles
-from phalanx.ops.low_grouped import LowExperts
+from phalanx.ops.kernels.quant import Tiles as CastTiles
+from phalanx.ops.low_grouped import LowExperts, tiles_for
 from phalanx.ops.low_matmul import DY, X
-from phalanx.ops.quant import COUNTS, RECIPES, SLOTS
+from phalanx.ops.permute import Gathered, Rows
+from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -33,10 +35,11 @@ OWN_SUMS = (
     Tiles(128, 256, 4, 8), Tiles(128, 256, 4, 8, flatten=True), Tiles(128, 256, 3, 8, flatten=True), Tiles(256, 128, 4, 8),
     Tiles(128, 128, 3, 4, per_processor=2), Tiles(128, 128, 3, 8, per_processor=2), Tiles(128, 128, 3, 8, per_processor=2, flatten=True),
 )  # fmt: skip
+CASTS = (CastTiles(32, 128, 4), CastTiles(64, 128, 8), CastTiles(64, 64, 4), CastTiles(32, 128, 8), CastTiles(128, 64, 8), CastTiles(32, 256, 8))
 FP32_SUMS = (
     Tiles(128, 128, 4, 8), Tiles(128, 256, 4, 8, halves=True), Tiles(128, 256, 4, 8, halves=True, flatten=True),
     Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True), Tiles(128, 128, 3, 8, per_processor=2, registers=128),
-    Tiles(128, 128, 3, 4, per_processor=2, halves=True),
+    Tiles(128, 128, 3, 4, per_processor=2, halves=True), Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True, group=16),
 )  # fmt: skip
 
 
@@ -70,11 +73,18 @@ def rates(name: str, flop: float, bf16: Callable[[], Any], low: Callable[[Tiles]
             print(f"{name:24} fp8  {told(t)}: {type(error).__name__} {str(error)[:80]}", flush=True)
 
 
-def products(name: str, outer: int, inner: int, rows: int, ends: Tensor, low: LowExperts) -> None:
+def delayed() -> LowExperts:
+    low = LowExperts(RECIPES["delayed"], "w", 0, ModelAxes(), "triton")
+    low.multiplier = torch.tensor([50.0, 50.0, 2000.0], device=DEVICE)
+    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
+    return low
+
+
+def products(name: str, outer: int, inner: int, rows: int, ends: Tensor) -> None:
     experts, flop = len(ends), 2.0 * rows * outer * inner
     x, dy, w = (torch.randn(*s, device=DEVICE).to(TYPE) for s in ((rows, inner), (rows, outer), (experts, outer, inner)))
     buffer = torch.zeros(experts, outer, inner, device=DEVICE)
-    low._codes = None
+    low = delayed()
     (a, a_laid), (d, d_laid), (straight, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.codes(w)
     fast, careful = low_grouped.FAST, low_grouped.CAREFUL
 
@@ -91,17 +101,32 @@ def products(name: str, outer: int, inner: int, rows: int, ends: Tensor, low: Lo
 
 
 def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
-    """The four casts of a layer, as tensors in memory, and what the activation takes on its own."""
-    for name, which, width in (("x", X, WIDTH), ("hidden", X, INNER), ("dy", DY, WIDTH), ("d gate, up", DY, 2 * INNER)):
-        x = torch.randn(rows, width, device=DEVICE).to(TYPE)
-        seconds = timed(lambda x=x, which=which: low.rows(which, x, ends))
-        print(f"cast of {name:16} {1e6 * seconds:6.0f} us {4 * x.numel() / seconds / 1e9:6.0f} GB/s")
+    """The four casts of a layer: of tensors in memory and as they are made, beside what making them takes on its own."""
+    tokens = torch.randn(rows // 2, WIDTH, device=DEVICE).to(TYPE)  # two rows of each, as of 16 of 64 experts with 8 chosen
     gate_up, dh = torch.randn(rows, 2 * INNER, device=DEVICE).to(TYPE), torch.randn(rows, INNER, device=DEVICE).to(TYPE)
-    weights = torch.rand(rows, device=DEVICE)
-    for name, call, bytes_ in (("activation", lambda: gated.gated_forward(gate_up, SWIGLU, weights, ends[-1]), 6),
-                               ("its gradient", lambda: gated.gated_backward(dh, gate_up, SWIGLU, weights, ends[-1]), 10)):  # fmt: skip
-        seconds = timed(call)
-        print(f"{name:24} {1e6 * seconds:6.0f} us {bytes_ * dh.numel() / seconds / 1e9:6.0f} GB/s")
+    weights, sums, last = torch.rand(rows, device=DEVICE), torch.zeros(-(-INNER // 64), rows, device=DEVICE), ends[-1]
+    each = rows // len(ends)
+    once = torch.stack([torch.randperm(len(tokens), device=DEVICE) for _ in range(2)])  # either half of the experts has every token once
+    source = once.view(2, -1, each).sort(2)[0].flatten().int()
+    plan = Rows(source, source, source.argsort(stable=True).int().view(-1, 2), ends, last)
+    made: dict[str, tuple[int, Any, int]] = {
+        "rows": (X, Gathered(tokens, plan), 2 * tokens.numel() + 4 * rows * WIDTH),
+        "activation": (X, GatedRows(gate_up, weights, last), 6 * dh.numel()),
+        "gradient of rows": (DY, Gathered(tokens, plan), 2 * tokens.numel() + 4 * rows * WIDTH),
+        "its gradient": (DY, GatedRowsGrad(gate_up, weights, last, dy=dh, sums=sums), 10 * dh.numel()),
+    }
+    print(f"{'':24} made, us (GB/s)  cast, us (GB/s)  cast as it is made, us (GB/s)")
+    for name, (which, what, bytes_) in made.items():
+        x = what.tensor()
+        times = timed(what.tensor), timed(lambda x=x, w=which: low.rows(w, x, ends)), timed(lambda s=what, w=which: low.rows(w, s, ends))
+        told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in zip(times, (bytes_, 4 * x.numel(), bytes_)))
+        print(f"{name:24}", "  ".join(told), flush=True)
+    for name, (which, what, bytes_) in made.items() if GPU else ():
+        form, counts, one = E5M2 if which == DY else E4M3, torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
+        for c in CASTS:
+            seconds = timed(lambda s=what, f=form, c=c, n=counts, m=one: low_grouped.cast_both(
+                s, ends, tiles_for(rows, len(ends)), f, low_grouped.GIVEN, m, None, n, None, c))  # fmt: skip
+            print(f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s", flush=True)
 
 
 def main() -> None:
@@ -111,13 +136,10 @@ def main() -> None:
     options = parser.parse_args()
     rows, experts = (options.rows, options.experts) if GPU else (512, 2)
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=DEVICE) * (rows // experts)
-    low = LowExperts(RECIPES["delayed"], "w", 0, ModelAxes(), "triton")
-    low.multiplier = torch.tensor([50.0, 50.0, 2000.0], device=DEVICE)
-    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
     print(torch.cuda.get_device_name() if GPU else "no GPU: tiny sizes", f"torch {torch.__version__}, {experts} experts, {rows} rows")
-    casts(rows, ends, low)
+    casts(rows, ends, delayed())
     for name, outer, inner in (("gate+up", 2 * INNER, WIDTH), ("down", WIDTH, INNER)):
-        products(name, outer, inner, rows, ends, low)
+        products(name, outer, inner, rows, ends)
 
 
 if __name__ == "__main__":

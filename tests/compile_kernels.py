@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.activation import Gated, GatedGrad
+from phalanx.ops.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.kernels import (
     adamw,
     codes,
@@ -33,6 +33,7 @@ from phalanx.ops.kernels import (
     scaled_mm,
 )
 from phalanx.ops.norm import Normed
+from phalanx.ops.permute import Gathered, Rows
 from phalanx.ops.rope import RopeGrad
 
 BF = "*bf16"
@@ -131,18 +132,23 @@ def low_precision() -> list[tuple]:
 def low_experts() -> list[tuple]:
     """The same of experts."""
     found: list[tuple] = []
-    for lines in (False, True):
-        pointers = dict(x=BF, ends="*i32", whole="*i32", rows_out="*i32", cols_out="*i32", C="i32", E="i32")
-        found.append((low_grouped._amax, pointers, dict(LINES=lines, APART=int(not lines), TILE=128, COLS=64, E_BLOCK=16), dict(num_warps=8)))
-    for mode in range(5):
-        wide, amax = mode == quant.GIVEN, "*fp32" if mode == quant.GIVEN else "*i32"
-        code = "*fp8e5" if wide else "*fp8e4nv"
-        pointers = dict(x=BF, ends="*i32", row_amax=amax, col_amax=amax, out=code, other=code, row_scales="*fp32", col_scales="*fp32", counts="*i64")
-        consts = dict(MODE=mode, APART=int(mode == quant.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False, FLOOR=2.0**-100,
-                      EVERY=16, SLOTS=32, TILE=128, COLS=low_grouped._width(mode)[0], E_BLOCK=16)  # fmt: skip
-        found.append((low_grouped._cast, dict(**pointers, **dict.fromkeys("RCPE", "i32")), consts, dict(num_warps=low_grouped._width(mode)[1])))
+    like = torch.empty(0, 0, device="meta")
+    rows = Rows(*(like[0:0] for _ in range(5)))
+    sources = (like, Gathered(like, rows), GatedRows(like, like, like), GatedRowsGrad(like, like, like, dy=like, sums=like))
+    for source in sources:
+        for mode in range(7):
+            if mode == quant.SQUARES and source is not like:
+                continue  # of weights alone
+            wide, amax = mode == quant.GIVEN, "*fp32" if mode == quant.GIVEN else "*i32"
+            code, more = "*fp8e5" if wide else "*fp8e4nv", low_grouped.sources(source)[2]
+            read = dict(x=BF, dy=BF, source="*i32", weights="*fp32", sums="*fp32", ends="*i32")
+            outs = dict(row_amax=amax, col_amax=amax, out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
+            t = low_grouped.tiles_of(source, mode)
+            consts = dict(MODE=mode, APART=int(mode == quant.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
+                          FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns, TILE=128, E_BLOCK=16)  # fmt: skip
+            found.append((low_grouped._cast, read | outs | dict.fromkeys("RCPE", "i32"), consts | more, dict(num_warps=t.warps)))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
-        c = low_grouped.FAST if fast else low_grouped.CAREFUL
+        c = low_grouped.BY_BLOCK if per_step else low_grouped.FAST if fast else low_grouped.CAREFUL
         tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group, HALVES=c.halves), dict(num_warps=c.warps, num_stages=c.stages, maxnreg=c.registers)
         kinds, left = dict(PER_STEP=per_step, FAST=fast, E_BLOCK=16), "fp8e4nv" if by_row else "fp8e5"
         scales = dict(a_scales="*fp32", b_scales="*fp32")
@@ -152,7 +158,8 @@ def low_experts() -> list[tuple]:
         found.append((low_grouped._gemm, dict(**codes, **scales, **numbers), more | kinds | tiles, run))
         numbers = dict.fromkeys(("M", "N", "E", "dy_row", "dy_group", "x_row", "x_group"), "i32")
         codes = dict(dy=f"tensordesc<{left}[{c.m},128]>", x=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>", dw="*fp32", ends="*i32")
-        found.append((low_grouped._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), kinds | tiles | dict(BY_LINE=by_row), run))
+        more = kinds | tiles | dict(BY_LINE=by_row, INTERPRETED=False)
+        found.append((low_grouped._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), more, run))
     return found
 
 

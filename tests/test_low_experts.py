@@ -15,9 +15,23 @@ from torch import Tensor
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.models.moe_config import MixtralConfig
-from phalanx.ops.grouped import grouped_matmul
-from phalanx.ops.low_grouped import PLACE, LowExperts, Places, low_grouped_matmul, tiles_for, values
+from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, GatedRows, GatedRowsGrad, gated_rows
+from phalanx.ops.activation import gated_backward as plain_backward
+from phalanx.ops.exchange import EXCHANGES
+from phalanx.ops.grouped import Later, grouped_matmul
+from phalanx.ops.kernels.gated import gated_backward, gated_forward
+from phalanx.ops.low_grouped import (
+    PLACE,
+    LowExperts,
+    Places,
+    low_grouped_matmul,
+    low_grouped_mlp,
+    tiles_for,
+    use_low_grouped_mlp,
+    values,
+)
 from phalanx.ops.low_matmul import DY, X
+from phalanx.ops.permute import Gathered, Rows
 from phalanx.ops.quant import COUNTS, RECIPES, SLOTS, Recipe, Scaled, block_amax, dequantize, multipliers, quantize
 from tests import parity
 from tests.pool import RanksFailed
@@ -193,6 +207,90 @@ def test_weight_gradients_can_wait():
     assert x.grad is not None and not weight.grad.any() and len(later) == 1
     later.pop()()
     assert weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_what_experts_make_is_cast_as_it_is_made(recipe):
+    """Truth: each made by its own kernel, then cast: codes, scales, counts to the bit. Rows past the last end hold NaN and are not read."""
+    gate, last = CLAMPED_SWIGLU if recipe == "tensorwise" else SWIGLU, ENDS[-1]
+    gate = replace(gate, interleaved=False)
+    x, dy = (rows_of(width=w, seed=s).float().clamp(-50, 50) for w, s in ((256, 0), (128, 1)))
+    weights, tokens = some(ROWS, 1, torch.float32, seed=2)[:, 0].clamp(-4, 4), some(40, 144, torch.float32, seed=3)
+    rows = Rows(torch.randint(0, 40, (ROWS,), generator=torch.Generator().manual_seed(0)).int(), *4 * (last,))
+    sums = torch.zeros(1, ROWS)
+    sources = {
+        "activation": (X, GatedRows(x, weights, last, gate, "triton"), gated_forward(x, gate, weights, last)),
+        "gradient": (DY, GatedRowsGrad(x, weights, last, gate, "triton", dy=dy, sums=sums), gated_backward(dy, x, gate, weights, last)[0]),
+        "gathered": (X, Gathered(tokens, rows, "triton"), tokens[rows.source_R]),
+    }
+    for which, source, truth in sources.values():
+        fused, apart = (experts_of(recipe, "triton", recipe == "delayed") for _ in range(2))
+        assert source.shape == truth.shape
+        for i, (a, b) in enumerate(zip(fused.rows(which, source, ENDS), apart.rows(which, truth, ENDS))):
+            same(filled(used(a, i == 1)), filled(used(b, i == 1)))
+        assert torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)) and fused.counts.any()
+        assert torch.equal(fused.counts[..., :-1].sum(1), apart.counts[..., :-1].sum(1))
+    torch.testing.assert_close(sums.sum(0)[:last], plain_backward(dy, x, gate, weights, last)[1][:last], rtol=1e-4, atol=1e-3)
+
+
+def test_gate_and_up_side_by_side_are_made_first():
+    x = rows_of(width=256).float()
+    interleaved = GatedRows(x, None, ENDS[-1], CLAMPED_SWIGLU, "triton")
+    apart = gated_forward(x, CLAMPED_SWIGLU, None, ENDS[-1])
+    for i, (a, b) in enumerate(zip(*(experts_of("rowwise", "triton").rows(X, s, ENDS) for s in (interleaved, apart)))):
+        same(filled(used(a, i == 1)), filled(used(b, i == 1)))
+
+
+@pytest.mark.parametrize("later", [None, Later()])
+def test_experts_as_one_op_are_their_parts(later):
+    """Truth: the three ops one after another: outputs and gradients to the bit, in fp32; the weights of rows near them."""
+    found = []
+    for whole in (True, False):
+        x, weights = some(ROWS, 144, torch.float32).div(8).clamp(-4, 4), some(ROWS, 1, torch.float32, seed=9)[:, 0].clamp(-4, 4)
+        x, weights, stacks = x.requires_grad_(), weights.requires_grad_(), []
+        for rows, columns in ((256, 144), (144, 128)):
+            w = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns).requires_grad_()
+            w.grad, w.low = torch.ones(4, rows, columns), experts_of("delayed", "triton", True)
+            stacks.append(w)
+        assert use_low_grouped_mlp(*stacks, "triton", x)
+        if whole:
+            y = low_grouped_mlp(x, *stacks, ENDS, weights, SWIGLU, "triton", later)
+        else:
+            hidden = gated_rows(low_grouped_matmul(x, stacks[0], ENDS, stacks[0].low), ENDS, weights, SWIGLU, "triton")
+            y = low_grouped_matmul(hidden, stacks[1], ENDS, stacks[1].low)
+        y.backward(some(ROWS, 144, torch.float32, seed=7).clamp(-10, 10))
+        assert not (whole and later is not None) or len(later) == 1 and (stacks[0].grad == 1).all()
+        while later:
+            later.pop()()
+        found.append((y.detach()[:200], x.grad[:200], *(w.grad for w in stacks), *(w.low.counts.sum(1)[:, :-1] for w in stacks), weights.grad[:200]))
+    assert all(torch.equal(a, b) for a, b in zip(*(f[:-1] for f in found))) and all(t.abs().sum() > 0 for t in found[0])
+    torch.testing.assert_close(found[0][-1], found[1][-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dispatch", EXCHANGES)
+def test_rows_that_are_never_in_memory(dispatch):
+    """Truth: the same exchange of rows that are made. Rows and the gradient of rows reach the experts as sources, others read NaN."""
+    found, seen = [], []
+    choice = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2]
+    for nan in (torch.full((), torch.nan), None):
+        x, weights, stacks = some(20, 64, torch.float32).clamp(-4, 4), torch.rand(20, 2, generator=torch.Generator().manual_seed(1)), []
+        x, weights = x.requires_grad_(), weights.requires_grad_()
+        for rows, columns in ((64, 64), (64, 32)):
+            w = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns).requires_grad_()
+            w.grad, w.low = torch.zeros(4, rows, columns), experts_of("delayed", "triton", True)
+            stacks.append(w)
+
+        def compute(rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks) -> Tensor:
+            seen.append(rows.isnan().all())
+            return low_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later)
+
+        exchange = EXCHANGES[dispatch](x, ModelAxes())
+        exchange.send(choice, 4, "triton")
+        y, _ = exchange(weights, compute, "triton", nan)
+        y.backward(some(20, 64, torch.float32, seed=7).clamp(-10, 10))
+        found.append((y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), *(w.low.counts.sum(1) for w in stacks)))
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
+    assert seen == [True, False]
 
 
 # ---- layouts -------------------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from phalanx.ops import route as ops
 from phalanx.ops.activation import SWIGLU, Gate, gated_rows
 from phalanx.ops.exchange import EXCHANGES, Dispatch
 from phalanx.ops.grouped import Later, grouped_matmul
-from phalanx.ops.low_grouped import LowExperts, low_grouped_matmul
-from phalanx.ops.low_matmul import low_of
+from phalanx.ops.low_grouped import LowExperts, low_grouped_matmul, low_grouped_mlp, use_low_grouped_mlp
+from phalanx.ops.low_matmul import low_of, nan_for
 from phalanx.ops.matmul import local_matmul, wide_matmul
 from phalanx.ops.route import BalanceSums, Choice, Router
 
@@ -147,9 +147,20 @@ class Experts(Module):
         """
         tape, inputs = self.env.tape, () if weights is None else (weights,)
         up, down, bias = self._of(self.gate_up, source), self._of(self.down, source), None if self.bias is None else self._of(self.bias, source)
+        if self._one_op(x):
+            return low_grouped_mlp(x, up, down, ends, weights, self.activation, self.env.twin("swiglu"), later)
         gate_up = tape.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
         hidden = tape.op("activation", partial(self._activate, ends), gate_up, *inputs)
         return self._multiply(hidden, down, ends)
+
+    def _one_op(self, x: Tensor) -> bool:
+        again = self.env.tape.makes_again  # of one op, no part can be
+        fits = self.bias is None and not (again("up") or again("activation"))
+        return fits and use_low_grouped_mlp(self.gate_up, self.down, self.env.twin("swiglu"), x)
+
+    def nan_for_rows(self, x: Tensor) -> Tensor | None:
+        """For stand-ins of the rows that come, and of the gradient of those that go (ops.unmade)."""
+        return nan_for(self.gate_up, x) if self._one_op(x) else None
 
     def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
         return p if source == 0 else p.further[source - 1]  # type: ignore[attr-defined]
@@ -232,7 +243,8 @@ class MoE(Module):
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
                 exchange.send(chosen, experts, self.env.twin("permute"))
-            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.twin("permute"))
+            nan = self.experts.nan_for_rows(x)
+            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.twin("permute"), nan)
             return y if len(y) == len(x) else y[: len(x)], missing
 
         likes = ((x.shape, x.dtype), ((), torch.int64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,10 +101,57 @@ class GatedGrad(Unmade):
     kernels: Kernels = "auto"
 
     def tensor(self) -> Tensor:
-        backward = gated_backward
-        if use_triton(self.kernels, self.x):
-            from phalanx.ops.kernels.gated import gated_backward as backward
-        return backward(self.dy, self.x, SWIGLU)[0]
+        return gated_twins(use_triton(self.kernels, self.x))[1](self.dy, self.x, SWIGLU)[0]
+
+
+@dataclass(frozen=True)
+class GatedRows(Unmade):
+    """What `gated_rows` makes of x (R, 2F), not in memory: (R, F), times `weights` (R,) if given; rows from row `last` () on are nobody's."""
+
+    x: Tensor
+    weights: Tensor | None
+    last: Tensor
+    gate: Gate = SWIGLU
+    kernels: Kernels = "auto"
+
+    @property
+    def inner(self) -> int:
+        return self.x.shape[1] // 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.inner
+
+    def tensor(self) -> Tensor:
+        return gated_twins(use_triton(self.kernels, self.x))[0](self.x, self.gate, self.weights, self.last)
+
+
+@dataclass(frozen=True)
+class GatedRowsGrad(GatedRows):
+    """The gradient (R, 2F) of x from dy (R, F), likewise. Whoever makes it leaves in `sums` (N, R), zeros before, what adds up to the gradient
+    of the weights."""
+
+    dy: Tensor = field(kw_only=True)
+    sums: Tensor | None = field(kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1]
+
+    def tensor(self) -> Tensor:
+        dx, dweights = gated_twins(use_triton(self.kernels, self.x))[1](self.dy, self.x, self.gate, self.weights, self.last)
+        if self.sums is not None and dweights is not None:
+            self.sums[0].copy_(dweights)
+        return dx
+
+
+def gated_twins(triton: bool) -> Any:
+    """What is to run forward and backward."""
+    if triton:
+        from phalanx.ops.kernels import gated
+
+        return gated.gated_forward, gated.gated_backward
+    return gated_forward, gated_backward
 
 
 class _Gated(Function):
@@ -112,18 +159,12 @@ class _Gated(Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor | None, gate: Gate, triton: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, weights, last)
         ctx.gate, ctx.triton = gate, triton
-        forward = gated_forward
-        if triton:
-            from phalanx.ops.kernels.gated import gated_forward as forward
-        return forward(x, gate, weights, last)
+        return gated_twins(triton)[0](x, gate, weights, last)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weights, last = ctx.saved_tensors
-        backward = gated_backward
-        if ctx.triton:
-            from phalanx.ops.kernels.gated import gated_backward as backward
-        dx, dweights = backward(dy, x, ctx.gate, weights, last)
+        dx, dweights = gated_twins(ctx.triton)[1](dy, x, ctx.gate, weights, last)
         return dx, dweights, None, None, None
 
 

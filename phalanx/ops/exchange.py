@@ -25,7 +25,7 @@ from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.grouped import Later
 from phalanx.ops.kernels import Kernels, use_triton
-from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows, row_weights, twins
+from phalanx.ops.permute import Rows, combine_rows, gather_rows, gathered, plan_rows, row_weights, twins
 from phalanx.ops.push import Spread
 from phalanx.ops.push import twins as push_twins
 
@@ -118,29 +118,29 @@ class _Arrive(Function):
     was put off till `later`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, coming: Any, rows: Rows, carrier: Any, later: Later) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, coming: Any, rows: Rows, carrier: Any, later: Later, nan: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.carrier, ctx.later = rows, carrier, later
-        return twins(carrier.triton).gather_forward(coming.wait(), rows)
+        return gathered(coming.wait(), rows, carrier.triton, nan)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         returning = ctx.carrier.sums(dx, ctx.rows)
         while ctx.later:
             ctx.later.pop(0)()
-        return returning.wait(), None, None, None, None
+        return returning.wait(), None, None, None, None, None
 
 
 class _Leave(Function):
     """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Rows, carrier: Any) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.carrier = rows, carrier
+    def forward(ctx: Any, y: Tensor, rows: Rows, carrier: Any, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.carrier, ctx.nan = rows, carrier, nan
         return carrier.sums(y, rows).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return twins(ctx.carrier.triton).gather_forward(ctx.carrier.tokens(dy).wait(), ctx.rows), None, None
+        return gathered(ctx.carrier.tokens(dy).wait(), ctx.rows, ctx.carrier.triton, ctx.nan), None, None, None
 
 
 class _Swap(Function):
@@ -186,19 +186,22 @@ class _Rows:
         """experts (T, K) int64: a number >= `count` is nobody's."""
         raise NotImplementedError
 
-    def __call__(self, weights: Tensor, compute: Compute, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
-        """weights (T, K) -> (T, D), and () the number of rows that this rank had no room for: with any missing the result is wrong."""
+    def __call__(self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", nan: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """weights (T, K) -> (T, D), and () the number of rows that this rank had no room for: with any missing the result is wrong.
+
+        nan: (), where `compute` takes a stand-in for its rows, and its backward one for their gradient (ops.unmade)."""
+        nan = None if self.sources > 1 else nan  # rows of several micro-batches are parts of one tensor
         group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
         parts = everyones.chunk(max(1, self.sources))
         room = room_for(len(parts[0]), everyones.shape[1], ranks, self.here, self.room)[0]
         plans = [plan_rows(part, self.axes.ep.index * self.here, self.here, room, kernels) for part in parts]
         rows, later = one_after_the_other(plans), Later()
-        arrived = _Arrive.apply(self.x, self.coming, rows, self.carrier, later)
+        arrived = _Arrive.apply(self.x, self.coming, rows, self.carrier, later, nan)
         row_weight = row_weights(gather(weights, group, self.sources > 0), rows)
-        runs = zip(arrived.split(room), plans, row_weight.split(room))
+        runs = zip(parts_of(arrived, room), plans, row_weight.split(room))
         made = [compute(x, plan.ends_E, weight, later, source) for source, (x, plan, weight) in enumerate(runs)]
         missing = torch.stack([plan.wanted for plan in plans]).sub(room).clamp_min(0).sum()
-        return _Leave.apply(made[0] if len(made) == 1 else torch.cat(made), rows, self.carrier), missing
+        return _Leave.apply(joined(made), rows, self.carrier, nan), missing
 
 
 class AllGather(_Rows):
@@ -255,19 +258,30 @@ class AllToAll:
         numbered = (self.experts // here * self.sources + source) * here + self.experts % here
         return torch.where(self.experts < count, numbered, self.sources * count)
 
-    def __call__(self, weights: Tensor, compute: Compute, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
+    def __call__(self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", nan: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As of the others; nothing is ever missing."""
+        nan = None if self.sources > 1 else nan
         ep, etp, leaving = self.axes.ep, self.axes.etp, self.leaving
         x, weights, tokens = gather(self.x, etp, self.in_order), gather(weights, etp, self.in_order), len(self.experts)
         send, receive, each = host_sizes(self.sizes, self.arriving, self.experts.numel(), self.sources)
         leaving = replace(leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)])  # pairs that were dropped stay
         arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
         sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
-        rows, ends = gather_rows(arrived, sorting, kernels), sorting.ends_E.view(self.sources, -1)
+        rows, ends = gather_rows(arrived, sorting, kernels, nan), sorting.ends_E.view(self.sources, -1)
         starts = torch.cat((ends.new_zeros(1), ends[:-1, -1]))
-        made = torch.cat([compute(x, e - start, None, None, s) for s, (x, e, start) in enumerate(zip(rows.split(each), ends, starts))])
-        back = swap(combine_rows(made, None, sorting, len(arrived), kernels), ep, receive, send)
+        made = joined([compute(x, e - start, None, None, s) for s, (x, e, start) in enumerate(zip(parts_of(rows, each), ends, starts))])
+        back = swap(combine_rows(made, None, sorting, len(arrived), kernels, nan), ep, receive, send)
         return scatter(combine_rows(back, weights, leaving, tokens, kernels), etp, self.in_order), leaving.wanted.new_zeros(())
+
+
+def parts_of(rows: Tensor, sizes: int | list[int]) -> Any:
+    """Rows of each micro-batch; of one alone the tensor itself, which may be a stand-in."""
+    alone = sizes == len(rows) or isinstance(sizes, list) and len(sizes) == 1
+    return [rows] if alone else rows.split(sizes)
+
+
+def joined(made: list[Tensor]) -> Tensor:
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:

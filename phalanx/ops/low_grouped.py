@@ -23,12 +23,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
+from phalanx.ops.activation import Gate, GatedRows, GatedRowsGrad
 from phalanx.ops.codes import Blocks
 from phalanx.ops.grouped import Later, add_sum_grad, segments
-from phalanx.ops.kernels import use_triton
-from phalanx.ops.low_matmul import DY, LowWeight, W, X
+from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_of, nan_for
+from phalanx.ops.permute import Gathered
 from phalanx.ops.quant import Block, Format, Scaled, block_amax, cast, multipliers, spread, wide_of
+from phalanx.ops.unmade import source_of
 
+Source = Tensor | Gathered | GatedRows  # and GatedRowsGrad
 PLACE = 128
 
 
@@ -145,16 +149,26 @@ class LowExperts(LowWeight):
                 old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
-    def rows(self, which: int, x: Tensor, ends: Tensor) -> tuple[Scaled, Scaled]:
+    def rows(self, which: int, x: Source, ends: Tensor) -> tuple[Scaled, Scaled]:
         """Codes of x (R, C): as it lies, for sums over features, and transposed by places, (C, P), for sums over rows."""
+        x = source_of(x)
+        if not isinstance(x, Tensor) and not (self._triton(x.x) and self._whole(x)):
+            x = x.tensor()
         features_cut = (which == X) == (self.cut == 1)  # of inputs where the in-dim is cut, of gradients where the out-dim is
-        return self.cast(which, x, ends, tiles_for(len(x), len(ends)), 1 if features_cut else None)
+        return self.cast(which, x, ends, tiles_for(x.shape[0], len(ends)), 1 if features_cut else None)
 
-    def cast(self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None,
+    def _whole(self, x: Source) -> bool:
+        """Whether codes of it can be made as it is made."""
+        from phalanx.ops.kernels.low_grouped import takes
+
+        return takes(x, self.recipe.tokens)
+
+    def cast(self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None,
              into: tuple[Scaled, Scaled] | None = None) -> tuple[Scaled, Scaled]:  # fmt: skip
         """The same of rows or of a stack; `cut`: the dim of x that is cut over etp."""
-        cast = self._cast_by_triton if self._triton(x) else self._cast_plainly
-        return cast(which, x, ends, tiles, cut, into)
+        if not isinstance(x, Tensor) or self._triton(x):
+            return self._cast_by_triton(which, x, ends, tiles, cut, into)
+        return self._cast_plainly(which, x, ends, tiles, cut, into)
 
     def _cast_plainly(self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None, into: Any) -> tuple[Scaled, Scaled]:
         recipe, format, count = self.recipe, self._format(which), len(ends)
@@ -197,7 +211,7 @@ class LowExperts(LowWeight):
             tops = tops[group[:: block[0]]]
         return multipliers(amax, format, self.recipe.scale, tops)
 
-    def _cast_by_triton(self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None, into: Any) -> tuple[Scaled, Scaled]:
+    def _cast_by_triton(self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None, into: Any) -> tuple[Scaled, Scaled]:
         from phalanx.ops.kernels import low_grouped as kernels
 
         first = second = None
@@ -286,6 +300,58 @@ class _LowGroupedMatmul(Function):
             dw = grads()
         db = add_sum_grad(bias, dy, ends, use_triton(low.kernels, dy)) if need_b else None
         return dx, dw, None, db, None, None
+
+
+class _LowGroupedMLP(Function):
+    """_LowGroupedMatmul, gated_rows and _LowGroupedMatmul after one another: the same codes and products. `up_low`, `low`: of either stack."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor, weights: Tensor | None, gate: Gate, kernels: Kernels,
+                later: Later | None) -> Tensor:  # type: ignore[override]  # fmt: skip
+        up_low, low = _low_experts(gate_up), _low_experts(down)
+        q, kept = up_low.rows(X, x, ends)
+        both = up_low.times_weight(q, gate_up, ends, x.dtype)
+        h, h_kept = low.rows(X, GatedRows(both, weights, ends[-1], gate, kernels), ends)
+        ctx.gate_up, ctx.down, ctx.gate, ctx.kernels, ctx.later = gate_up, down, gate, kernels, later
+        ctx.lows, ctx.blocks = (up_low, low), (kept.block, h_kept.block)
+        ctx.save_for_backward(kept.codes, kept.scales, both, h_kept.codes, h_kept.scales, ends, weights)
+        return low.times_weight(h, down, ends, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, down, later, (up_low, low) = ctx.gate_up, ctx.down, ctx.later, ctx.lows
+        x_codes, x_scales, both, h_codes, h_scales, ends, weights = ctx.saved_tensors
+        need_x, need_up, need_down = ctx.needs_input_grad[:3]
+        q, by_places = low.rows(DY, dy, ends)
+        dh = low.times_transposed(q, down, ends, dy.dtype)
+        d_down = low.add_grads(down, by_places, Scaled(h_codes, h_scales, ctx.blocks[1]), ends) if need_down else None
+        sums = None if weights is None else weights.new_zeros(-(-dh.shape[1] // PLACE), len(weights))
+        source = GatedRowsGrad(both, weights, ends[-1], ctx.gate, ctx.kernels, dy=dh, sums=sums)
+        q, by_places = up_low.rows(DY, source, ends)
+        dx, d_up = up_low.times_transposed(q, gate_up, ends, dy.dtype) if need_x else None, None
+        grads = partial(up_low.add_grads, gate_up, by_places, Scaled(x_codes, x_scales, ctx.blocks[0]), ends)
+        if need_up and later is not None and gate_up.grad is not None:
+            later.append(grads)
+        elif need_up:
+            d_up = grads()
+        return dx, d_up, d_down, None, None if sums is None else sums.sum(0), None, None, None
+
+
+def _low_experts(weight: Tensor) -> LowExperts:
+    low: Any = low_of(weight)
+    return low
+
+
+def use_low_grouped_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
+    """Whether experts with these matrices, and no biases, are one op: both in low precision, casts by Triton. `kernels`: of the activation."""
+    return all(nan_for(weight, x) is not None for weight in (gate_up, down)) and use_triton(kernels, x)
+
+
+def low_grouped_mlp(x_RD: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor, weights_R: Tensor | None, gate: Gate, kernels: Kernels = "auto",
+                    later: Later | None = None) -> Tensor:  # fmt: skip
+    """Gated experts: x (R, D) -> (R, D), of codes of x, of what the activation makes (times `weights_R`), and of gate_up (E, 2F, D) and down
+    (E, D, F), both in low precision. x, and the gradient of what this makes, may be stand-ins (ops.unmade)."""
+    return _LowGroupedMLP.apply(x_RD, gate_up, down, ends, weights_R, gate, kernels, later)
 
 
 def low_grouped_matmul(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, low: LowExperts, bias_EO: Tensor | None = None,

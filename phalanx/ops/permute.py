@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.kernels import Kernels, use_triton
+from phalanx.ops.unmade import Unmade, stand_in
 
 
 @dataclass(frozen=True)
@@ -104,21 +105,45 @@ def twins(triton: bool) -> Any:
     return sys.modules[__name__]
 
 
+@dataclass(frozen=True)
+class Gathered(Unmade):
+    """The rows (R, D) of tokens x (T, D), not in memory: gathered by whoever casts them (kernels.low_grouped), or by `tensor`."""
+
+    x: Tensor
+    rows: Rows
+    kernels: Kernels = "auto"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows.source_R), self.x.shape[1]
+
+    def tensor(self) -> Tensor:
+        return twins(use_triton(self.kernels, self.x)).gather_forward(self.x, self.rows)
+
+
+def gathered(x: Tensor, rows: Rows, triton: bool, nan: Tensor | None = None) -> Tensor:
+    """The rows (R, D) of tokens x (T, D); with `nan` () a stand-in for them (ops.unmade)."""
+    if nan is not None:
+        return stand_in(Gathered(x, rows, "triton" if triton else "plain"), nan)
+    made: Tensor = twins(triton).gather_forward(x, rows)
+    return made
+
+
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, triton: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, rows: Rows, triton: bool, nan: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.triton = rows, triton
-        return twins(triton).gather_forward(x, rows)
+        return gathered(x, rows, triton, nan)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return twins(ctx.triton).sum_forward(dy, None, ctx.rows), None, None
+        return twins(ctx.triton).sum_forward(dy, None, ctx.rows), None, None, None
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Rows, triton: bool) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.triton = rows, triton
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Rows, triton: bool, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.triton, ctx.nan = rows, triton, nan
         if weights is not None:
             ctx.save_for_backward(y, weights)
         return twins(triton).sum_forward(y, weights, rows)
@@ -127,8 +152,8 @@ class _Combine(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved, twin = ctx.saved_tensors, twins(ctx.triton)  # read once: reading may compute again what recompute dropped
         if not saved:
-            return twin.gather_forward(dout, ctx.rows), None, None, None
-        return *twin.weighted_backward(dout, *saved, ctx.rows), None, None
+            return gathered(dout, ctx.rows, ctx.triton, ctx.nan), None, None, None, None
+        return *twin.weighted_backward(dout, *saved, ctx.rows), None, None, None
 
 
 class _RowWeights(Function):
@@ -147,16 +172,18 @@ def row_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
     return _RowWeights.apply(weights_TK, rows)
 
 
-def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto") -> Tensor:
-    """x (T, D) -> (R, D): the token of each row."""
-    return _Gather.apply(x_TD, rows, use_triton(kernels, x_TD))
+def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto", nan: Tensor | None = None) -> Tensor:
+    """x (T, D) -> (R, D): the token of each row. nan: (), where the one reader takes a stand-in (ops.unmade)."""
+    return _Gather.apply(x_TD, rows, use_triton(kernels, x_TD), nan)
 
 
-def combine_rows(y_RD: Tensor, weights_TK: Tensor | None, rows: Rows, num_tokens: int, kernels: Kernels = "auto") -> Tensor:
+def combine_rows(y_RD: Tensor, weights_TK: Tensor | None, rows: Rows, num_tokens: int, kernels: Kernels = "auto",
+                 nan: Tensor | None = None) -> Tensor:  # fmt: skip
     """y (R, D) -> (T, D): the sum of each token's rows times its weights (1 without), added in fp32 or wider and in the order of the slots.
 
-    A token with no row gets zeros. `num_tokens` is that of the plan.
+    A token with no row gets zeros. `num_tokens` is that of the plan. nan: (), where who made y takes a stand-in for its gradient; only without
+    weights.
     """
     if num_tokens != len(rows.row_TK):
         raise ValueError(f"the rows were planned for {len(rows.row_TK)} tokens, not {num_tokens}")
-    return _Combine.apply(y_RD, weights_TK, rows, use_triton(kernels, y_RD))
+    return _Combine.apply(y_RD, weights_TK, rows, use_triton(kernels, y_RD), nan)

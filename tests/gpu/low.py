@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from phalanx.comm.axis import Axis, ModelAxes
-from phalanx.ops.activation import Gated, GatedGrad
+from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, Gated, GatedGrad, GatedRows, GatedRowsGrad, gated_backward, gated_rows
 from phalanx.ops.codes import cast_run_, note_largest_, turn_
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, values
+from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, low_grouped_mlp, values
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
 from phalanx.ops.norm import Normed
+from phalanx.ops.permute import Gathered, Rows, combine_rows, gather_rows, plan_rows
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
 from phalanx.ops.rope import RopeGrad, rotary_table
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
@@ -267,6 +269,89 @@ def expert_casts(recipe: str) -> Callable[[torch.device], str]:
     return check
 
 
+def routed(device: torch.device) -> tuple[Rows, int]:
+    """Rows of 1,300 tokens, each at 4 of 8 experts, some pairs dropped; 5,100 rows of room."""
+    experts = torch.rand(1300, 8, generator=torch.Generator().manual_seed(5)).argsort(1)[:, :4]
+    experts[::13, 0] = 8
+    return plan_rows(experts.to(device), 0, 8, 5100, "triton"), 1300
+
+
+def expert_made_casts(recipe: str) -> Callable[[torch.device], str]:
+    """Gathered tokens, what the activation makes of rows, and its gradient, cast as they are made: against their own kernels and casts of what
+    they wrote, on the same GPU."""
+
+    def check(device: torch.device) -> str:
+        rows, tokens = routed(device)
+        last, inner = rows.ends_E[-1], 384
+        x, dy, t = (spread_out(n, w, seed=i).to(device) for i, (n, w) in enumerate(((5100, 2 * inner), (5100, inner), (tokens, 512))))
+        weights = torch.rand(5100, generator=torch.Generator().manual_seed(3)).to(device)
+        for gate in (SWIGLU, replace(CLAMPED_SWIGLU, interleaved=False)):
+            sums = torch.zeros(3, 5100, device=device)
+            sources = [(X, GatedRows(x, weights, last, gate)), (DY, GatedRowsGrad(x, weights, last, gate, dy=dy, sums=sums)), (X, Gathered(t, rows))]
+            for which, source in sources:
+                fused, apart = experts_of(recipe, "triton", device), experts_of(recipe, "triton", device)
+                made, truth = fused.rows(which, source, rows.ends_E), apart.rows(which, source.tensor(), rows.ends_E)
+                told = f"{recipe} {type(source).__name__}"
+                same_rows(told, made, truth, rows.ends_E)
+                if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
+                    raise AssertionError(f"{told}: amaxes differ")
+            exact = gated_backward(dy.double(), x.double(), gate, weights.double(), last)[1]
+            off = ((sums.sum(0).double() - exact)[:last].abs().max() / exact[:last].abs().max()).item()  # type: ignore[index]
+            if not off <= 2**-16:
+                raise AssertionError(f"gradients of weights off by {off:.2e}")
+        return "to the bit"
+
+    return check
+
+
+def same_rows(what: str, made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scaled], ends: torch.Tensor) -> None:
+    """Codes and scales of both kinds, of rows that there are and places that are used."""
+    last, tiles = int(ends[-1]), int(((ends.diff(prepend=ends.new_zeros(1)) + 127) // 128).sum())
+    for i, (a, b) in enumerate(zip(made, truth)):
+        cut = slice(0, last) if i == 0 else slice(None), slice(None) if i == 0 else slice(0, 128 * tiles)
+        if not torch.equal(a.codes.view(torch.uint8)[cut], b.codes.view(torch.uint8)[cut]):
+            raise AssertionError(f"{what}: codes {i} differ")
+    lines = made[0].scales[:last] if len(made[0].scales) > 1 else made[0].scales
+    if not torch.equal(lines, truth[0].scales[: len(lines)]):
+        raise AssertionError(f"{what}: scales differ")
+
+
+def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
+    """Experts as one op, their rows and the gradient of them never in memory: against the ops one after another, on the same GPU."""
+
+    def check(device: torch.device) -> str:
+        rows, tokens = routed(device)
+        found = []
+        for whole in (True, False):
+            sizes = enumerate(((tokens, 512), (8, 768, 512), (8, 512, 384), (tokens, 512)))
+            x, up, down, dy = (torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i, s in sizes)
+            weights = torch.rand(5100, generator=torch.Generator().manual_seed(9)).to(device).requires_grad_()
+            for w in (up, down):
+                w.requires_grad_()
+                w.grad_dtype, w.grad, w.low = torch.float32, torch.full(w.shape, 3.0, device=device), experts_of(recipe, "auto", device)  # type: ignore[attr-defined]
+            x, nan = x.requires_grad_(), x.new_full((), torch.nan) if whole else None
+            with no_host_sync(device):
+                h = gather_rows(x, rows, "auto", nan)
+                if whole:
+                    h = low_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
+                else:
+                    h = gated_rows(low_grouped_matmul(h, up, rows.ends_E, up.low), rows.ends_E, weights)  # type: ignore[attr-defined]
+                    h = low_grouped_matmul(h, down, rows.ends_E, down.low)  # type: ignore[attr-defined]
+                y = combine_rows(h, None, rows, tokens, "auto", nan)
+                y.backward(dy)
+            last = int(rows.ends_E[-1])
+            found.append([t.detach() for t in (y, x.grad, up.grad, down.grad, weights.grad[:last])])  # type: ignore[union-attr,index]
+        for name, a, b in zip(("outputs", "inputs' gradients", "gate and up", "down"), *found):
+            if not torch.equal(a, b):
+                raise AssertionError(f"{name} differ by {(a - b).abs().max().item():.2e}")
+        off = ((found[0][4] - found[1][4]).abs().max() / found[1][4].abs().max()).item()
+        if not off <= 2**-16:
+            raise AssertionError(f"gradients of weights off by {off:.2e}")
+        return "to the bit"
+
+    return check
+
+
 def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
     """The products of a stack of experts, forward and backward, without a wait of the host, against the CPU's plain twin: same codes, sums in
     another order."""
@@ -305,6 +390,8 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"low precision, norm, rope and casts {recipe}"] = unmade_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
         found[f"low precision, casts of experts {recipe}"] = expert_casts(recipe)
+        found[f"low precision, what experts make, cast {recipe}"] = expert_made_casts(recipe)
+        found[f"low precision, experts as one op {recipe}"] = expert_mlp(recipe)
         for fast in (False, True):
             found[f"low precision, experts {recipe}, {'fast' if fast else 'precise'} sums"] = expert_layer(recipe, fast)
         if recipe != "delayed":

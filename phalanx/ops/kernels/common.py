@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +17,16 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 def triton_wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def uniform(n, INTERPRETED: tl.constexpr):
+    """An int32 that came from memory, in a way that tells ptxas that all threads of a warp have the same: what a loop up to it counts then
+    lies in uniform registers, which descriptors of tiles in shared memory have to come from anyway."""
+    if INTERPRETED:
+        return n
+    else:
+        return tl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [n], dtype=tl.int32, is_pure=True, pack=1)
 
 
 def warps_for(block: int) -> int:
