@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, help="ranks of the layouts part; default: the number of GPUs")
     parser.add_argument("--precisions", default="fp64,fp32,bf16", help="of the layouts part")
     parser.add_argument("--layouts", default="", help="of the layouts part, those whose name contains one of these, separated by semicolons")
-    parser.add_argument("--only", default="", help="run the checks whose name contains this")
+    parser.add_argument("--only", default="", help="run the checks whose name contains one of these, separated by semicolons")
     parser.add_argument("--part", default="0/1", help="of the checks of one device: I/N runs every N-th from the I-th on, for N devices to share")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -36,7 +36,8 @@ def main() -> int:
     world = options.world or (torch.cuda.device_count() if options.device == "cuda" else 1)
     first, every = map(int, options.part.split("/"))
     started, table = time.time(), {}
-    chosen = [(name, check) for name, check in all_checks().items() if options.only in name][first::every]
+    only = options.only.split(";")
+    chosen = [(name, check) for name, check in all_checks().items() if any(part in name for part in only)][first::every]
     for name, check in chosen:
         begun = time.time()
         try:
@@ -45,7 +46,7 @@ def main() -> int:
             traceback.print_exc()
             table[name] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
         print(f"{time.time() - begun:6.1f} s  {name}: {table[name]}", flush=True)  # what a limit of time leaves
-    if world > 1 and options.only in "layouts":
+    if world > 1 and any(part in "layouts" for part in only):
         try:
             table |= check_layouts(options.device, world, tuple(options.precisions.split(",")), options.layouts.split(";"))
         except Exception as error:
