@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,6 +89,7 @@ class Recorder(TorchDispatchMode):
     def pool(self) -> None: ...
 
     def begin(self, pool: Any) -> Recorded:
+        assert not gc.isenabled()  # a finalizer that frees memory which other ranks map ends a capture
         self.now = Recorded()
         return self.now
 

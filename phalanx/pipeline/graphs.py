@@ -27,7 +27,7 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.symmetric import Symmetric
 from phalanx.nn.held import Held, Places
 from phalanx.nn.tape import Tape
-from phalanx.pipeline.rows import Cuda, Cuts, Row
+from phalanx.pipeline.rows import Cuda, Cuts, Row, uncollected
 
 Compute = Callable[[Tensor, Batch, Held | None], Tensor]
 """(input, batch, what holds activations that are to wait on the host) -> output."""
@@ -288,7 +288,7 @@ class Graphs(Eager):
         return away
 
     def _capture_copies(self, pool: Any, copy: Callable[[], None]) -> Any:
-        with self.device.aside():
+        with uncollected(), self.device.aside():
             graph = self.device.begin(pool)
             try:
                 copy()
@@ -359,7 +359,7 @@ class Graphs(Eager):
 
     def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> Row:
         row = Row(self.device, pool, late)
-        with self.device.aside(), self._cutting(row):
+        with uncollected(), self.device.aside(), self._cutting(row):
             row.begin()
             try:
                 self._turning(work)

@@ -8,6 +8,7 @@ pipeline.graphs.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from phalanx.base.batch import Batch
 from phalanx.nn.held import Held
 from phalanx.nn.tape import Like
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python does not look for garbage: memory that other ranks map too cannot be given back while a graph is captured."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Cuda:
