@@ -10,8 +10,9 @@ from math import prod
 import numpy as np
 import pytest
 
+from phalanx.base.align import ELEMENTS
 from phalanx.layout.box import Box, cut, flat_range_boxes
-from phalanx.layout.buckets import ALIGN, cut_runs, make_buckets, piece_ranges
+from phalanx.layout.buckets import cut_runs, make_buckets, piece_ranges
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
@@ -182,11 +183,12 @@ def test_buckets(shards):
     for b in buckets:
         ends = 0
         for s in b.slots:
-            assert s.offset % ALIGN == 0 and s.offset >= ends and s.numel == prod(s.spec.shape) and s.spec is params[s.param][0]
+            assert s.offset % ELEMENTS == 0 and s.offset >= ends and s.numel == prod(s.spec.shape) and s.spec is params[s.param][0]
             ends = s.offset + s.numel
         parts = [b.shard(i, shards) for i in range(shards)]
         assert [lo for lo, _ in parts] + [b.numel] == [0] + [hi for _, hi in parts]
-        assert ends <= b.numel < ends + ALIGN * (shards + 1) and all(lo % ALIGN == 0 for lo, _ in parts) and len({hi - lo for lo, hi in parts}) == 1
+        assert ends <= b.numel < ends + ELEMENTS * (shards + 1) and len({hi - lo for lo, hi in parts}) == 1
+        assert all(lo % ELEMENTS == 0 for lo, _ in parts)
 
 
 def test_ranges_of_pieces():

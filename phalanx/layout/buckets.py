@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from phalanx.base.align import ELEMENTS, room
 from phalanx.layout.grid import Grid, SumAxis
 from phalanx.layout.param import ParamSpec, Replica
-
-ALIGN = 64  # elements: 128 bytes in bf16, 256 in fp32
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], gri
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
-            offset += -(-numel // ALIGN) * ALIGN
-        unit = ALIGN * grid.sum_size(axis)
-        buckets.append(Bucket(len(buckets), tuple(slots), -(-max(offset, 1) // unit) * unit, users, axis, trained, frozen, coded))
+            offset += room(numel, ELEMENTS)
+        numel = room(max(offset, 1), ELEMENTS * grid.sum_size(axis))
+        buckets.append(Bucket(len(buckets), tuple(slots), numel, users, axis, trained, frozen, coded))
     return buckets
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.base.align import BYTES, room
 from phalanx.ops.quant import Format, cast, count_lost, wide_of
 
 
@@ -33,8 +34,8 @@ class Blocks:
 
     @property
     def room(self) -> int:
-        """Numbers that those of the blocks take beside those of other matrices: each begins where 16 bytes do, or cuBLAS takes no scale there."""
-        return -(-self.count // 4) * 4
+        """Elements of 4 bytes that those of the blocks take beside those of other matrices, whose scales are to begin where cuBLAS takes them."""
+        return room(self.count, BYTES // 4)
 
     def of(self, first: int, stop: int, device: torch.device) -> Tensor:
         """(stop - first,) int64: the block of each element, counted along rows."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.base.align import BYTES
 from phalanx.ops.quant import Block, Scaled
 
 TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
@@ -120,13 +121,13 @@ def called(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 
 def fits(gemm: Gemm) -> bool:
-    """What the library asks of 8-bit operands: 16 bytes, E5M2 on one side at most; of blocks, whole ones, four along the sum (cuBLAS, "Scaling
-    factors layouts": rows of 128 x 128 blocks' scales are multiples of four)."""
+    """What the library asks of 8-bit operands: where they begin, E5M2 on one side at most; of blocks, whole ones, four along the sum (cuBLAS,
+    "Scaling factors layouts": rows of 128 x 128 blocks' scales are multiples of four)."""
     blocks = [block for block in gemm.blocks if 128 in block]
     whole = not blocks or (len(blocks) == 2 and blocks != [(128, 128)] * 2 and gemm.m % 128 == gemm.n % 128 == gemm.k % 512 == 0)
     lines = ((1, 0) in gemm.blocks) <= (gemm.blocks == ((1, 0), (1, 0)))
     types = gemm.dtypes[:2] != (torch.float8_e5m2, torch.float8_e5m2) and all(t in TYPES for t in gemm.dtypes)
-    return types and whole and lines and gemm.n % 16 == gemm.k % 16 == 0 and min(gemm.aligned) >= 16 and min(gemm.m, gemm.n, gemm.k) > 0
+    return types and whole and lines and gemm.n % 16 == gemm.k % 16 == 0 and min(gemm.aligned) >= BYTES and min(gemm.m, gemm.n, gemm.k) > 0
 
 
 def scales_in_order(q: Scaled) -> Tensor:

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from phalanx.base.align import begins_well
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.quant import Scaled
 
@@ -48,8 +49,8 @@ def _by_cublaslt(out: Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> bo
 
 
 def _aligned(scales: Tensor) -> Tensor:
-    """The same where 16 bytes begin: cuBLAS takes no scales elsewhere."""
-    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
+    """The same where cuBLAS takes them: those of a step's own casts lie anywhere."""
+    return scales if begins_well(scales) else scales.clone()
 
 
 def _torch(a: Scaled, b: Scaled, a_scales: Tensor, b_scales: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None) -> Tensor:
