@@ -214,7 +214,8 @@ def test_what_experts_make_is_cast_as_it_is_made(recipe):
     """Truth: each made by its own kernel, then cast: codes, scales, counts to the bit. Rows past the last end hold NaN and are not read."""
     gate, last = CLAMPED_SWIGLU if recipe == "tensorwise" else SWIGLU, ENDS[-1]
     gate = replace(gate, interleaved=False)
-    x, dy = (rows_of(width=w, seed=s).float().clamp(-50, 50) for w, s in ((256, 0), (128, 1)))
+    inner = 128 if recipe == "blockwise" else 48
+    x, dy = (rows_of(width=w, seed=s).float().clamp(-50, 50) for w, s in ((2 * inner, 0), (inner, 1)))
     weights, tokens = some(ROWS, 1, torch.float32, seed=2)[:, 0].clamp(-4, 4), some(40, 144, torch.float32, seed=3)
     rows = Rows(torch.randint(0, 40, (ROWS,), generator=torch.Generator().manual_seed(0)).int(), *4 * (last,))
     sums = torch.zeros(1, ROWS)
@@ -246,9 +247,9 @@ def test_experts_as_one_op_are_their_parts(later):
     """Truth: the three ops one after another: outputs and gradients to the bit, in fp32; the weights of rows near them."""
     found = []
     for whole in (True, False):
-        x, weights = some(ROWS, 144, torch.float32).div(8).clamp(-4, 4), some(ROWS, 1, torch.float32, seed=9)[:, 0].clamp(-4, 4)
+        x, weights = some(ROWS, 64, torch.float32).div(8).clamp(-4, 4), some(ROWS, 1, torch.float32, seed=9)[:, 0].clamp(-4, 4)
         x, weights, stacks = x.requires_grad_(), weights.requires_grad_(), []
-        for rows, columns in ((256, 144), (144, 128)):
+        for rows, columns in ((64, 64), (64, 32)):
             w = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns).requires_grad_()
             w.grad, w.low = torch.ones(4, rows, columns), experts_of("delayed", "triton", True)
             stacks.append(w)
@@ -258,7 +259,7 @@ def test_experts_as_one_op_are_their_parts(later):
         else:
             hidden = gated_rows(low_grouped_matmul(x, stacks[0], ENDS, stacks[0].low), ENDS, weights, SWIGLU, "triton")
             y = low_grouped_matmul(hidden, stacks[1], ENDS, stacks[1].low)
-        y.backward(some(ROWS, 144, torch.float32, seed=7).clamp(-10, 10))
+        y.backward(some(ROWS, 64, torch.float32, seed=7).clamp(-10, 10))
         assert not (whole and later is not None) or len(later) == 1 and (stacks[0].grad == 1).all()
         while later:
             later.pop()()
@@ -267,7 +268,7 @@ def test_experts_as_one_op_are_their_parts(later):
     torch.testing.assert_close(found[0][-1], found[1][-1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dispatch", EXCHANGES)
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])  # push is as all-gather after the exchange
 def test_rows_that_are_never_in_memory(dispatch):
     """Truth: the same exchange of rows that are made. Rows and the gradient of rows reach the experts as sources, others read NaN."""
     found, seen = [], []

@@ -410,9 +410,8 @@ def _gemm_dw(dy, x, dw, ends, dy_scales, x_scales, M, N, E, dy_row, dy_group, x_
 
 def takes(x: Source, block: tuple[int, int]) -> bool:
     """Whether x can be cast as it is made: gate and up of a feature do not lie side by side, and no block of columns is of both."""
-    if isinstance(x, GatedRows):
-        return not x.gate.interleaved and (block[1] < 2 or x.inner % block[1] == 0)
-    return True
+    whole = not isinstance(x, GatedRowsGrad) or block[1] < 2 or x.inner % block[1] == 0
+    return whole and not (isinstance(x, GatedRows) and x.gate.interleaved)
 
 
 def tiles_of(x: Source, mode: int) -> quant.Tiles:
