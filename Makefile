@@ -1,11 +1,12 @@
 # make train   a small model learns on whatever this machine has (TEXT=file for your own text)
 # make test    lint, types, import direction and the fast tests
-# make soak    the large sets of tests
+# make soak    the large sets of tests; soak.md says what was run (JOBS=44: so many at once)
 # make test-gpu  tests that need a GPU
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
+JOBS ?= logical
 # Python compiles what is imported when it is: a tenth of the files.
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet --no-compile
 
@@ -54,8 +55,9 @@ types: $(VENV)/.ready-dev
 imports: $(VENV)/.ready-dev
 	$(VENV)/bin/lint-imports
 
+# The longest files begin first, and who is done takes the next test.
 soak: $(VENV)/.ready-dev
-	$(PY) -m pytest tests -m soak $(ARGS)
+	$(PY) -m pytest tests -m soak -n $(JOBS) --dist load --maxschedchunk 2 --table soak.md $(ARGS)
 
 # Uses the Python that is there: GPU machines bring their own torch.
 test-gpu:

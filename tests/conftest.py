@@ -1,6 +1,7 @@
-"""Shared by all tests of a session: one pool of ranks, and one server of processes that have torch imported."""
+"""Shared by all tests of a session: one pool of ranks, one server of processes that have torch imported, the order of files, `--table`."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +11,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 
 from tests.pool import RankPool, warm_imports
+from tests.soak import table
 from tests.warm import Warm
 
 # Files that take a minute and more, the longest first: begun last, one would be running long after the other workers are done.
@@ -17,9 +19,25 @@ LONG = ("parity", "docs", "training", "mutations", "config", "precision", "cli",
         "first_hour", "low", "faults", "recompute")  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
-    order = {f"test_{name}": number for number, name in enumerate(LONG)}
+# Of `make soak`: faults wait for seconds and take up to a minute each, pairs of features take less than one.
+SOAK = ("faults", "mutations", "llama_cpp", "training", "deterministic", "precision", "parity", "support")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--table", help="write what was run, file by file, into this file of Markdown")
+
+
+def pytest_collection_modifyitems(config, items):
+    longest = SOAK if config.option.markexpr == "soak" else LONG
+    order = {f"test_{name}": number for number, name in enumerate(longest)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.table:
+        text = table(terminalreporter.stats, config.option.numprocesses or 1)
+        Path(config.option.table).write_text(text, encoding="utf-8")
+        terminalreporter.write(text)
 
 
 @pytest.fixture(scope="session")

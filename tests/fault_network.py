@@ -6,7 +6,6 @@ nothing of it. Needs root and /dev/net/tun (the kernel's own netem is a module t
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import heapq
 import os
@@ -29,9 +28,9 @@ from phalanx.base.placement import Placement
 from phalanx.comm.heartbeat import NO_STORE
 from phalanx.train.config import Run
 from tests.fault_runs import HANG_S, _fork, end, free_port, said, until_step
+from tests.pool import join_network
 
 SET_INTERFACE, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
-NEW_NETWORK = 0x40000000
 BETWEEN: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 3}), (4, {"sharding": 0}), (4, {"pp": 2})]
 
 
@@ -117,8 +116,7 @@ def begin_on(hosts: Hosts, run: Run, world: int) -> list[int]:
 def enter(name: str, device: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = device
     number = os.open(f"/run/netns/{name}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(number, NEW_NETWORK):
-        raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+    join_network(number)
     os.close(number)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
+
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.keep import latest, list_checkpoints
 from phalanx.checkpoint.load import load_weights
@@ -70,6 +72,8 @@ class FailingObjects(Failing, ObjectStorage):
 @contextmanager
 def object_server() -> Iterator[str]:
     """s3://bucket on a server process of its own, to which this process' variables point inside the context."""
+    for package in ("moto", "flask", "s3fs"):
+        pytest.importorskip(package)
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     line = next(line for line in server.stderr or [] if "Running on" in line)
     threading.Thread(target=server.stderr.read, daemon=True).start()  # type: ignore[union-attr]  # it writes a line per request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,13 @@ def test_philox_known_answers(counter, key, words):
     assert " ".join(f"{w.item():08x}" for w in philox(counter, key)) == words
     many = philox(tuple(torch.tensor([1, c]) for c in counter), key)
     assert " ".join(f"{w[1].item():08x}" for w in many) == words
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN)
+def test_philox_of_tensors_and_of_arrays(counter, key, words):
+    """The arithmetic of GPUs, and that of CPUs."""
+    for make in (torch.tensor, np.array):
+        assert " ".join(f"{int(w[0]):08x}" for w in rng.rounds(tuple(make([c]) for c in counter), key)) == words
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 5, name: str = "w") -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Counter-based random numbers: a value is a pure function of (seed, what it is for, position), so no layout can change it.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic of plain PyTorch.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic of plain PyTorch, on the CPU of numpy.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,12 +16,19 @@ MASK = 0xFFFFFFFF
 CHUNK = (1 << 15, 1 << 22)  # elements generated at once (CPU, GPU): temporaries that stay in the cache, or fill the GPU
 
 
-def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int], rounds: int = 10) -> tuple[Tensor, ...]:
-    """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable) and a 64-bit key."""
-    device = next((c.device for c in counter if isinstance(c, Tensor)), None)
-    c0, c1, c2, c3 = (c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter)  # torch.tensor would copy from the host
-    k0, k1 = key
-    for _ in range(rounds):
+def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable; ints are on the tensors' device) and a 64-bit key."""
+    device = next((c.device for c in counter if isinstance(c, Tensor)), torch.device("cpu"))
+    words = tuple(c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter)  # torch.tensor would copy from the host
+    if device.type != "cpu":
+        return rounds(words, key)
+    return tuple(torch.from_numpy(w) for w in rounds(tuple(np.atleast_1d(c.numpy()) for c in words), key))  # calls cost half of torch's
+
+
+def rounds(counter: tuple, key: tuple[int, int], count: int = 10) -> tuple:
+    """Philox of tensors or of arrays of at least one dim (numpy's scalars warn where they wrap)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(count):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2**64: the low and high words below are still exact
         c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & MASK, ((p0 >> 32) ^ c3 ^ k1) & MASK
         c1, c3 = p1, p0  # only their low words count: every use below masks
