@@ -18,13 +18,16 @@ Room in FOLDER: one checkpoint (two, for saves without a removal before each) an
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import math
 import os
+import pstats
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -299,6 +302,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
+@contextmanager
+def profiled(out: Path | None) -> Iterator[None]:
+    """The calls that take longest, with all they call and by themselves, as text."""
+    with cProfile.Profile() if out else nullcontext() as calls:
+        yield
+    if out and calls:
+        with out.open("w", encoding="utf-8") as file:
+            for order in ("cumulative", "tottime"):
+                pstats.Stats(calls, stream=file).sort_stats(order).print_stats(60)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "resume"))
@@ -308,6 +322,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--profile", type=Path, help="write where the main thread of rank 0 spends its time (after the imports) to this file")
     options = parser.parse_args()
     placement = read_placement(os.environ)[0] or Placement()
     run = long_enough(load_run(options.config, ["data.mock=true", *options.overrides]), 1000)
@@ -317,11 +332,12 @@ def main() -> None:
         "ranks": placement.world_size, "config": options.config, "overrides": options.overrides, "layout": to_dict(run)["layout"],
     }  # fmt: skip
     record = Record(placement.rank, options.out, known)
-    if options.what == "measure":
-        measure(run, placement, options.folder, record, started() + options.seconds)
-    else:
-        record.add(cold=options.cold)
-        resume(run, placement, options.folder, record, options.cold)
+    with profiled(options.profile if placement.rank == 0 else None):
+        if options.what == "measure":
+            measure(run, placement, options.folder, record, started() + options.seconds)
+        else:
+            record.add(cold=options.cold)
+            resume(run, placement, options.folder, record, options.cold)
     if placement.rank == 0:
         print("\n".join(lines(record.found)), flush=True)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.checkpoint.landing import Landing
 from phalanx.checkpoint.manifest import read_manifest, verify
 from phalanx.checkpoint.storage import Storage
-from phalanx.checkpoint.tensors import OPEN_FILES, lately
+from phalanx.checkpoint.tensors import OPEN_FILES, CheckedFile, lately, write_tensors
 from phalanx.checkpoint.threads import LEAST, MOST, in_threads, share_of
 from tests.checkpoints import KINDS, Failing, expected, load_here, make_run, make_state, save_here, set_state
 
@@ -83,6 +86,28 @@ def test_a_thread_that_cannot_write_fails_the_save(tmp_path, state):
         save_here(state, tmp_path, storage=Failing(40, "refuse"), threads=4, **SMALL)
     assert list_checkpoints(tmp_path) == []
     assert save_here(state, tmp_path, threads=4, **SMALL).written and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("shape, dtype, bounds", [
+    ((11001, 1000), torch.float32, [(0, 11001), (3000, 8001), (10999, 11001), (4194, 4195)]),  # rows of 4000 bytes end in mid chunk
+    ((3, 9 << 20), torch.bfloat16, [(0, 3), (1, 2)]),  # a row is more than a piece
+    ((12 << 20,), torch.float32, [(5, (12 << 20) - 1)]),
+])  # fmt: skip
+def test_pieces_are_the_rows_and_every_byte_is_read_once(tmp_path, monkeypatch, shape, dtype, bounds):
+    truth = torch.randint(0, 120, (prod(shape) * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+    receipt = write_tensors(Storage(), tmp_path / "f", [("a", (3,), torch.float32), ("x", shape, dtype)], [torch.ones(3), truth])
+    read, original = list[tuple[int, int]](), CheckedFile._read_into
+    with CheckedFile(tmp_path / "f", receipt) as file:
+        monkeypatch.setattr(CheckedFile, "_read_into", lambda self, data, at: (read.append((at, at + len(data))), original(self, data, at))[1])
+        for first, stop in bounds:
+            landing, found, at = Landing(None), torch.empty((stop - first, *shape[1:]), dtype=dtype), first
+            for number, rows in file.pieces("x", first, stop, landing.take):
+                assert number == at
+                found[number - first : number - first + len(rows)] = rows
+                at += len(rows)
+            assert at == stop and torch.equal(found, truth[first:stop])
+            assert all(b == c for (_, b), (c, _) in pairwise(read)) and len(read) > 0
+            read.clear()
 
 
 class Counted:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,3 +137,16 @@ def test_checkpoint_verify_reads_every_byte(tmp_path):
     weights.write_bytes(data)
     done = CliRunner().invoke(cli, ["checkpoint", "verify", str(tmp_path)])
     assert isinstance(done.exception, CheckpointError) and "model.safetensors" in str(done.exception)
+
+
+def test_a_step_imports_no_symbolic_arithmetic(tmp_path):
+    """Half a second of the first step of every process: `Tensor.backward` with a gradient imports it."""
+    code = (
+        "import sys; from phalanx.base.placement import Placement; from phalanx.train.load import load_run; from phalanx.train.main import train; "
+        f"train(load_run('recipes/tiny_llama.yaml', ['train.steps=2', 'train.device=cpu', 'data.mock=true', 'dir={tmp_path}']), Placement()); "
+        "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor', 'transformers'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, timeout=100)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr

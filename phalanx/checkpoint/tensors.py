@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.holdings import Item
+from phalanx.checkpoint.landing import Landing, Landings
 from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
 from phalanx.checkpoint.threads import in_threads
 from phalanx.layout.box import Box
@@ -26,6 +27,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Entry = tuple[str, tuple[int, ...], torch.dtype]
 WRITE_BYTES = 16 * CHUNK  # copied to the host and written at once
+PIECE = 4 * CHUNK  # read and handed on at once
 OPEN_FILES = 4  # of a thread that reads: a tensor and its scales may lie in two
 
 
@@ -144,11 +146,13 @@ def fill(wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(folder / name, receipt_of(receipts, folder, name))
 
+    landings = Landings(target.device for group in jobs.values() for _, _, target in group)
+
     @torch.no_grad()
     def worker(tasks: Iterator[list[Job]]) -> None:
-        with lately(opener) as files:
+        with lately(opener) as files, landings.one() as memory:
             for group in tasks:
-                _read_once(group, files)
+                _read_once(group, files, memory)
 
     in_threads((group for file in sorted(jobs) for group in _runs(jobs[file])), worker, threads)
 
@@ -212,16 +216,29 @@ def _runs(jobs: list[Job]) -> list[list[Job]]:
     return found
 
 
-def _read_once(jobs: list[Job], files: Open) -> None:
-    """Read the rows that hold all of these boxes, then hand each its part."""
+def _read_once(jobs: list[Job], files: Open, memory: Landing) -> None:
+    """Read the rows that hold all of these boxes, then hand each its part: of our own files a piece after the other."""
     part, where, target = jobs[0]
-    if len(jobs) == 1:
+    file = files(part.file) if type(part) is Part and where else None
+    if isinstance(file, CheckedFile):
+        for at, rows in file.pieces(part.key, where[0].start, max(w[0].stop for _, w, _ in jobs), memory.take):
+            _hand(jobs, at, rows)
+            memory.sent()
+    elif len(jobs) == 1:
         target.copy_(part.read(files, where))
-        return
-    first, stop = where[0].start, max(w[0].stop for _, w, _ in jobs)
-    whole = part.read(files, (slice(first, stop), *(slice(0, n) for n in part.box.shape[1:])))
+    else:
+        first, stop = where[0].start, max(w[0].stop for _, w, _ in jobs)
+        _hand(jobs, first, part.read(files, (slice(first, stop), *(slice(0, n) for n in part.box.shape[1:]))))
+
+
+def _hand(jobs: list[Job], at: int, rows: Tensor) -> None:
+    """Copy from `rows`, those from number `at` on of the stored box, what each job wants of them. Rows go to a device as they lie in memory;
+    what is picked of them and how it is laid out there is the device's work."""
     for _, where, target in jobs:
-        target.copy_(whole[(slice(where[0].start - first, where[0].stop - first), *where[1:])])
+        first, stop = max(where[0].start, at), min(where[0].stop, at + len(rows))
+        if first < stop:
+            there = rows[first - at : stop - at].to(target.device, non_blocking=True)
+            target[first - where[0].start : stop - where[0].start].copy_(there[(slice(None), *where[1:])])
 
 
 def receipt_of(receipts: Mapping[str, Receipt] | None, folder: Path, file: str) -> Receipt | None:
@@ -291,6 +308,26 @@ class CheckedFile:
         found = data.view(dtype).view((rows, *shape[1:]) if shape else ())
         return found[(slice(None), *where[1:])] if where and shape else found
 
+    def pieces(self, key: str, first: int, stop: int, memory: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Rows first..stop of a tensor, as (number of the first, rows) of about PIECE bytes; each byte of the file is read once.
+
+        memory    gives room for so many bytes (uint8); a piece lies there until room is asked for again twice.
+        """
+        entry, shape = self._entry(key), self.shape(key)
+        dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        row = prod(shape[1:]) * dtype.itemsize
+        at, stop_at = first * row // CHUNK * CHUNK, min(end - start, -(-stop * row // CHUNK) * CHUNK)
+        begun = torch.empty(0, dtype=torch.uint8)  # a row whose end comes with the next piece, after what is before the first row
+        while at < stop_at:
+            more = min(max(PIECE, -(-row // CHUNK) * CHUNK), stop_at - at)
+            data = memory(len(begun) + more)[: len(begun) + more]
+            data[: len(begun)] = begun
+            self._read_checked(key, start, data[len(begun) :], at)
+            skip = max(0, first * row - (at - len(begun)))
+            count = min((len(data) - skip) // row, stop - first)
+            yield first, data[skip : skip + count * row].view(dtype).view(count, *shape[1:])
+            begun, at, first = data[skip + count * row :], at + more, first + count
+
     def check(self, key: str) -> None:
         """Read a whole tensor and compare it, holding one chunk of it."""
         start, stop = self._entry(key)["data_offsets"]
@@ -307,11 +344,15 @@ class CheckedFile:
         """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: read as whole chunks, each compared."""
         first, stop = lo // CHUNK * CHUNK, min(length, -(-hi // CHUNK) * CHUNK)
         data = torch.empty(stop - first, dtype=torch.uint8)
-        for at in range(first, max(stop, first + 1), CHUNK):
-            chunk = data[at - first : at - first + CHUNK].numpy().data
-            self._read_into(chunk, self._data + start + at)
-            self._check(key, at // CHUNK, chunk, self._data + start + at)
+        self._read_checked(key, start, data, first)
         return data[lo - first : hi - first]
+
+    def _read_checked(self, key: str, start: int, data: Tensor, first: int) -> None:
+        """Fill `data` with the bytes from number `first` on, where a chunk begins, of a tensor that begins at `start`."""
+        for at in range(0, max(1, len(data)), CHUNK):
+            chunk, where = data[at : at + CHUNK].numpy().data, self._data + start + first + at
+            self._read_into(chunk, where)
+            self._check(key, (first + at) // CHUNK, chunk, where)
 
     def _read_into(self, data: memoryview, at: int) -> None:
         try:

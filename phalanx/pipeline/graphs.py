@@ -27,6 +27,7 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.symmetric import Symmetric
 from phalanx.nn.held import Held, Places
 from phalanx.nn.tape import Tape
+from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.rows import Cuda, Cuts, Row, uncollected
 
 Compute = Callable[[Tensor, Batch, Held | None], Tensor]
@@ -86,7 +87,7 @@ class Eager:
         """Gradient of the run's input. `last`: nothing of this micro-batch is left in this stage after it."""
         self._arrive(where, mb)
         if y.requires_grad:  # not where all that the model's first run has is frozen
-            y.backward(dy)
+            backward_from(y, dy)
         return x.grad
 
     def _arrive(self, where: Where, mb: int) -> None:
@@ -240,7 +241,7 @@ class Graphs(Eager):
             if dy is None:
                 raise RuntimeError("the gradient of a run that is being captured must be given")
             run.dy = dy if self._stays(slot, dy) else dy.clone()
-            run.backward = self._capture(self._passing, lambda: run.y.backward(run.dy), late=True)
+            run.backward = self._capture(self._passing, lambda: backward_from(run.y, run.dy), late=True)
             run.y = run.y.detach()
             self._let_go(slot, run)
         elif run.dy is not None and dy is not None and dy.data_ptr() != run.dy.data_ptr():

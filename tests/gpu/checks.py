@@ -38,6 +38,7 @@ from phalanx.train.plan import make_plan
 from phalanx.train.profile import Recording
 from phalanx.train.step import train_step
 from tests import test_ops
+from tests.gpu.checkpoint import checkpoint_checks
 from tests.gpu.context import context_checks
 from tests.gpu.experts import expert_checks
 from tests.gpu.low import low_checks
@@ -488,7 +489,7 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["routers: gradients by bf16 pieces"] = routers
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
-    found |= twin_cases() | wheel_cases() | expert_checks() | low_checks() | context_checks()
+    found |= twin_cases() | wheel_cases() | expert_checks() | low_checks() | context_checks() | checkpoint_checks()
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
