@@ -24,14 +24,14 @@ from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import PRESETS
-from phalanx.schedule.simulate import LiveChange
+from phalanx.schedule.actions import Backward, Fetch, Forward, Offload
 from phalanx.train import doctor
 from phalanx.train.build import ROOM_FOR_POOLS, build, init_weights, room_for_pools
 from phalanx.train.checks import Facts, check
 from phalanx.train.config import Fp8Config, Run, TrainConfig
 from phalanx.train.flops import flops_of, mfu, mfu_text, step_flops
 from phalanx.train.load import load_run
-from phalanx.train.memory import OVERHEAD, block_uses, fixed_bytes, peak_activations, rank_uses
+from phalanx.train.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_moved, rank_uses
 from phalanx.train.oom import held
 from phalanx.train.plan import make_blocks, make_plan, num_blocks
 from phalanx.train.plan_text import contents, num_parameters, plan_text
@@ -352,9 +352,15 @@ def test_dry_axis_gives_the_shapes_and_bytes_of_a_ring():
     assert alone.all_gather(x).wait() is x and alone.reduce_scatter(x).wait() is x and not sum(alone.sent.values())
 
 
-def test_peak_of_activations_over_the_stages_of_a_rank():
-    changes = [LiveChange(0, 0, 1), LiveChange(1, 0, 2), LiveChange(2, 4, 1), LiveChange(3, 0, 1), LiveChange(4, 4, 0)]
-    assert peak_activations(changes, {0: 10, 4: 100}) == 120
+def test_the_fullest_moment_of_a_rank():
+    """Two stages, the first of two runs, two micro-batches: by hand. What leaves is there while the next run computes, what comes back too."""
+    runs, moved = {0: [(10, 5), (20, 1)], 4: [(100, 50)]}, {0: {0: 8, 1: 0}, 4: {0: 0}}
+    first = [Forward(0, 0, 0), Forward(0, 1, 0), Forward(0, 0, 1), Forward(4, 0, 0), Backward(4, 0, 0)]
+    then = [Forward(0, 1, 1), Backward(0, 1, 0), Backward(0, 0, 0), Backward(0, 1, 1), Backward(0, 0, 1)]
+    assert fullest_moment(first + then, runs, moved) == (10 + 20 + 10 + 100, 50)
+    away = [*first[:1], Offload(0, 0, 0), *first[1:], *then[:1], Fetch(0, 0, 0), *then[1:]]
+    assert fullest_moment(away, runs, moved) == (140 - 8, 50) and peak_moved(away, moved)[1] == 8
+    assert fullest_moment(first[:1] + [Offload(0, 0, 0)] + first[1:2], runs, moved) == (10 + 20, 1)
 
 
 # ---- recipes and their text

@@ -42,8 +42,12 @@ def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup:
     are all there is: no step budget, unless its trace is asked for."""
     budgeted = warmup > 0 or trace is not None
     run = long_enough(load_run(base=config), warmup + steps + (TRACED + 1) * budgeted)
+    began = time.perf_counter()
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
+        built = time.perf_counter()
         ceilings = measure_ceilings(run, state.mesh.device)
+        if placement.rank == 0:
+            print(f"joined and built in {built - began:.1f} s, ceilings in {time.perf_counter() - built:.1f} s", flush=True)
         if state.mesh.device.type == "cuda":  # the warm-up counts: what CUDA graphs use afterwards is not seen as allocated
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(state.mesh.device)

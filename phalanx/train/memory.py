@@ -125,7 +125,7 @@ class DryBlock:
         env = replace(plan.env(Coords(), axes), kernels="plain", tape=tape or Tape())  # kernels cannot run here; they need no more than their twins
         (block,) = plan.make_blocks(env, range(number, number + 1))
         dtype = precision(run.train.precision).compute
-        size = (batch.num_tokens // grid.tp, run.model.hidden_size)
+        size = (batch.num_tokens // grid.tp, run.model.hidden_size) if number else (0,)
         dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
         with torch.no_grad(), FusedAttention():
             for p in block.parameters():
@@ -205,14 +205,12 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
             trees = len(b.users) * (waiting(plan.leaves) + several) * together[b.id]
             held["gradients"] += b.numel * kind.master.itemsize * (trees + together[b.id] - 1)
     moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
-    here, away = peak_moved(program.lists[pp], moved)
-    kept = {s: _kept(plan, s, blocks) - sum(moved[s].values()) for s in plan.stages_of(pp)}
-    working = {s: max(blocks[b].bytes.working for b in plan.stages[s]) for s in plan.stages_of(pp)}
+    activations, working = fullest_moment(program.lists[pp], {s: run_bytes(plan, s, blocks) for s in plan.stages_of(pp)}, moved)
     memory = {
         **held,
         **({"codes": codes} if codes else {}),
-        "activations": peak_activations(trace.live[pp], kept) + here,
-        "working": max(working.values()),
+        "activations": activations,
+        "working": working,
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
     }
     for name, nbytes in passing.items():
@@ -225,8 +223,10 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         "pp": sends * message + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
+    kept = {s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks) - sum(moved[s].values()) for s in moved}
     in_slot = {s: kept[s] + most_moved(program.lists[pp], s, moved) for s in kept}
-    pools = pool_bytes(plan, trace.live[pp], in_slot, working) - memory["activations"]
+    pools = pool_bytes(plan, trace.live[pp], in_slot, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
+    away = peak_moved(program.lists[pp], moved)[1]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
 
 
@@ -246,11 +246,6 @@ def whole_tokens(plan: Plan) -> int:
     return plan.run.train.micro_batch * plan.run.train.seq_length
 
 
-def _kept(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
-    """Bytes that a stage keeps of one micro-batch: what its blocks keep, and what is fixed."""
-    return sum(blocks[b].bytes.kept for b in plan.stages[stage]) + fixed_bytes(plan, stage, blocks)
-
-
 def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
     """Bytes of one micro-batch that no choice changes: the stage's output, and what its layers derive from the batch."""
     mine = plan.stages[stage]
@@ -267,6 +262,40 @@ def moved_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int,
         first = blocks[run[0]].bytes.output if stays else 0  # a layer's input is as large as its output
         found[number] = sum(blocks[b].bytes.kept for b in mine) - first
     return found
+
+
+def run_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
+    """Of each run of a stage and one micro-batch: bytes that it keeps, and most bytes at work beyond that. While a block works, those after it
+    keep nothing yet, or no more. What all layers derive from a batch is there with the first run, the stage's output with the last."""
+    found = []
+    for run in plan.runs[stage]:
+        most, after = 0, 0
+        for b in reversed(run):
+            most, after = max(most, blocks[b].bytes.working - after), after + blocks[b].bytes.kept
+        found.append((after, most))
+    derived, output = max(blocks[b].derived for b in plan.stages[stage]), blocks[plan.stages[stage][-1]].bytes.output
+    found[0] = (found[0][0] + derived, found[0][1])
+    found[-1] = (found[-1][0] + output, found[-1][1])
+    return found
+
+
+def fullest_moment(instructions: Sequence[Instruction], runs: dict[int, list[tuple[int, int]]],
+                   moved: dict[int, dict[int, int]]) -> tuple[int, int]:  # fmt: skip
+    """Bytes kept and bytes at work when both together are most. What leaves for the host counts until the next compute is done."""
+    live = leaving = 0
+    fullest = (0, 0)
+    for i in instructions:
+        if isinstance(i, Forward | Backward):
+            kept, working = runs[i.stage][i.run]
+            live += kept if isinstance(i, Forward) else 0
+            fullest = max(fullest, (live, working), key=sum)
+            live -= leaving + (kept if isinstance(i, Backward) else 0)
+            leaving = 0
+        elif isinstance(i, Offload):
+            leaving += moved[i.stage][i.run]
+        elif isinstance(i, Fetch):
+            live += moved[i.stage][i.run]
+    return fullest
 
 
 def peak_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> tuple[int, int]:
@@ -297,24 +326,14 @@ def most_moved(instructions: Sequence[Instruction], stage: int, moved: dict[int,
     return max((peak_moved(mine, moved)[0] for mine in of_each.values()), default=0) if any(moved[stage].values()) else 0
 
 
-def peak_activations(changes: Sequence[LiveChange], kept: dict[int, int]) -> int:
-    """Most bytes alive at once on a rank, given how many micro-batches of each of its stages are alive when."""
-    live: Counter[int] = Counter()
-    peak = 0
-    for change in changes:
-        live[change.stage] = change.live
-        peak = max(peak, sum(kept[s] * n for s, n in live.items()))
-    return peak
-
-
-def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], working: dict[int, int]) -> int:
+def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], of_heads: int) -> int:
     """Bytes of the pools of pipeline.graphs: a stage has one for each of the most micro-batches that were ever alive in it. What backward works
     with is there once; the head works in forward."""
     most: Counter[int] = Counter()
     for change in changes:
         most[change.stage] = max(most[change.stage], change.live)
     heads = len(plan.stages) - 1
-    return sum(count * kept[stage] + (count - 1) * working[stage] * (stage == heads) for stage, count in most.items())
+    return sum(count * kept[stage] + (count - 1) * of_heads * (stage == heads) for stage, count in most.items())
 
 
 def _num_sends(program: Program, pp: int) -> int:
