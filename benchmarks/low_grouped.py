@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
-from phalanx.ops.activation import GatedRows, GatedRowsGrad
+from phalanx.ops.activation import GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.kernels import grouped, low_grouped
 from phalanx.ops.kernels.low_grouped import Tiles
 from phalanx.ops.kernels.quant import Tiles as CastTiles
@@ -35,7 +35,7 @@ OWN_SUMS = (
     Tiles(128, 256, 4, 8), Tiles(128, 256, 4, 8, flatten=True), Tiles(128, 256, 3, 8, flatten=True), Tiles(256, 128, 4, 8),
     Tiles(128, 128, 3, 4, per_processor=2), Tiles(128, 128, 3, 8, per_processor=2), Tiles(128, 128, 3, 8, per_processor=2, flatten=True),
 )  # fmt: skip
-CASTS = (CastTiles(32, 128, 4), CastTiles(64, 128, 8), CastTiles(64, 64, 4), CastTiles(32, 128, 8), CastTiles(128, 64, 8), CastTiles(32, 256, 8))
+CASTS = tuple(CastTiles(*t) for t in ((32, 128, 4), (64, 128, 8), (64, 64, 4), (128, 64, 8), (128, 128, 16), (128, 128, 8)))  # rows, columns, warps
 FP32_SUMS = (
     Tiles(128, 128, 4, 8), Tiles(128, 256, 4, 8, halves=True), Tiles(128, 256, 4, 8, halves=True, flatten=True),
     Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True), Tiles(128, 128, 3, 8, per_processor=2, registers=128),
@@ -104,7 +104,7 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
     """The four casts of a layer: of tensors in memory and as they are made, beside what making them takes on its own."""
     tokens = torch.randn(rows // 2, WIDTH, device=DEVICE).to(TYPE)  # two rows of each, as of 16 of 64 experts with 8 chosen
     gate_up, dh = torch.randn(rows, 2 * INNER, device=DEVICE).to(TYPE), torch.randn(rows, INNER, device=DEVICE).to(TYPE)
-    weights, sums, last = torch.rand(rows, device=DEVICE), torch.zeros(-(-INNER // 64), rows, device=DEVICE), ends[-1]
+    weights, sums, last = torch.rand(rows, device=DEVICE), torch.zeros(parts_of_sums(INNER), rows, device=DEVICE), ends[-1]
     each = rows // len(ends)
     once = torch.stack([torch.randperm(len(tokens), device=DEVICE) for _ in range(2)])  # either half of the experts has every token once
     source = once.view(2, -1, each).sort(2)[0].flatten().int()
@@ -126,7 +126,8 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
         for c in CASTS:
             seconds = timed(lambda s=what, f=form, c=c, n=counts, m=one: low_grouped.cast_both(
                 s, ends, tiles_for(rows, len(ends)), f, low_grouped.GIVEN, m, None, n, None, c))  # fmt: skip
-            print(f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s", flush=True)
+            used = "*" if c == low_grouped.tiles_of(what, low_grouped.GIVEN) else " "
+            print(f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {used} {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s", flush=True)
 
 
 def main() -> None:

@@ -126,10 +126,17 @@ class GatedRows(Unmade):
         return gated_twins(use_triton(self.kernels, self.x))[0](self.x, self.gate, self.weights, self.last)
 
 
+SUMMED = 64  # features at least that are summed at once where the gradient of rows' weights is
+
+
+def parts_of_sums(inner: int) -> int:
+    return -(-inner // SUMMED)
+
+
 @dataclass(frozen=True)
 class GatedRowsGrad(GatedRows):
-    """The gradient (R, 2F) of x from dy (R, F), likewise. Whoever makes it leaves in `sums` (N, R), zeros before, what adds up to the gradient
-    of the weights."""
+    """The gradient (R, 2F) of x from dy (R, F), likewise. Whoever makes it leaves in `sums` (`parts_of_sums(F)`, R), zeros before, what adds up to
+    the gradient of the weights."""
 
     dy: Tensor = field(kw_only=True)
     sums: Tensor | None = field(kw_only=True)

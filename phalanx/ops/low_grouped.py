@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.activation import Gate, GatedRows, GatedRowsGrad
+from phalanx.ops.activation import Gate, GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.codes import Blocks
 from phalanx.ops.grouped import Later, add_sum_grad, segments
 from phalanx.ops.kernels import Kernels, use_triton
@@ -325,7 +325,7 @@ class _LowGroupedMLP(Function):
         q, by_places = low.rows(DY, dy, ends)
         dh = low.times_transposed(q, down, ends, dy.dtype)
         d_down = low.add_grads(down, by_places, Scaled(h_codes, h_scales, ctx.blocks[1]), ends) if need_down else None
-        sums = None if weights is None else weights.new_zeros(-(-dh.shape[1] // PLACE), len(weights))
+        sums = None if weights is None else weights.new_zeros(parts_of_sums(dh.shape[1]), len(weights))
         source = GatedRowsGrad(both, weights, ends[-1], ctx.gate, ctx.kernels, dy=dh, sums=sums)
         q, by_places = up_low.rows(DY, source, ends)
         dx, d_up = up_low.times_transposed(q, gate_up, ends, dy.dtype) if need_x else None, None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from phalanx.comm.axis import Axis, ModelAxes
-from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, Gated, GatedGrad, GatedRows, GatedRowsGrad, gated_backward, gated_rows
+from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, Gated, GatedGrad, GatedRows, GatedRowsGrad, gated_backward, gated_rows, parts_of_sums
 from phalanx.ops.codes import cast_run_, note_largest_, turn_
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
@@ -286,17 +286,19 @@ def expert_made_casts(recipe: str) -> Callable[[torch.device], str]:
         x, dy, t = (spread_out(n, w, seed=i).to(device) for i, (n, w) in enumerate(((5100, 2 * inner), (5100, inner), (tokens, 512))))
         weights = torch.rand(5100, generator=torch.Generator().manual_seed(3)).to(device)
         for gate in (SWIGLU, replace(CLAMPED_SWIGLU, interleaved=False)):
-            sums = torch.zeros(3, 5100, device=device)
+            sums = of_weights = torch.zeros(parts_of_sums(inner), 5100, device=device)
             sources = [(X, GatedRows(x, weights, last, gate)), (DY, GatedRowsGrad(x, weights, last, gate, dy=dy, sums=sums)), (X, Gathered(t, rows))]
             for which, source in sources:
                 fused, apart = experts_of(recipe, "triton", device), experts_of(recipe, "triton", device)
-                made, truth = fused.rows(which, source, rows.ends_E), apart.rows(which, source.tensor(), rows.ends_E)
+                made, summed = fused.rows(which, source, rows.ends_E), sums.sum(0)  # before `tensor`, which leaves its own there
+                truth = apart.rows(which, source.tensor(), rows.ends_E)
+                of_weights = summed if which == DY else of_weights
                 told = f"{recipe} {type(source).__name__}"
                 same_rows(told, made, truth, rows.ends_E)
                 if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
                     raise AssertionError(f"{told}: amaxes differ")
             exact = gated_backward(dy.double(), x.double(), gate, weights.double(), last)[1]
-            off = ((sums.sum(0).double() - exact)[:last].abs().max() / exact[:last].abs().max()).item()  # type: ignore[index]
+            off = ((of_weights.double() - exact)[:last].abs().max() / exact[:last].abs().max()).item()  # type: ignore[index]
             if not off <= 2**-16:
                 raise AssertionError(f"gradients of weights off by {off:.2e}")
         return "to the bit"

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phalanx.ops.activation import GatedRows, GatedRowsGrad
+from phalanx.ops.activation import SUMMED, GatedRows, GatedRowsGrad
 from phalanx.ops.kernels import quant
 from phalanx.ops.kernels.common import num_programs, uniform
 from phalanx.ops.kernels.gated import clamped, gated, gated_slopes, sigmoid
@@ -147,7 +147,8 @@ def _cast(x, dy, source, weights, sums, ends, row_amax, col_amax, out, other, ro
           FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr,
           E_BLOCK: tl.constexpr):  # fmt: skip
     """Codes of rows sorted by expert. SOURCE: 0 x (R, C); 1 the tokens x (T, C) that rows are of, by number `source` (R,); 2 the activation (R, C)
-    of x (R, 2C), times `weights` (R,) if WEIGH; 3 its gradient (R, 2C) from dy (R, C), and `sums` (columns of tiles, R): parts of the weights'.
+    of x (R, 2C), times `weights` (R,) if WEIGH; 3 its gradient (R, 2C) from dy (R, C), and `sums` (N, R): parts of the weights', as many as columns
+    of tiles.
 
     A program has ROWS of the rows that tile `t` has room for, all of expert e."""
     counting, down, along, places, cols = _place(P, C, NOTE, EVERY, ROWS, COLS)
@@ -415,10 +416,12 @@ def takes(x: Source, block: tuple[int, int]) -> bool:
 
 
 def tiles_of(x: Source, mode: int) -> quant.Tiles:
-    """As kernels.quant.tiles_of. Rows of a tile of PLACE are divided into whole programs."""
+    """The best of benchmarks/low_grouped.py on an H200. Rows of a tile of PLACE are divided into whole programs."""
     if mode in (BLOCKS, SQUARES):
         return quant.Tiles(TILE, TILE, 16)
-    return quant.Tiles(64, TILE, 8) if isinstance(x, GatedRowsGrad) or mode in (LARGEST, LARGEST_LINES) else quant.Tiles(32, TILE, 4)
+    if isinstance(x, GatedRowsGrad):
+        return quant.Tiles(64, SUMMED, 4)
+    return quant.Tiles(32, TILE, 4) if isinstance(x, GatedRows) and mode != LARGEST_LINES else quant.Tiles(64, TILE, 8)
 
 
 def sources(x: Source) -> tuple[tuple[Tensor | None, ...], int, dict[str, Any]]:
