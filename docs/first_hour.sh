@@ -16,7 +16,7 @@ page=${FIRST_HOUR_PAGE:-}
 [ -z "$page" ] || case $page in /*) ;; *) page=$OLDPWD/$page ;; esac
 
 if [ "${FIRST_HOUR_SCALE:-full}" = small ]; then
-  packages="asyncio json email logging" demo_steps=12 steps=60 stop_at=25
+  packages="asyncio json email logging" demo_steps=12 steps=40 stop_at=12
 else
   packages="all" demo_steps=250 steps=400 stop_at=150
 fi

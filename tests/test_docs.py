@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 from phalanx.base import tree
 from phalanx.cli.main import cli
 from phalanx.train.config import Run
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,24 +54,21 @@ def ids(page: Path) -> str:
 # ---- running them --------------------------------------------------------------------------------------------------------------
 
 
-AS_INSTALLED = ("quickstart",)  # pages whose commands start interpreters; the others ask tests/warm.py for processes
+AS_INSTALLED = ("quickstart",)  # pages whose commands import all of ours, as an installed package does; in the others it is there already
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with `phalanx`, `python` and `torchrun` as an installed package would give them."""
-    folder = tmp_path_factory.mktemp("bin")
-    for name, words in {"phalanx": "-m phalanx", "python": "", "torchrun": "-m torch.distributed.run"}.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
-        (folder / name).chmod(0o755)
-    return folder
+def installed():
+    server = Warm(("torch",)).start()
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
 def test_the_commands_of_a_page(page, installed, warm, tmp_path):
     for name in ("recipes", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    path = f"{installed if page.stem in AS_INSTALLED else warm.folder}{os.pathsep}{os.environ['PATH']}"
+    path = f"{(installed if page.stem in AS_INSTALLED else warm).folder}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for block in blocks(page):
         if name := block.option("file"):

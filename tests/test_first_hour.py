@@ -50,7 +50,7 @@ def test_the_stopped_run_went_on_where_it_stopped(done):
     saved = int(re.findall(r"continue from runs/first/checkpoints/step-(\d+)", said)[0])
     metrics = [json.loads(line) for line in (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
     steps = [m["step"] for m in metrics if "loss" in m]
-    assert 25 <= saved < 60 and steps == list(range(1, 61))
+    assert 12 <= saved < 40 and steps == list(range(1, 41))
     lines = (folder / "runs" / "first" / "log.txt").read_text()
     assert "world=2" in lines and "world=1" in lines
 

@@ -332,10 +332,10 @@ def check(ranks, c: dict) -> None:
 
 # Eight ranks on two cores take seconds: every other one of those is for `make soak`.
 LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
-SAMPLE = random.Random(20261120).sample(sorted(generated()), 18)
-EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 10)
-CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 12)
-DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 4)
+SAMPLE = random.Random(20261120).sample(sorted(generated()), 13)
+EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 8)
+CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 9)
+DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 3)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in LARGE])

@@ -1,6 +1,6 @@
 """Whole runs through the command line: killed, stopped and continued runs end as undisturbed ones do.
 
-The run that all are compared with and those whose single ranks get signals have interpreters of their own; the others processes of tests/warm.py.
+The run that all are compared with and the one that is killed have interpreters of their own; the others processes of tests/warm.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = {
@@ -85,6 +87,18 @@ def ranks_of(launcher: int) -> list[int]:
     return [p for p in found if b"launch.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
+def warm_ranks(warm: Warm) -> list[int]:
+    """Process numbers of the ranks that asked this server; they pass signals on."""
+    found = []
+    for entry in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += [int(entry.name)] if {warm.python.encode(), b"phalanx.launch.worker"} <= set(words) else []
+    return sorted(found)
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("config") / "run.yaml"
@@ -148,9 +162,9 @@ def test_sigterm_saves_and_the_run_goes_on(warm, config, undisturbed, tmp_path):
 def test_one_rank_or_a_limit_of_time_is_enough(warm, config, undisturbed, tmp_path):
     """SIGUSR1 to one rank alone: all save the same step. Then a limit that is over at once: one step more each time. Nothing is lost."""
     folder = tmp_path / "run"
-    process = start(config, folder)
+    process = start(config, folder, python=warm.python)
     wait_for_step(folder, process, 4)
-    os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
+    os.kill(warm_ranks(warm)[1], signal.SIGUSR1)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     before = max(steps(folder))

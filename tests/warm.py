@@ -34,9 +34,10 @@ IMPORTED = ("torch", "torch.distributed.launcher.api", "torch.fx.experimental.sy
 
 
 class Warm:
-    """A server and, in `folder`, the programs `python`, `phalanx` and `torchrun` that ask it."""
+    """A server and, in `folder`, the programs `python`, `phalanx` and `torchrun` that ask it. `imported`: what their interpreters begin with."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: tuple[str, ...] = IMPORTED) -> None:
+        self._imported = imported
         self._place = tempfile.TemporaryDirectory(prefix="warm-")  # short: the path of a socket has at most 107 characters
         self.folder = Path(self._place.name)
         self.python = str(self.folder / "python")
@@ -51,7 +52,7 @@ class Warm:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(where))
         listener.listen(64)
-        code = f"from tests.warm import serve; serve({listener.fileno()})"
+        code = f"from tests.warm import serve; serve({listener.fileno()}, {self._imported})"
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._server = subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL,
                                         stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
@@ -98,9 +99,9 @@ def ask(where: str, executable: str, words: list[str]) -> NoReturn:
 # ---- the server --------------------------------------------------------------------------------------------------------------------
 
 
-def serve(listener: int) -> NoReturn:
+def serve(listener: int, imported: tuple[str, ...]) -> NoReturn:
     """Fork a keeper for each request, for ever."""
-    for module in IMPORTED:
+    for module in imported:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a forked process must not copy every page
