@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from phalanx.checkpoint.keep import latest
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
@@ -24,7 +26,9 @@ from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, evaluate_step, update
 from tests import parity
+from tests.checkpoints import make_state, save_here, set_state
 from tests.pool import RanksFailed
+from tests.test_checkpoint import check_weights_are_cast_masters
 from tests.test_low import STEPS, low_run
 from tests.test_low_experts import EXPERTS
 
@@ -167,3 +171,24 @@ def test_scales_begin_where_cublas_takes_them():
     weights = [p for block in state.blocks.values() for b in block for p in b.parameters() if getattr(p, "low", None) is not None]
     assert len(weights) > 2 and any(isinstance(f, CodedBucket) for f in state.buffers.flat)
     assert all(scaled.scales.data_ptr() % 16 == 0 for p in weights for scaled in p.low.codes(p))
+
+
+def save_counting(rank: int, world: int, run: Run, folder: Path) -> tuple[int, int]:
+    """Coded buckets, and copies of their weights that a save made."""
+    state, made = make_state(run, rank, world), list[torch.Tensor]()
+    set_state(state)
+    original = CodedBucket.weight_kept
+    CodedBucket.weight_kept = property(lambda f: made.append(original.fget(f)) or made[-1])  # type: ignore[assignment,method-assign]
+    try:
+        save_here(state, folder)
+    finally:
+        CodedBucket.weight_kept = original  # type: ignore[method-assign]
+    return sum(isinstance(f, CodedBucket) for f in state.buffers.flat), len(made)
+
+
+def test_saving_makes_no_copy_of_all_weights(ranks, tmp_path):
+    """Each is rounded from its masters as it goes to its file."""
+    run = low_run("tensorwise", train=dict(precision="bf16"), tp=2, sharding=2)
+    found = ranks.run("tests.test_codes:save_counting", 4, run, tmp_path)
+    assert all(coded > 0 and copies == 0 for coded, copies in found)
+    check_weights_are_cast_masters(latest(tmp_path))

@@ -98,7 +98,7 @@ def _round(axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Bo
             if source == me and file.writer == me:
                 ready[-1][1][box.slices()].copy_(mine[job.name, box])
             elif source == me:
-                work.append(axis.send(as_bytes(mine[job.name, box].contiguous()), file.writer))
+                work.append(axis.send(as_bytes(mine[job.name, box].to(job.dtype).contiguous()), file.writer))
             elif file.writer == me:
                 part = torch.empty(box.shape, dtype=job.dtype, device=device)
                 work.append(axis.recv(as_bytes(part), source))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from phalanx.comm.mesh import Mesh
@@ -19,11 +20,19 @@ KINDS = ("master", "m", "v")  # what `state/` holds of each element
 
 @dataclass(frozen=True)
 class Item:
-    """`box` of a global tensor of a piece; `view` (box.shape) is a strided view of the flat buffer, in global orientation."""
+    """`box` of a global tensor of a piece; `view` (box.shape) is a strided view of the flat buffer, in global orientation.
+
+    saved_as    the dtype in which it is written; None: that of the view
+    """
 
     piece: Piece
     box: Box
     view: Tensor
+    saved_as: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.saved_as or self.view.dtype
 
     @property
     def name(self) -> str:
@@ -87,7 +96,9 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     """This rank's share of the compute-dtype weights: its data-parallel part of each bucket, without copies that others write."""
     found = []
     for f in buffers.flat:
-        found += [i for i in items_in(f.bucket, f.weight_kept, f.weight_at, *f.own, exported=True) if i.piece.is_writer(mesh.at)]
+        at, values = f.saved
+        mine = [i for i in items_in(f.bucket, values, at, *f.own, exported=True) if i.piece.is_writer(mesh.at)]
+        found += [replace(i, saved_as=f.weight.dtype) for i in mine]
     return found
 
 

@@ -153,7 +153,7 @@ def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: Loss
         snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
         gather(mesh.world, files, weights, mesh.device), state, kept,
         {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
-        sum(i.box.numel * i.view.element_size() for items in (weights, kept, *state.values()) for i in items),
+        sum(i.box.numel * i.dtype.itemsize for items in (weights, kept, *state.values()) for i in items),
         sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs), min(max_file_bytes, STATE_FILE_BYTES),
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def copied(content: Content, host: HostCopies) -> Content:
 
 def _plan(world: Axis, items: list[Item], max_file_bytes: int) -> list[File]:
     """Ranks tell each other which boxes they offer; each then makes the same list of files and writers."""
-    offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.view.dtype]) for i in items])
+    offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.dtype]) for i in items])
     held: list[list[Held]] = [[(name, tuple(shape), Box(tuple(a), tuple(b)), DTYPES[t]) for name, shape, a, b, t in rank] for rank in offers]
     return plan_files(held, max_file_bytes)
 
@@ -301,7 +301,7 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
     boxes += [[(KINDS[0], item)] for item in content.kept]
     files, size = list[list[tuple[str, Item]]](), 0
     for box in boxes:
-        more = sum(item.view.numel() * item.view.element_size() for _, item in box)
+        more = sum(item.view.nbytes for _, item in box)
         if not files or size + more > content.file_bytes:
             files.append([])
             size = 0

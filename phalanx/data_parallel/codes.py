@@ -85,6 +85,10 @@ class CodedBucket(FlatBucket):
         return self.master.to(self.weight.dtype, copy=True)
 
     @property
+    def saved(self) -> tuple[int, Tensor]:
+        return self.lo, self.master
+
+    @property
     def apart(self) -> bool:
         return True
 

@@ -261,6 +261,11 @@ class FlatBucket:
         return self._weights[1]
 
     @property
+    def saved(self) -> tuple[int, Tensor]:
+        """Element number of the first, and values here that are the weights once they are in the weights' dtype."""
+        return self._weights
+
+    @property
     def out(self) -> Tensor | None:
         """The weights of this rank's masters, where they are not the masters themselves."""
         own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
