@@ -315,6 +315,15 @@ def test_bench_step_agrees_with_the_formulas(phalanx, config, tmp_path):
     assert "advice: " in said and "data-sheet peak" in said and trace.exists()
 
 
+def test_bench_step_of_one_step_alone(phalanx, config, tmp_path):
+    """Without warm-up: no more steps than are timed, so no budget; time and loss are told."""
+    out = tmp_path / "step.json"
+    said = phalanx("bench", "step", str(config), "--steps", "1", "--warmup", "0", "--json", str(out))
+    found = json.loads(out.read_text())
+    assert found["budget"] is None and "step budget" not in said and found["step"]["repeats"] == 1
+    assert found["loss"] == pytest.approx(math.log(small(config).model.vocab_size), rel=0.05)  # of weights that know nothing
+
+
 def test_bench_step_needs_no_data_and_checks_the_rest(phalanx, config):
     assert "config error: layout.tp=3" in phalanx("bench", "step", str(config), "layout.tp=3", "--ranks", "3", code=2)
     assert "needs a path" in phalanx("train", str(config), code=2)  # what bench step fills in

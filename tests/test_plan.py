@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.autograd.graph import _engine_run_backward
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.base.batch import Batch
@@ -333,6 +335,17 @@ def test_allocations_count_a_storage_once_and_forget_it():
         assert seen.live == 4000 and seen.peak == 8000
         del b
         assert seen.live == 0
+
+
+@pytest.mark.parametrize("dtype, sums", [(torch.bfloat16, 3 * 2), (torch.float32, 0)])
+def test_backward_of_attention_adds_up_in_fp32(dtype, sums):
+    """Beside output, its gradient, and those of q, k and v, backward has what flash kernels add narrow gradients up in."""
+    q, k, v = (torch.empty(1, 2, 64, 32, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
+    with Allocations() as seen, FusedAttention():
+        out = F.scaled_dot_product_attention(q, k, v)
+        kept = seen.live
+        _engine_run_backward((out,), (torch.empty_like(out),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert seen.peak - kept == (1 + 3 + sums) * q.nbytes
 
 
 def test_working_memory_of_the_head_holds_a_chunk_of_logits():

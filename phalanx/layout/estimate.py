@@ -70,7 +70,15 @@ class _FusedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+        return fused_gradients(*ctx.saved_tensors[:3])
+
+
+def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Allocates gradients of q, k and v as backward kernels do: narrow ones are added up in fp32 first, in memory that is then let go of."""
+    sums = [torch.empty_like(t, dtype=torch.float32) for t in inputs if t.dtype.itemsize < 4]
+    made = tuple(torch.empty_like(t) for t in inputs)
+    del sums
+    return made
 
 
 class FusedAttention(TorchFunctionMode):
