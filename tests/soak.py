@@ -61,5 +61,5 @@ def bullets(lines: Any) -> str:
 def where() -> str:
     told = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
     commit = told.stdout.strip() or "unknown"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "transformers"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
     return f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}."
