@@ -45,7 +45,7 @@ class Buffers:
     def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
                  training: bool = True, leaves: int = 0, sources: int = 0, together: int = 1,
                  places: Places | None = None, overlap: str = "off"):  # fmt: skip
-        """overlap: layout.dp_overlap."""
+        """overlap: layout.dp_copies."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
         self._share(buckets, precision, sharding, training, overlap)

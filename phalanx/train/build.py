@@ -117,7 +117,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     buffers = Buffers(
         buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves, sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0), places=plan.places[mesh.at.pp] if plan.places else None,
-        overlap=plan.run.layout.dp_overlap,
+        overlap=plan.run.layout.dp_copies,
     )  # fmt: skip
     optimizer = AdamW(buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(

@@ -232,7 +232,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
 
 def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
     """Bytes for pieces of gradients on their way to the rank that sums them, where ranks share memory (comm.shared)."""
-    if plan.run.layout.dp_overlap == "off":
+    if plan.run.layout.dp_copies == "off":
         return 0
     largest: dict[tuple[str, int], int] = {}
     for b, cut in ((b, plan.sharding.cut(b, plan.grid)) for b in buckets):
