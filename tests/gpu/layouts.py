@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import pickle
 import tempfile
 import time
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.layout.config import LayoutConfig
@@ -144,46 +145,69 @@ def steps_of(run: Run, mesh: Mesh, documents: bool | str) -> dict:
     return found
 
 
+def in_order(runs: dict[str, Run], world: int) -> list[tuple[Any, list[tuple[str, Run]]]]:
+    """By grid: NCCL takes about a second to open each communicator."""
+    sizes = lambda item: repr(grid_of(item[1], world))  # noqa: E731
+    return [(grid_of(members[0][1], world), members) for _, group in groupby(sorted(runs.items(), key=sizes), key=sizes) if (members := list(group))]
+
+
 def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run]) -> None:
-    """Run them all, those of one grid in one world: NCCL takes about a second to open each communicator."""
+    """Run them all, those of one grid in one world, and leave what was found in a file of the name of each."""
     torch.set_num_threads(1)
     device = local_device(kind, rank)
-    numbered = sorted(enumerate(runs.items()), key=lambda item: repr(grid_of(item[1][1], world)))
-    for grid, members in groupby(numbered, key=lambda item: grid_of(item[1][1], world)):
-        sizes = (grid.pp, grid.dp, grid.cp, grid.tp, grid.ep, grid.etp, grid.ulysses, grid.dynamic)
-        init_world(rank, world, f"file://{folder}/store-{'-'.join(map(str, sizes))}", device, timeout_s=120.0)
+    for number, (grid, members) in enumerate(in_order(runs, world)):
+        init_world(rank, world, f"file://{folder}/store-{number}", device, timeout_s=120.0)
         mesh = Mesh(grid, rank, device)
-        for number, (name, run) in members:
-            if rank == 0:
-                print(f"{time.strftime('%X')} {name}", flush=True)
+        for name, run in members:
             faulthandler.dump_traceback_later(40, exit=True)  # a hang ends here, and says where
             found = steps_of(run, mesh, documents_of(run))
             faulthandler.cancel_dump_traceback_later()
-            with open(os.path.join(folder, f"{number}-{rank}"), "wb") as f:
-                pickle.dump(found, f)
+            part = file_of(folder, name, rank)
+            part.with_suffix(".part").write_bytes(pickle.dumps(found))
+            part.with_suffix(".part").rename(part)
         mesh.close()
         leave_world()
 
 
+def file_of(folder: str, name: str, rank: int) -> Path:
+    return Path(folder) / f"{name}-{rank}.found"
+
+
 def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", "fp32", "bf16"),
                   parts: Collection[str] = ("",)) -> dict[str, str]:  # fmt: skip
-    """name (that contains one of `parts`) -> "ok ..." or what is wrong. fp64: as the central test. Below: losses against one device's fp32."""
+    """name (that contains one of `parts`) -> "ok ..." or what is wrong. fp64: as the central test. Below: losses against one device's fp32.
+
+    Each is judged, and printed, while the next ones run: what a limit of time, or a rank that dies, leaves counts.
+    """
     runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() if any(part in name for part in parts) for p in precisions}
     table: dict[str, str] = {}
     every: dict[str, list[dict]] = {}
+    truths: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, args=(world, kind, folder, runs), nprocs=world)
-        for number, (name, run) in enumerate(runs.items()):
-            results = []
-            for rank in range(world):
-                with open(os.path.join(folder, f"{number}-{rank}"), "rb") as f:
-                    results.append(pickle.load(f))
-            every[name] = results
+        ranks = torch.multiprocessing.spawn(rank_main, args=(world, kind, folder, runs), nprocs=world, join=False)
+        for name, run in (member for _, members in in_order(runs, world) for member in members):
             try:
-                table[f"{world} ranks: {name}"] = judge(run, results, local_device(kind, 0))
-            except AssertionError as error:
-                table[f"{world} ranks: {name}"] = f"FAILED {error}"
-    return table | {f"{world} ranks: {name}, bits": same_bits(every[name], every[other]) for name, other in with_graphs(every)}
+                every[name] = results = results_of(ranks, folder, name, world)
+                found = {name: judge(run, results, local_device(kind, 0), truths)}
+            except (AssertionError, ProcessExitedException, ProcessRaisedException) as error:
+                found = {name: f"FAILED {str(error)[-300:]}"}
+            found |= {f"{a}, bits": same_bits(every[a], every[b]) for a, b in with_graphs(every) if f"{a}, bits" not in table and name in (a, b)}
+            for what, text in found.items():
+                print(f"{time.strftime('%X')} {what}: {text}", flush=True)
+            table |= found
+    return {f"{world} ranks: {name}": text for name, text in table.items()}
+
+
+def results_of(ranks: Any, folder: str, name: str, world: int) -> list[dict]:
+    """What each rank found, when all have. Raises what ended a rank before."""
+    files = [file_of(folder, name, rank) for rank in range(world)]
+    while not all(f.exists() for f in files):
+        if ranks.join(timeout=0.05) and not all(f.exists() for f in files):
+            raise AssertionError("the ranks ended before it")
+    found = [pickle.loads(f.read_bytes()) for f in files]
+    for f in files:
+        f.unlink()
+    return found
 
 
 def with_graphs(names: Collection[str]) -> list[tuple[str, str]]:
@@ -200,11 +224,16 @@ def same_bits(found: list[dict], others: list[dict]) -> str:
     return "ok same bits"
 
 
-def judge(run: Run, results: list[dict], device: torch.device) -> str:
+def judge(run: Run, results: list[dict], device: torch.device, truths: dict[str, dict]) -> str:
+    """`truths`: of runs on one device, which many layouts share."""
     alone = without_layout(run)
     exact = run.train.precision == "fp64"
-    truth_run = replace(alone, train=replace(alone.train, precision="fp64" if exact else "fp32", recompute="none"))
-    truth = steps_of(truth_run, Mesh(grid_of(truth_run, 1), 0, device), documents_of(run))
+    train = replace(alone.train, precision="fp64" if exact else "fp32", recompute="none", recompute_ops=[], cuda_graphs="auto", offload_layers=0)
+    truth_run = replace(alone, train=train)
+    key = repr((truth_run, documents_of(run)))
+    if key not in truths:
+        truths[key] = steps_of(truth_run, Mesh(grid_of(truth_run, 1), 0, device), documents_of(run))
+    truth = truths[key]
     if exact:
         whole = {**truth, "grads": [assemble([g]) for g in truth["grads"]], "weights": assemble([truth["weights"]])}
         compare(results, whole, STEPS)
