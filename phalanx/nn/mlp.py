@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from phalanx.base.batch import Batch
@@ -12,6 +14,11 @@ from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.low_matmul import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
+
+
+def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+    """make(x), by some of the tokens at a time where "mlp" is made again; not in low precision, whose scales are of all tokens."""
+    return make(x) if any(map(low_of, weights)) else mlp.env.tape.in_pieces(make, x, mlp.parameters())
 
 
 class SwiGLU(Module):
@@ -26,7 +33,7 @@ class SwiGLU(Module):
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """x (T / tp, D) -> (T / tp, D), whatever the batch."""
-        return self.env.tape.in_pieces(self._of_rows, x, self.parameters())
+        return run_mlp(self, self._of_rows, x, self.gate_up, self.down)
 
     def _of_rows(self, x: Tensor) -> Tensor:
         low, twin, again = low_of(self.gate_up) or low_of(self.down), self.env.twin("swiglu"), self.env.tape.makes_again  # of one op, no half can be
@@ -59,7 +66,7 @@ class GeluMLP(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
-        return self.env.tape.in_pieces(self._of_rows, x, self.parameters())
+        return run_mlp(self, self._of_rows, x, self.expand, self.project)
 
     def _of_rows(self, x: Tensor) -> Tensor:
         expanded = self.env.tape.op("up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x)

@@ -35,7 +35,7 @@ OPS = {
     "activation": "the MLP's activation (of experts too)",
     "dropout": "masks of dropout outside attention",
     "experts": "what experts get, compute and send back, its exchanges between ranks included",
-    "mlp": "MLPs, by an eighth of their tokens at a time: of what lies between their matmuls no more than that is ever there",
+    "mlp": "MLPs, by an eighth of their tokens at a time: of what lies between their matmuls no more is ever there (in FP8 they stay whole)",
     "layer": "whole layers but for attention between its projections: the layers' inputs and its outputs are kept",
     "block": "whole layers; their inputs alone are kept",
 }
