@@ -44,7 +44,7 @@ test: lint imports
 	$(MAKE) --no-print-directory -j2 types fast
 
 fast: $(VENV)/.ready-dev
-	$(PY) -m pytest tests -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PY) -m pytest tests -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 25 $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(PY) -m ruff check phalanx tests
