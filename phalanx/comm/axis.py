@@ -291,7 +291,7 @@ class Axis:
         """Every rank's text, in rank order (bytes in tensors: nothing is unpickled)."""
         if self.size == 1:
             return [text]
-        device = self._device()
+        device = self.device
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
         sizes = self.all_gather(torch.tensor([len(text.encode())], device=device)).wait().tolist()
         padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
@@ -299,7 +299,8 @@ class Axis:
         rows = self.all_gather(padded).wait().view(self.size, -1).cpu()
         return [row[:n].numpy().tobytes().decode() for row, n in zip(rows, sizes)]
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
         """Where this axis' group can communicate."""
         nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -307,7 +308,7 @@ class Axis:
     def barrier(self) -> None:
         """Until every rank is here. It is not watched: it moves nothing, and what its absence would do depends on who is faster."""
         with self.watch.paused():
-            self.all_reduce(torch.zeros(1, device=self._device())).wait().cpu()  # on a GPU the host waits too
+            self.all_reduce(torch.zeros(1, device=self.device)).wait().cpu()  # on a GPU the host waits too
 
     def send(self, x: Tensor, to: int) -> Work:
         """Post the send of x to the axis' rank number `to`."""

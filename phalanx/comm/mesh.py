@@ -109,7 +109,7 @@ class Mesh:
         keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
         self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing, groups=self._make_groups(heads))
         self._edp: Axis | None = None
-        self._hosts: Axis | None = None
+        self.pp_hosts: Axis | None = None
         self._groups: dict[SumAxis, Groups] = {}
         self.alone = Axis("alone", (rank,))
 
@@ -131,8 +131,11 @@ class Mesh:
 
     def prepare_hosts(self) -> Axis:
         """The ranks of dp on a communicator of their hosts, for tensors there: no device waits, and none is waited for."""
-        self._hosts = self._phase("hosts of dp", self.dp.ranks, backend="gloo")
-        return self._hosts
+        return self._phase("hosts of dp", self.dp.ranks, backend="gloo")
+
+    def prepare_pp_hosts(self) -> None:
+        """The same of pp, for messages between stages while devices must be idle."""
+        self.pp_hosts = self._phase("hosts of pp", self.pp.ranks, backend="gloo")
 
     def along(self, axis: SumAxis) -> Axis:
         """The axis over which gradients of some parameters are summed."""
@@ -303,7 +306,7 @@ class Mesh:
         """
         for axis in self._axes:
             if axis.size > 1:
-                axis.all_reduce(torch.zeros(1, device="cpu" if axis is self._hosts else self.device)).wait()
+                axis.all_reduce(torch.zeros(1, device=axis.device)).wait()
         for edge in self._edges.values():
             x = torch.zeros(1, device=self.device)
             (edge.send(x, to=1) if edge.index == 0 else edge.recv(x, source=0)).wait()

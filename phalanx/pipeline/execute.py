@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.base.batch import Batch
 from phalanx.base.pairwise import pairwise_sum
-from phalanx.comm.axis import Work
+from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.held import Held, Mover, hollow
 from phalanx.nn.module import Block
@@ -158,15 +158,20 @@ class Stages:
         return self._values.pop(Value("grad", i.stage, i.mb))
 
     def recv(self, i: Recv) -> None:
-        tokens = self.batches[i.mb].num_tokens // self.mesh.grid.tp
-        buffer = torch.empty(tokens, self.width, dtype=self.dtype, device=self.mesh.device)
-        self._receiving[i.value] = self.mesh.edge(i.peer, self.mesh.at.pp).recv(buffer, source=0)
+        hosts, tokens = self._hosts, self.batches[i.mb].num_tokens // self.mesh.grid.tp
+        buffer = torch.empty(tokens, self.width, dtype=self.dtype, device="cpu" if hosts else self.mesh.device)
+        self._receiving[i.value] = hosts.recv(buffer, i.peer) if hosts else self.mesh.edge(i.peer, self.mesh.at.pp).recv(buffer, source=0)
 
     def wait(self, i: Wait) -> None:
-        self._values[i.value] = self._receiving.pop(i.value).wait()
+        self._values[i.value] = self._receiving.pop(i.value).wait().to(self.mesh.device)
 
     def send(self, i: Send) -> None:
         self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of those that are complete
-        value = self._values.pop(i.value)
+        hosts, value = self._hosts, self._values.pop(i.value)
         value = value.clone() if self.runner.reuses_memory and i.kind == "act" else value.contiguous()
-        self._sending.append(self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))
+        self._sending.append(hosts.send(value.cpu(), i.peer) if hosts else self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))
+
+    @property
+    def _hosts(self) -> Axis | None:
+        """Who passes messages on in place of the devices, in a step in which none may be under way on those."""
+        return self.mesh.pp_hosts if self.runner.captures else None

@@ -51,9 +51,12 @@ class Eager:
     """Runs blocks as they are: what graphs are the fast twin of.
 
     `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long takes a copy.
+    `captures`: whether graphs may be made in this step. CUDA may wait then for all that the device is doing, so nothing may be under way
+    there that another rank's host has yet to ask for: a message received ahead would wait for what that rank computes from this run.
     """
 
     reuses_memory = False
+    captures = False
 
     def __init__(self) -> None:
         self._held: dict[tuple[Where, int], Held] = {}
@@ -161,12 +164,14 @@ class Graphs(Eager):
         self._warm = False
         self._seed: Tensor | None = None
         self._kinds: list[int] = []  # of the step's micro-batches
+        self._known: list[tuple[tuple, Set[int]]] = []  # sorts of batches, each with the micro-batches of it in a step that captured
         self._slots: dict[tuple, list[_Slot]] = {}  # by stage and what sort of batch it takes
         self._free: dict[tuple, list[_Slot]] = {}
         self._taken: dict[tuple[int, int], tuple[tuple, _Slot, Batch]] = {}  # by stage and micro-batch
 
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
         self._kinds = self._agreed([_kind(b) for b in batches])
+        self.captures = self._warm and self._news(batches)
         if self._seed is None:
             self._seed = seed.clone()
         self._seed.copy_(seed)
@@ -182,7 +187,7 @@ class Graphs(Eager):
         for slot in (s for slots in self._slots.values() for s in slots):
             for run in slot.runs.values():
                 run.reset()
-        for kept in (self._slots, self._free, self._taken, self._held):
+        for kept in (self._slots, self._free, self._taken, self._held, self._known):
             kept.clear()
         self.memories, self._warm = (), False
 
@@ -313,6 +318,17 @@ class Graphs(Eager):
             return kinds
         everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
         return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
+
+    def _news(self, batches: Sequence[Batch]) -> bool:
+        """Whether this step may need slots that none before it had; alike on all stages, which have these micro-batches in common. It does not if
+        the micro-batches of each sort are among those of an earlier step: no more of them are in flight at once."""
+        sorts: dict[tuple, set[int]] = {}
+        for mb, (kind, batch) in enumerate(zip(self._kinds, batches)):
+            if kind != SELDOM:
+                sorts.setdefault((kind, batch.num_sequences, batch.seq_length), set()).add(mb)
+        news = [(sort, mbs) for sort, mbs in sorts.items() if not any(sort == known and mbs <= of_it for known, of_it in self._known)]
+        self._known += news
+        return bool(news)
 
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
         """A free slot of the stage for such a batch, holding its values."""

@@ -210,6 +210,8 @@ def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -
     """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
     between, tape = uncaptured_ops(plan, mesh.device), next(iter(blocks.values()))[0].env.tape
     hosts = mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
+    if plan.grid.pp > 1:
+        mesh.prepare_pp_hosts()
     return Graphs(Cuda(mesh.device, loose=bool(between)), tape, mesh.memories, between, hosts)
 
 
