@@ -14,7 +14,8 @@ they are in both places; then what is captured in the slot may use their memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from phalanx.nn.held import Held, Places
 from phalanx.nn.tape import Tape
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.rows import Cuda, Cuts, Row, uncollected
+from phalanx.schedule.actions import Schedule
 
 Compute = Callable[[Tensor, Batch, Held | None], Tensor]
 """(input, batch, what holds activations that are to wait on the host) -> output."""
@@ -152,26 +154,29 @@ class _Slot:
 
 class Graphs(Eager):
     """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange through inside. `between`: names
-    of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose runs exchange while they have different micro-batches."""
+    of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose runs exchange while they have different micro-batches. `schedule`:
+    of so many micro-batches, where stages on other ranks pass messages."""
 
     reuses_memory = True
 
     def __init__(self, device: Cuda, tape: Tape, memories: tuple[Symmetric, ...] = (), between: Set[str] = frozenset(),
-                 hosts: Axis | None = None):  # fmt: skip
+                 hosts: Axis | None = None, schedule: Callable[[int], Schedule] | None = None):  # fmt: skip
         super().__init__()
         self.device, self.memories, self._tape, self._cuts, self._hosts = device, memories, tape, Cuts(between), hosts
         self._passing = device.pool()  # what backward makes
         self._warm = False
         self._seed: Tensor | None = None
         self._kinds: list[int] = []  # of the step's micro-batches
-        self._known: list[tuple[tuple, Set[int]]] = []  # sorts of batches, each with the micro-batches of it in a step that captured
+        self._schedule = schedule
+        self._known: set[tuple] = set()  # the sorts of micro-batches of steps so far
+        self._most: Counter[tuple[int, Hashable]] = Counter()  # slots by stage and sort, of all stages
         self._slots: dict[tuple, list[_Slot]] = {}  # by stage and what sort of batch it takes
         self._free: dict[tuple, list[_Slot]] = {}
         self._taken: dict[tuple[int, int], tuple[tuple, _Slot, Batch]] = {}  # by stage and micro-batch
 
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
         self._kinds = self._agreed([_kind(b) for b in batches])
-        self.captures = self._warm and self._news(batches)
+        self.captures = self._warm and self._needs_slots(batches)
         if self._seed is None:
             self._seed = seed.clone()
         self._seed.copy_(seed)
@@ -187,7 +192,7 @@ class Graphs(Eager):
         for slot in (s for slots in self._slots.values() for s in slots):
             for run in slot.runs.values():
                 run.reset()
-        for kept in (self._slots, self._free, self._taken, self._held, self._known):
+        for kept in (self._slots, self._free, self._taken, self._held, self._known, self._most):
             kept.clear()
         self.memories, self._warm = (), False
 
@@ -319,16 +324,16 @@ class Graphs(Eager):
         everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
         return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
 
-    def _news(self, batches: Sequence[Batch]) -> bool:
-        """Whether this step may need slots that none before it had; alike on all stages, which have these micro-batches in common. It does not if
-        the micro-batches of each sort are among those of an earlier step: no more of them are in flight at once."""
-        sorts: dict[tuple, set[int]] = {}
-        for mb, (kind, batch) in enumerate(zip(self._kinds, batches)):
-            if kind != SELDOM:
-                sorts.setdefault((kind, batch.num_sequences, batch.seq_length), set()).add(mb)
-        news = [(sort, mbs) for sort, mbs in sorts.items() if not any(sort == known and mbs <= of_it for known, of_it in self._known)]
-        self._known += news
-        return bool(news)
+    def _needs_slots(self, batches: Sequence[Batch]) -> bool:
+        """Whether some stage gets slots in this step. All stages find the same: they have micro-batches of the same sorts."""
+        sorts = tuple(None if kind == SELDOM else (b.num_sequences, b.seq_length, kind) for kind, b in zip(self._kinds, batches))
+        if self._schedule is None or sorts in self._known:
+            return False
+        self._known.add(sorts)
+        most = self._schedule(len(batches)).most_in_flight(sorts)
+        more = any(number > self._most[where] for where, number in most.items())
+        self._most |= most
+        return more
 
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
         """A free slot of the stage for such a batch, holding its values."""

@@ -6,7 +6,8 @@ Who decides the order of actions is `generators`; how they become instructions i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -75,6 +76,16 @@ class Schedule:
             return None
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
         return Action(action.kind, stage, action.mb) if 0 <= stage < self.num_stages else None
+
+    def most_in_flight(self, sorts: Sequence[Hashable]) -> Counter[tuple[int, Hashable]]:
+        """(stage, sort) -> most micro-batches of that sort that are in flight in the stage at once, between their forward and their backward.
+        `sorts`: of each micro-batch; None: not counted."""
+        live, most = Counter[tuple[int, Hashable]](), Counter[tuple[int, Hashable]]()
+        for action in (a for order in self.orders for a in order if sorts[a.mb] is not None):
+            where = action.stage, sorts[action.mb]
+            live[where] += (action.kind == "F") - (action.kind == "B")
+            most[where] = max(most[where], live[where])
+        return most
 
 
 # ---- Instructions. A value between two stages is named by its reader: (kind, reading stage, mb). An executor keeps such values in

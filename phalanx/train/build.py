@@ -212,7 +212,7 @@ def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -
     hosts = mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
     if plan.grid.pp > 1:
         mesh.prepare_pp_hosts()
-    return Graphs(Cuda(mesh.device, loose=bool(between)), tape, mesh.memories, between, hosts)
+    return Graphs(Cuda(mesh.device, loose=bool(between)), tape, mesh.memories, between, hosts, plan.schedule if plan.grid.pp > 1 else None)
 
 
 def uncaptured_ops(plan: Plan, device: torch.device) -> frozenset[str]:
