@@ -181,6 +181,7 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
     "rowwise, tp2 pp2, the MLP as one op": (4, low_run("rowwise", train=dict(kernels="triton", plain_ops=PLAIN), tp=2, pp=2)),
     "mxfp8, tp2 dp2": (4, low_run("mxfp8", "low-wide", train=dict(micro_batch=4, global_batch=8), tp=2)),
     "nvfp4, tp2 pp2": (4, low_run("nvfp4", "low-wide", tp=2, pp=2)),
+    "nvfp4, cp2 dp2, full recompute": (4, low_run("nvfp4", "low-wide", train=dict(seq_length=64, recompute="full"), cp=2)),
     "blockwise, dp2 pp2": (4, low_run("blockwise", "low-wide", pp=2)),
 }  # fmt: skip
 
@@ -328,6 +329,14 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, fp8):
     assert losses(trained(run_of(tmp_path / "halves", fp8))) == whole
     other = losses(trained(run_of(tmp_path / "other", {**fp8, **({"history": 1} if "history" in fp8 else {"max_lost": None})})))
     assert other != whole
+
+
+def test_random_rounding_goes_on_to_the_bit(tmp_path):
+    """It has no state: a stopped run rounds as the whole one, and so does what is made again in backward."""
+    whole = losses(trained(run_of(tmp_path / "whole", dict(recipe="nvfp4"))))
+    trained(run_of(tmp_path / "halves", dict(recipe="nvfp4"), steps=6))
+    assert losses(trained(run_of(tmp_path / "halves", dict(recipe="nvfp4")))) == whole
+    assert losses(trained(run_of(tmp_path / "again", dict(recipe="nvfp4"), recompute="full"))) == whole
 
 
 def test_statistics_are_in_the_metrics(tmp_path):

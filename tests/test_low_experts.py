@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.axis import ModelAxes
@@ -112,10 +113,12 @@ def test_each_expert_is_cast_by_itself(recipe):
     forward, by_places = low.rows(X, rows_of(), ENDS)
     at, first = Places.of(ENDS, ROWS, tiles_for(ROWS, 4)), 0
     found, laid = values(forward, at.group_R, torch.float32), values(by_places.turned(), at.group_P, torch.float32)
+    whole = low.mixed(at.lay(clean))
     for a, b in zip([0, *ENDS.tolist()], ENDS.tolist()):
         if b > a:
             same_values(found[a:b], clean[a:b], r.tokens, r, clean)
-            same_values(laid[first : first + b - a], clean[a:b], r.tokens[::-1], r, clean)
+            alone = low.mixed(F.pad(clean[a:b], (0, 0, 0, (a - b) % 16)))
+            same_values(laid[first : first + len(alone)], alone, r.tokens[::-1], r, whole)
         first += -(-(b - a) // PLACE) * PLACE
     weight = stack(outer=256)
     low.refresh(weight)
@@ -134,7 +137,7 @@ def same_values(found: Tensor, x: Tensor, block: tuple[int, int], r: Recipe, who
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_are_near_those_of_values(recipe, biased):
-    """Truth: the grouped matmul in fp32; as near as the formats are fine."""
+    """Truth: the grouped matmul in fp32; as near as the formats are fine (rounding at random has twice the variance of rounding to the nearest)."""
     torch.manual_seed(1)
     outer = 256 if recipe == "blockwise" else OUT
     x, weight, bias, dy = (torch.randn(*s) for s in ((ROWS, IN), (4, outer, IN), (4, outer), (ROWS, outer)))
@@ -147,7 +150,7 @@ def test_products_are_near_those_of_values(recipe, biased):
         found.append([y.detach(), *(t.grad for t in leaves[: 2 + biased])])
     for ours, truth in zip(*found):
         off = ((ours - truth).norm() / truth.norm()).item()
-        assert off < {"nvfp4": 0.2, "tensorwise": 0.08, "delayed": 0.08}.get(recipe, 0.06)
+        assert off < {"nvfp4": 0.25, "tensorwise": 0.08, "delayed": 0.08}.get(recipe, 0.06)
         assert off > 1e-3 or ours.shape == bias.shape  # the bias has no codes
 
 

@@ -82,7 +82,7 @@ class Env:
         once = list(dict.fromkeys(names))
         if self.low is None or not all(self.low.takes(name) for name in once):
             return None
-        return LowWeight(self.low.recipe, _together(once), cut, self.axes, self.twin("quant"), self.low.accumulate)
+        return LowWeight(self.low.recipe, _together(once), cut, self.axes, self.twin("quant"), self.low.accumulate, self.seed)
 
     def low_experts(self, names: Iterable[str], count: int, cut: int) -> LowExperts | None:
         """The same of a stack of `count` experts' matrices (`{}` in a name stands for their number), of which dim `cut` is cut over etp. All or
@@ -91,7 +91,7 @@ class Env:
         if self.low is None or not all(self.low.takes(name.format(e)) for name in once for e in range(count)):
             return None
         name = _together([name.replace("{}.", "") for name in once])
-        return LowExperts(self.low.recipe, name, cut, self.axes, self.twin("quant"), self.low.accumulate)
+        return LowExperts(self.low.recipe, name, cut, self.axes, self.twin("quant"), self.low.accumulate, self.seed)
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""

@@ -25,11 +25,12 @@ from torch.autograd import Function
 from phalanx.comm.axis import Axis
 from phalanx.ops.activation import Gate, GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.codes import Blocks
+from phalanx.ops.four_bits import Key
 from phalanx.ops.grouped import Later, add_sum_grad, segments
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_of, nan_for
 from phalanx.ops.permute import Gathered
-from phalanx.ops.quant import Block, Format, Scaled, block_amax, cast, multipliers, spread, wide_of
+from phalanx.ops.quant import Block, Format, Scaled, block_amax, cast_scaled, multipliers, spread, wide_of
 from phalanx.ops.unmade import source_of
 
 Source = Tensor | Gathered | GatedRows  # and GatedRowsGrad
@@ -174,25 +175,27 @@ class LowExperts(LowWeight):
         recipe, format, count = self.recipe, self._format(which), len(ends)
         at, block = Places.of(ends, len(x), tiles), recipe.weight if which == W else recipe.tokens
         x = torch.where((at.place_R < at.total).unsqueeze(1), x, 0)
-        laid = at.lay(x)
+        laid = at.lay(x) if which == W else self.mixed(at.lay(x))
         if self.amax is not None:
             largest = x.abs().amax().float() if x.numel() else self.amax[which]
             self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], largest).view(1))
         if self._given(which):
             first = second = self.multiplier[which].view(1, 1)  # type: ignore[index]
         else:
-            tops = self._tops(which, x, at, count, cut) if block == (0, 0) or recipe.scale == "two levels" else None
+            tops = further = self._tops(which, x, at.group_R, count, cut) if block == (0, 0) or recipe.scale == "two levels" else None
+            if recipe.hadamard and which != W:
+                further = self._tops(which, laid, at.group_P, count, cut)
             first = self._multipliers(which, x, at.group_R, block, count, cut, tops)
-            second = self._multipliers(which, laid, at.group_P, block[::-1], count, cut, tops)
-        q, wide = _codes(x, first, block, at.group_R, format)
+            second = self._multipliers(which, laid, at.group_P, block[::-1], count, cut, further)
+        q, wide = _codes(x, first, block, at.group_R, format, self.key(which, over_tokens=False))
         if self.counts is not None:
             zeros, cut_off = (q.codes.float() == 0) & (x != 0), wide.abs() > format.max * (1 + 2.0**-20)
             self.counts[which, 0, :-1] += torch.stack((zeros.sum(), cut_off.sum(), ends[-1].long() * x.shape[1]))
-        return q, _codes(laid, second, block[::-1], at.group_P, format)[0].turned()
+        return q, _codes(laid, second, block[::-1], at.group_P, format, self.key(which, over_tokens=True))[0].turned()
 
-    def _tops(self, which: int, x: Tensor, at: Places, count: int, cut: int | None) -> Tensor:
-        """Amax of whole tensors: (E, 1) of matrices, (1, 1) of all rows."""
-        of_features = group_amax(x, at.group_R, count)
+    def _tops(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None) -> Tensor:
+        """Amax of whole tensors: (E, 1) of matrices, (1, 1) of all rows; `group`: whose they are."""
+        of_features = group_amax(x, group, count)
         if which == W:
             return self._compare(of_features.amax(1, keepdim=True), which, cut is not None)
         return self._compare(of_features.amax().view(1, 1), which, False, whole=True)
@@ -272,10 +275,10 @@ class LowExperts(LowWeight):
         return buffer if weight.grad is None else None
 
 
-def _codes(x: Tensor, multiplier: Tensor, block: Block, group: Tensor, format: Format) -> tuple[Scaled, Tensor]:
-    """Codes of x, and what was cast."""
+def _codes(x: Tensor, multiplier: Tensor, block: Block, group: Tensor, format: Format, key: Key | None) -> tuple[Scaled, Tensor]:
+    """Codes of x, and what was cast. `key`: of random rounding."""
     wide = x.to(wide_of(x)) * spread(_of_groups(multiplier, block, group), block, x.shape)  # type: ignore[arg-type]
-    return Scaled(cast(wide, format), 1.0 / multiplier, block), wide
+    return Scaled(cast_scaled(wide, block, format, key), 1.0 / multiplier, block), wide
 
 
 class _LowGroupedMatmul(Function):

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.rng import key_of
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.codes import Blocks
+from phalanx.ops.four_bits import Key, mixed, signs_of
 from phalanx.ops.grads import add_grad
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.norm import Normed
@@ -41,8 +43,10 @@ class LowWeight:
     multiplier   (3,) fp32, from earlier steps: of delayed scaling
     """
 
-    def __init__(self, recipe: Recipe, name: str, cut: int, axes: ModelAxes, kernels: Kernels = "auto", accumulate: Accumulate = "mixed"):
+    def __init__(self, recipe: Recipe, name: str, cut: int, axes: ModelAxes, kernels: Kernels = "auto", accumulate: Accumulate = "mixed",
+                 seed: int = 0):  # fmt: skip
         self.recipe, self.name, self.cut, self.axes, self.kernels = recipe, name, cut, axes, kernels
+        self.signs, self.keys = signs_of(seed, recipe.hadamard), (key_of(seed, "rounding", name, 0), key_of(seed, "rounding", name, 1))
         self.on, self.current = True, False
         self.fast_forward, self.fast_backward = accumulate != "precise", accumulate == "fast"
         self.counts: Tensor | None = None
@@ -113,11 +117,19 @@ class LowWeight:
             return self._cast(which, x, cut, turn)
         block = self.recipe.weight if which == W else self.recipe.tokens
         first = self.quantize(which, x, block, cut)
-        second = first if block == block[::-1] else self.quantize(which, x, block[::-1], cut, note=False)
+        second = first if block == block[::-1] else self.quantize(which, self.mixed(x), block[::-1], cut, note=False)
         return first, second.turned() if turn else second
 
+    def mixed(self, x: Tensor) -> Tensor:
+        """Activations or gradients as the weight's gradient takes them."""
+        return mixed(x, self.recipe.hadamard, self.signs) if self.recipe.hadamard else x
+
+    def key(self, which: int, over_tokens: bool) -> Key | None:
+        """Of random rounding; None: to the nearest."""
+        return self.keys[over_tokens] if self.recipe.at_random and which == DY else None
+
     def quantize(self, which: int, x: Tensor, block: tuple[int, int], cut: int, note: bool = True) -> Scaled:
-        """The plain way to one kind of codes."""
+        """The plain way to one kind of codes; `note`: those that are summed over features."""
         recipe, format = self.recipe, self._format(which)
         amax = block_amax(x, block)
         if self.amax is not None and note:
@@ -128,7 +140,7 @@ class LowWeight:
             self._largest(amax, which, block[cut] == 0, block[0] == 0)
             top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
             multiplier = multipliers(amax, format, recipe.scale, top)
-        q = quantize(x, block, format, multiplier)
+        q = quantize(x, block, format, multiplier, self.key(which, over_tokens=not note))
         if note and self.counts is not None:
             self.counts[which, 0, :-1] += lost(x, q, format, multiplier)
         return q

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.ops.four_bits import Key, noise_for
+
 Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
 SLOTS = 32  # places that casts count in, so that programs of a kernel do not wait for each other
 COUNTED = ("zeros", "cut", "values")  # in each of them: values that became zero, that were cut to the largest number, all that were looked at
@@ -46,6 +48,8 @@ class Recipe:
     weight             the same of weights (out, in) where inputs are summed over
     scale              what scales are: any fp32 number, powers of two, or E4M3 numbers times one fp32 number of the whole tensor
     delayed            scales come from the amaxes of earlier steps
+    at_random          gradients are rounded to one of their two neighbours at random, so that on average they are what they were
+    hadamard           so many tokens are mixed before both operands of the weight's gradient are cast (ops.four_bits); 0: none
     emulated           no product of this sort on Hopper: codes are turned back and multiplied in the dtype of the activations.
                        Not measured on hardware
     """
@@ -57,6 +61,8 @@ class Recipe:
     weight: Block
     scale: Literal["fp32", "power of 2", "two levels"] = "fp32"
     delayed: bool = False
+    at_random: bool = False
+    hadamard: int = 0
     emulated: bool = False
 
     @property
@@ -81,8 +87,8 @@ RECIPES = {
         Recipe("blockwise", E4M3, E4M3, (1, 128), (128, 128)),
         # Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
         Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True),
-        # NVIDIA, "Pretraining large language models with NVFP4", 2025, without its random rounding and Hadamard transforms
-        Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", emulated=True),
+        # NVIDIA, "Pretraining large language models with NVFP4", 2025, sections 4.1 to 4.4
+        Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True),
     )
 }
 
@@ -142,26 +148,35 @@ def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor |
     return amax.new_full((), format.max) / amax.clamp_min(FLOOR)  # a number over a tensor would be rounded twice
 
 
-def cast(x: Tensor, format: Format) -> Tensor:
-    """Codes of x: to the nearest, ties to even; larger values become the largest, what is not finite NaN. float64 is rounded to fp32 first."""
+def cast(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
+    """Codes of x: to the nearest, ties to even; larger values become the largest, what is not finite NaN. float64 is rounded to fp32 first.
+
+    noise (of E2M1): uniform numbers in [0, 1) like x; a value becomes the larger of its neighbours where it is further on its way to it.
+    """
     kept = x.clamp(-format.max, format.max)
     if format is E2M1:
-        kept = _to_e2m1(kept)
+        kept = _to_e2m1(kept, noise)
     return torch.where(x.isfinite(), kept, math.nan).to(format.dtype)
 
 
-def _to_e2m1(x: Tensor) -> Tensor:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign, ties to even codes."""
+def _to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
+    """Of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign the nearest, ties to even codes; or one of x's neighbours, by noise."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
-    return torch.copysign(torch.round(size / step) * step, x)
+    steps = size / step
+    whole = torch.round(steps) if noise is None else steps.floor() + (steps.frac() > noise)
+    return torch.copysign(whole * step, x)
 
 
-def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor) -> Scaled:
-    """The plain twin of kernels.quant.quantize: codes of x times the multiplier of its block, in x's dtype but at least fp32."""
-    wide = x.to(wide_of(x))
-    codes = cast(wide * spread(multiplier, block, x.shape), format)  # type: ignore[arg-type]
-    return Scaled(codes, 1.0 / multiplier, block)
+def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor, key: Key | None = None) -> Scaled:
+    """The plain twin of kernels.quant.quantize: codes of x times the multiplier of its block, in x's dtype but at least fp32. `key`: of random
+    rounding."""
+    return Scaled(cast_scaled(x.to(wide_of(x)) * spread(multiplier, block, x.shape), block, format, key), 1.0 / multiplier, block)  # type: ignore[arg-type]
+
+
+def cast_scaled(scaled: Tensor, block: Block, format: Format, key: Key | None) -> Tensor:
+    """Codes of values that are multiplied already."""
+    return cast(scaled, format, None if key is None else noise_for(scaled.clamp(-format.max, format.max), block, key))
 
 
 def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
