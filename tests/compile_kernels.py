@@ -17,6 +17,7 @@ from phalanx.ops.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.kernels import (
     adamw,
     codes,
+    emulated,
     gated,
     grouped,
     head_norm,
@@ -126,7 +127,23 @@ def low_precision() -> list[tuple]:
         consts = dict(A_KIND=kinds[0], B_KIND=kinds[1], ADD=add, TMA=True, BM=c.m, BN=c.n, BK=128, GROUP=c.group)
         run = dict(num_warps=c.warps, num_stages=c.stages)
         found.append((scaled_mm._scaled_gemm, dict(**pair, out=out, a_scales="*fp32", b_scales="*fp32", **numbers), consts, run))
-    return found + low_experts()
+    return found + emulated_casts() + low_experts()
+
+
+def emulated_casts() -> list[tuple]:
+    """Of MXFP8 and NVFP4, of blocks along features and along tokens."""
+    found: list[tuple] = []
+    for size, four_bits in ((32, False), (16, True)):
+        for tokens in (False, True):
+            lines, length = emulated.TILE[::-1] if tokens else emulated.TILE
+            numbers = dict.fromkeys(("N", "K", "across", "C", "signs"), "i32")
+            consts = dict(TOKENS=tokens, MIX=4 if tokens and four_bits else 0, SIZE=size, LINES=lines, LENGTH=length)
+            found.append((emulated._block_amax, dict(x=BF, out="*i32") | numbers, consts, dict(num_warps=emulated.WARPS)))
+            given = dict(x=BF, multiplier="*fp32", out="*fp8e4nv", counts="*i64") | numbers | dict(k0="i32", k1="i32")
+            more = dict(FOUR_BITS=four_bits, RANDOM=four_bits, NOTE=not tokens, MAX=6.0 if four_bits else 448.0, GRID=emulated.GRID,
+                        F0=emulated.FACTORS[0], F1=emulated.FACTORS[1], SLOTS=32, ROUND=False)  # fmt: skip
+            found.append((emulated._cast, given, consts | more, dict(num_warps=emulated.WARPS)))
+    return found
 
 
 def low_experts() -> list[tuple]:

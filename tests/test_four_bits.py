@@ -12,7 +12,7 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.ops.four_bits import FACTORS, GRID, mixed, noise_for, signs_of
 from phalanx.ops.low_grouped import LowExperts, low_grouped_matmul
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
-from phalanx.ops.quant import E2M1, RECIPES, Scaled, block_amax, cast_scaled, dequantize, spread
+from phalanx.ops.quant import COUNTS, E2M1, RECIPES, SLOTS, Scaled, block_amax, cast_scaled, dequantize, spread
 
 VALUES = torch.tensor([-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NVFP4 = RECIPES["nvfp4"]
@@ -184,3 +184,41 @@ def test_amax_of_codes_is_that_of_mixed_tokens():
     x = randn(64, 32)
     for q in LowWeight(NVFP4, "w", 0, ModelAxes()).both(X, x, 0, turn=False):
         assert block_amax(q.codes.float(), q.block).min() >= 4 and q.codes.float().abs().max() == 6
+
+
+# ---- the kernels, in Triton's interpreter ---------------------------------------------------------------------------------------
+
+
+def some(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of many sizes, some zero."""
+    g = torch.Generator().manual_seed(rows * columns)
+    x = torch.randn(rows, columns, generator=g) * torch.exp(2 * torch.randn(rows, columns, generator=g))
+    return torch.where(torch.rand(rows, columns, generator=g) < 0.1, 0.0, x).to(dtype)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape, dtype", [((64, 96), torch.bfloat16), ((160, 32), torch.float32)], ids=str)
+def test_kernels_are_the_plain_twins(recipe, shape, dtype):
+    """Codes, scales, amaxes and counts to the bit; edges of tiles in either direction."""
+    for which in (X, DY):
+        found = []
+        for twin in ("triton", "plain"):
+            low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), twin, seed=5)  # type: ignore[arg-type]
+            low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
+            found.append((low, low.both(which, some(*shape, dtype), 0, turn=which == X)))
+        (low, made), (plain, truth) = found
+        for q, exact in zip(made, truth):
+            assert q.block == exact.block and torch.equal(q.scales, exact.scales)
+            assert torch.equal(q.codes.view(torch.uint8), exact.codes.view(torch.uint8))
+        assert torch.equal(low.amax, plain.amax) and torch.equal(low.counts.sum(1), plain.counts.sum(1)) and low.counts[which, :, 0].sum() > 0
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_kernels_keep_what_is_no_number(recipe):
+    for bad in (float("nan"), float("inf")):
+        x = some(32, 64, torch.float32)
+        x[3, 5] = bad
+        straight, by_tokens = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton").both(DY, x, 0, turn=False)
+        assert not dequantize(straight, torch.float32)[3].sum().isfinite() and not dequantize(by_tokens, torch.float32)[:, 5].sum().isfinite()
+    with pytest.raises(ValueError, match="40 tokens are no whole blocks of 16"):
+        LowWeight(NVFP4, "w", 0, ModelAxes(), "triton").both(DY, torch.zeros(40, 16), 0, turn=False)

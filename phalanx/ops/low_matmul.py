@@ -19,10 +19,10 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.codes import Blocks
 from phalanx.ops.four_bits import Key, mixed, signs_of
-from phalanx.ops.grads import add_grad
+from phalanx.ops.grads import add_grad, add_product_grad
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.norm import Normed
-from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, lost, multipliers, quantize, scaled_product
+from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, dequantize, lost, multipliers, quantize, scaled_product
 from phalanx.ops.rope import RopeGrad
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 from phalanx.ops.unmade import source_of
@@ -115,9 +115,9 @@ class LowWeight:
             x = x.tensor()
         if not isinstance(x, Tensor) or self._triton(x):
             return self._cast(which, x, cut, turn)
-        block = self.recipe.weight if which == W else self.recipe.tokens
+        block = self._block(which)
         first = self.quantize(which, x, block, cut)
-        second = first if block == block[::-1] else self.quantize(which, self.mixed(x), block[::-1], cut, note=False)
+        second = first if block == block[::-1] else self.quantize(which, x, block[::-1], cut, over_tokens=which != W)
         return first, second.turned() if turn else second
 
     def mixed(self, x: Tensor) -> Tensor:
@@ -128,10 +128,13 @@ class LowWeight:
         """Of random rounding; None: to the nearest."""
         return self.keys[over_tokens] if self.recipe.at_random and which == DY else None
 
-    def quantize(self, which: int, x: Tensor, block: tuple[int, int], cut: int, note: bool = True) -> Scaled:
-        """The plain way to one kind of codes; `note`: those that are summed over features."""
-        recipe, format = self.recipe, self._format(which)
-        amax = block_amax(x, block)
+    def quantize(self, which: int, x: Tensor, block: tuple[int, int], cut: int, over_tokens: bool = False) -> Scaled:
+        """One kind of codes, of x itself or, to be summed over tokens, of `mixed` x. What casts lost is noted of those along x's rows."""
+        recipe, format, key, note = self.recipe, self._format(which), self.key(which, over_tokens), block == self._block(which)
+        mix, casts = recipe.hadamard if over_tokens else 0, self._emulated_casts(which, x)
+        if casts is None:
+            x = self.mixed(x) if mix else x
+        amax = block_amax(x, block) if casts is None else casts.block_amax(x, block, mix, self.signs)
         if self.amax is not None and note:
             self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], amax.amax()).view(1))
         if self._given(which):
@@ -140,10 +143,21 @@ class LowWeight:
             self._largest(amax, which, block[cut] == 0, block[0] == 0)
             top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
             multiplier = multipliers(amax, format, recipe.scale, top)
-        q = quantize(x, block, format, multiplier, self.key(which, over_tokens=not note))
-        if note and self.counts is not None:
-            self.counts[which, 0, :-1] += lost(x, q, format, multiplier)
+        counts = self.counts[which] if note and self.counts is not None else None
+        if casts is not None:
+            return casts.quantize(x, block, format, multiplier, key, mix, self.signs, counts)
+        q = quantize(x, block, format, multiplier, key)
+        if counts is not None:
+            counts[0, :-1] += lost(x, q, format, multiplier)
         return q
+
+    def _emulated_casts(self, which: int, x: Tensor) -> Any:
+        """The Triton twin of casts of emulated recipes, if it is to run: it has blocks along lines alone, and weights are few."""
+        if which == W or not self.recipe.emulated or x.dtype == torch.float64 or not use_triton(self.kernels, x):
+            return None
+        from phalanx.ops.kernels import emulated
+
+        return emulated
 
     def _takes(self, x: Source) -> bool:
         from phalanx.ops.kernels.quant import takes
@@ -178,6 +192,9 @@ class LowWeight:
     def _format(self, which: int) -> Format:
         return self.recipe.backward if which == DY else self.recipe.forward
 
+    def _block(self, which: int) -> tuple[int, int]:
+        return self.recipe.weight if which == W else self.recipe.tokens
+
     def _given(self, which: int) -> bool:
         """Whether the scale is known before the tensor is."""
         return self.recipe.delayed and self.multiplier is not None and not self.current
@@ -199,6 +216,8 @@ class LowWeight:
         """a (M, K), b (N, K) -> a b^T (M, N)."""
         if a.codes.is_cuda and not self.recipe.emulated:
             return fast_product(a, b, dtype, fast, out)
+        if a.codes.is_cuda:
+            return torch.mm(dequantize(a, dtype), dequantize(b, dtype).t(), out=out)
         y = scaled_product(a, b, dtype)
         return y if out is None else out.copy_(y)
 
@@ -206,7 +225,9 @@ class LowWeight:
         """Account for dy x^T, of dy (out, T) and x (in, T) with blocks along tokens; what a backward must return for the weight."""
         if weight.grad is None:
             return self.product(dy, x, weight.dtype, self.fast_backward)
-        if dy.codes.is_cuda and not self.recipe.emulated:
+        if dy.codes.is_cuda and self.recipe.emulated:
+            return add_product_grad(weight, dequantize(dy, weight.dtype).t(), dequantize(x, weight.dtype).t())
+        if dy.codes.is_cuda:
             add_fast_product_(weight.grad, dy, x, self.fast_backward)
         else:
             weight.grad.add_(scaled_product(dy, x, weight.grad.dtype))

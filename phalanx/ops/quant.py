@@ -50,7 +50,8 @@ class Recipe:
     delayed            scales come from the amaxes of earlier steps
     at_random          gradients are rounded to one of their two neighbours at random, so that on average they are what they were
     hadamard           so many tokens are mixed before both operands of the weight's gradient are cast (ops.four_bits); 0: none
-    emulated           no product of this sort on Hopper: codes are turned back and multiplied in the dtype of the activations.
+    emulated           no product of this sort on Hopper: codes are turned back, on a GPU rounded to the dtype of the activations (which is exact
+                       of scales that are powers of two, and else far below the codes' own rounding), and multiplied in it.
                        Not measured on hardware
     """
 
@@ -139,13 +140,14 @@ def spread(scales: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
 def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor | None = None) -> Tensor:
     """What values are multiplied by before they are cast, fp32: so that the largest becomes the format's largest. Zeros: any number.
     NaN and inf go on as NaN and as a scale of inf, so that a product of them is no number either. top: amax of the whole tensor."""
+    largest = amax.new_full((), format.max)  # by a number GPUs divide as by its inverse, and a number over a tensor would be rounded twice
     if scale == "power of 2":
-        return torch.exp2(-torch.ceil(torch.log2(amax.clamp_min(FLOOR) / format.max)))
+        return torch.exp2(-torch.ceil(torch.log2(amax.clamp_min(FLOOR) / largest)))
     if scale == "two levels":
-        whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / (format.max * E4M3.max)
-        steps = cast(amax / whole / format.max, E4M3).float().clamp_min(2.0**-9)
+        whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / amax.new_full((), format.max * E4M3.max)
+        steps = cast(amax / whole / largest, E4M3).float().clamp_min(2.0**-9)
         return 1.0 / (steps * whole)
-    return amax.new_full((), format.max) / amax.clamp_min(FLOOR)  # a number over a tensor would be rounded twice
+    return largest / amax.clamp_min(FLOOR)
 
 
 def cast(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
@@ -191,8 +193,14 @@ def count_lost(x: Tensor, codes: Tensor, scaled: Tensor, format: Format) -> Tens
 
 
 def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
-    """The values in `dtype`, (R, C)."""
-    return q.codes.to(dtype) * spread(q.scales, q.block, q.codes.shape).to(dtype)  # type: ignore[arg-type]
+    """The values, rounded once to `dtype`, (R, C)."""
+    values = q.codes.to(dtype)  # exact: all dtypes have more bits than codes
+    if 1 in q.block and not any(length % max(1, size) for length, size in zip(values.shape, q.block)):  # without a scale for each element in memory
+        rows, columns = (size or length for size, length in zip(q.block, values.shape))
+        blocks = values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
+        blocks.mul_(q.scales[:, None, :, None])
+        return values
+    return values.mul_(spread(q.scales, q.block, q.codes.shape))  # type: ignore[arg-type]
 
 
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:

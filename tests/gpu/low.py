@@ -23,6 +23,7 @@ from tests.gpu.experts import no_host_sync
 
 ONE = Axis("tp")
 CAST_SHAPES = [(16, 16), (272, 144), (4096, 1408), (1000, 1024)]
+EMULATED_SHAPES = [(16, 32), (272, 144), (4096, 1408), (1008, 1024)]  # whole runs of tokens to mix
 
 
 def on(device: torch.device, q: Scaled) -> Scaled:
@@ -78,7 +79,7 @@ def same(what: str, a: Scaled, b: Scaled) -> None:
 
 def casts(recipe: str, twin: str) -> Callable[[torch.device], str]:
     def check(device: torch.device) -> str:
-        for shape in CAST_SHAPES:
+        for shape in EMULATED_SHAPES if RECIPES[recipe].emulated else CAST_SHAPES:
             x = spread_out(*shape)
             for which in (X, W, DY):
                 for turn in (True, False):
@@ -399,5 +400,8 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
         if recipe != "delayed":
             found[f"low precision, product {recipe}"] = products(recipe, True)
             found[f"low precision, weight gradient {recipe}"] = products(recipe, False)
+    for recipe in ("mxfp8", "nvfp4"):
+        found[f"low precision, casts {recipe}"] = casts(recipe, "auto")
+        found[f"low precision, linear {recipe}"] = linear(recipe)
     found["low precision, casts in plain PyTorch"] = casts("tensorwise", "plain")
     return found
