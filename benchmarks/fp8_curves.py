@@ -1,6 +1,8 @@
 """Does low precision hold the loss? One run in bf16 and one per recipe of train.fp8, same data, same seed; their gaps and shadow cosines.
 
-python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed ...] [--steps 500] [--limit SECONDS] [--gpus 2]
+python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed "nvfp4, end_layers: 1" ...] [--steps 500] [--limit SECONDS] [--gpus 2]
+
+What follows a recipe's name are further settings of train.fp8.
 
 The data and the model are those of benchmarks/curves.py (real text; on a GPU above 100M parameters and 64K tokens a batch). Every run with a
 recipe compares its gradients with those in bf16 at its first, middle and last step (train.fp8.shadow_interval). Writes FILE.json and
@@ -31,8 +33,12 @@ def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: flo
     if recipe == AGAIN:
         more = ["train.plain_ops=[norm]"]
     else:
-        more = [] if recipe == "bf16" else [f"train.fp8={{recipe: {recipe}, shadow_interval: {max(1, steps // 2)}}}"]
-    return trained(config, folder, "bf16", limit_s, name=recipe, more=more, gpu=gpu)
+        more = [] if recipe == "bf16" else [f"train.fp8={{shadow_interval: {max(1, steps // 2)}, recipe: {recipe}}}"]
+    return trained(config, folder, "bf16", limit_s, name=folder_of(recipe), more=more, gpu=gpu) | {"name": recipe}
+
+
+def folder_of(recipe: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in recipe)
 
 
 def shadows(run: Path) -> dict[int, dict[str, float]]:
@@ -108,7 +114,7 @@ def main() -> None:
     with ThreadPoolExecutor(options.gpus) as pool:
         for recipe, r in zip(("bf16", *options.recipes), pool.map(run, ("bf16", *options.recipes))):
             if runs:
-                r |= {"gap": gaps(r["losses"], runs[0]["losses"]), "shadow": shadows(options.work / recipe)}
+                r |= {"gap": gaps(r["losses"], runs[0]["losses"]), "shadow": shadows(options.work / folder_of(recipe))}
             runs.append(r)
             options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
             draw(runs, f"recipes of train.fp8 against bf16, {device}", options.out.with_suffix(".svg"))
@@ -118,9 +124,10 @@ def main() -> None:
 def told(r: dict[str, Any]) -> list[str]:
     gap = r.get("gap")
     said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {smoothed(r['losses'])[-1]:.4f}"
-    lines = [f"{r['name']:11} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}"]
+    width = max(11, len(r["name"]))
+    lines = [f"{r['name']:{width}} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}"]
     for step, s in r.get("shadow", {}).items():
-        lines.append(f"{'':11} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}")
+        lines.append(f"{'':{width}} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}")
     return lines
 
 

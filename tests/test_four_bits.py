@@ -137,6 +137,7 @@ def test_gradients_alone_are_rounded_at_random():
         for ours, theirs, again in zip(*(low.both(which, x, 0, turn=True) for low in (a, b, a))):
             assert torch.equal(ours.codes.float(), again.codes.float()) and torch.equal(ours.scales, theirs.scales)
             assert torch.equal(ours.codes.float(), theirs.codes.float()) != random
+    assert a.key(X, True) is a.key(W, False) is None and a.key(DY, False) != a.key(DY, True)  # the directions know nothing of each other either
     straight, turned = a.both(X, x, 0, turn=False)
     off = [(dequantize(q, torch.float64) - truth).norm() / x.norm() for q, truth in ((straight, x), (turned, mixed(x, 16, a.signs)))]
     assert max(off) < 0.12

@@ -1,6 +1,6 @@
 """What makes gradients in four bits usable: rounding them at random, and a transform that spreads outliers over neighbouring tokens.
 
-NVIDIA, "Pretraining large language models with NVFP4", 2025, sections 4.2 and 4.4. Both are functions of a seed and of the values alone. Which
+NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4. Both are functions of a seed and of the values alone. Which
 tensors they are for is said by recipes (ops/quant.py); when, by the linears (ops/low_matmul.py, ops/low_grouped.py).
 
 Random numbers are those of a counter (base.rng), and the counter of a block of values is a hash of what it holds: nothing has to know which

@@ -88,7 +88,7 @@ RECIPES = {
         Recipe("blockwise", E4M3, E4M3, (1, 128), (128, 128)),
         # Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
         Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True),
-        # NVIDIA, "Pretraining large language models with NVFP4", 2025, sections 4.1 to 4.4
+        # NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4
         Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True),
     )
 }
