@@ -10,6 +10,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import pytest
 
+from tests.interpreter import make_ready_once
 from tests.pool import RankPool, warm_imports
 from tests.soak import table
 from tests.warm import Warm
@@ -31,6 +32,11 @@ def pytest_collection_modifyitems(config, items):
     longest = SOAK if config.option.markexpr == "soak" else LONG
     order = {f"test_{name}": number for number, name in enumerate(longest)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_collection_finish(session):
+    if os.environ.get("TRITON_INTERPRET") == "1" and not session.config.option.collectonly:
+        make_ready_once()
 
 
 def pytest_terminal_summary(terminalreporter, config):

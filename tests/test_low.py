@@ -36,6 +36,7 @@ from phalanx.train.shadow import apart
 from phalanx.train.step import accumulate, shadow_of, train_step
 from tests import parity
 from tests.pool import RanksFailed
+from tests.sample import covering, features, rest_in_soak
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "E2M1": E2M1}
 NARROW = LlamaConfig(
@@ -186,7 +187,7 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (_, run) in LAYOUTS.items()})))
 def test_layouts_agree_with_one_process(ranks, name):
     """Emulated in float64: a code that differs anywhere would show as a difference of 1e-2, far more than the bound of 1e-9."""
     world, run = LAYOUTS[name]

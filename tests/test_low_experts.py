@@ -36,6 +36,7 @@ from phalanx.ops.permute import Gathered, Rows
 from phalanx.ops.quant import COUNTS, RECIPES, SLOTS, Recipe, Scaled, block_amax, dequantize, multipliers, quantize
 from tests import parity
 from tests.pool import RanksFailed
+from tests.sample import covering, features, rest_in_soak
 from tests.test_low import low_run
 from tests.test_low_kernels import same, some
 
@@ -347,7 +348,7 @@ LAYOUTS = {  # no block of a scale is cut or joined in these: the same codes as 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (_, run, _) in LAYOUTS.items()})))
 def test_layouts_agree_with_one_process(ranks, name):
     """Emulated in float64: a code that differs anywhere would show as a difference of 1e-2, far more than the bound of 1e-9."""
     world, run, alone = LAYOUTS[name]

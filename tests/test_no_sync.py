@@ -37,9 +37,13 @@ class NoHost(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "pointwise", "selective", "full"])
-@pytest.mark.parametrize("model", MODELS)
+RECOMPUTE = ["none", "pointwise", "selective", "full"]
+# Each model with each way to recompute, and in turn with documents and without; the other way round in `make soak`.
+CASES = [pytest.param(model, recompute, documents, marks=[pytest.mark.soak] if (m + r + documents) % 2 else [])
+         for m, model in enumerate(MODELS) for r, recompute in enumerate(RECOMPUTE) for documents in (False, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, recompute, documents", CASES)
 def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
     """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move there."""
     needs_nothing(MODELS[model], Env(dtype=torch.float32), documents, recompute)

@@ -12,6 +12,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.nn.tape import PRESETS
 from phalanx.train.checks import kv_heads
 from tests.parity import MODELS, base_run, compare, truth_of
+from tests.sample import covering, rest_in_soak
 
 STEPS = 2
 
@@ -330,22 +331,25 @@ def check(ranks, c: dict) -> None:
     compare(ranks.run("tests.parity:run_layout", c["world"], run, STEPS, c["documents"]), truth, STEPS)
 
 
-# Eight ranks on two cores take seconds: every other one of those is for `make soak`.
+def features(c: dict) -> set:
+    """Of a named layout: its family, each value of each option, and each two options that it has together."""
+    again = [f"again {op}" for op in c["recompute"].split(", ")]
+    options = [*c["layout"], *again, f"documents {c['documents']}"]
+    values = {(name, "given" if isinstance(value, tuple) else value) for name, value in c["layout"].items()}
+    return {c["model"], *options, *values, *map(frozenset, itertools.combinations(options, 2))}
+
+
+# Eight ranks on two cores take seconds: every other one of those is for `make soak`, and others that no feature needs.
 LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
-SAMPLE = random.Random(20261120).sample(sorted(generated()), 13)
-EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 8)
-CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 9)
+NAMED_SAMPLE = covering({name: features(c) for name, c in NAMED.items() if name not in LARGE})
+SAMPLE = random.Random(20261120).sample(sorted(generated()), 8)
+EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 6)
+CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 6)
 DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 3)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in LARGE])
+@pytest.mark.parametrize("name", rest_in_soak(NAMED, NAMED_SAMPLE))
 def test_named_layouts(ranks, name):
-    check(ranks, NAMED[name])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", LARGE)
-def test_large_named_layouts(ranks, name):
     check(ranks, NAMED[name])
 
 

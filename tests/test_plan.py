@@ -53,6 +53,7 @@ from recipes import (
     qwen3_30b_a3b,
     qwen3_235b_a22b,
 )
+from tests.sample import covering, features, rest_in_soak
 
 H200 = find_device("NVIDIA H200")
 
@@ -272,7 +273,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (run, _) in LAYOUTS.items()})))
 def test_bytes_agree_with_a_real_step(ranks, name):
     run, world = LAYOUTS[name]
     plan = make_plan(run, world)

@@ -15,6 +15,7 @@ from phalanx.train.load import load_run
 from phalanx.train.plan import grid_of, make_plan
 from phalanx.train.verify import compare, fewer_ranks, follow, shrink, verify
 from recipes import gpt3_175b, gpt_oss_120b, llama3_8b, llama3_70b, mixtral_8x7b, qwen3_235b_a22b
+from tests.sample import covering, features, rest_in_soak
 
 USERS = {
     "llama3_8b on 8": (llama3_8b.run(), 8),
@@ -65,7 +66,7 @@ def rank_sites(rank: int, world: int, run: Run) -> list[Site]:
     return list(mesh.watch.calls)
 
 
-@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("name", rest_in_soak(USERS, covering({name: features(run) for name, (run, _) in USERS.items()})))
 def test_small_copies_are_valid_and_pass(ranks, name):
     small = shrink(*USERS[name])
     facts = Facts(world_size=small.world, local_ranks=small.world, files=False)

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-# What runs import late is here too: torch's backward imports symbolic_shapes (and sympy), a launcher elastic.
-IMPORTED = ("torch", "torch.distributed.launcher.api", "torch.fx.experimental.symbolic_shapes", "tokenizers", "matplotlib.figure",
+# What runs import late is here too: torch's backward imports symbolic_shapes (and sympy), its meta device _dynamo, a launcher elastic.
+IMPORTED = ("torch", "torch.distributed.launcher.api", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "tokenizers", "matplotlib.figure",
             "phalanx.cli.main", "phalanx.cli.setup", "phalanx.cli.jobs", "phalanx.launch.env", "phalanx.train.main", "phalanx.train.verify",
             "phalanx.train.generate")  # fmt: skip
 

@@ -24,7 +24,7 @@ from phalanx.layout.estimate import FusedAttention
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import Tape
 from phalanx.train.memory import OVERHEAD, BlockUse, DryBlock, block_uses, fixed_bytes, rank_uses
-from phalanx.train.plan import BlockFacts, Plan, model_facts
+from phalanx.train.plan import BlockFacts, Plan
 
 # A byte read or written, and a byte sent to another rank, in FLOPs: an H100's bf16 rate over that of its memory and of NVLink.
 FLOPS_PER_BYTE = 300.0
@@ -157,8 +157,8 @@ def traced(plan: Plan, number: int) -> Traced:
         each.setdefault(ran.name, []).append(ran.price)
     prices = {name: sum(found, Price()).times(1 / len(found)) for name, found in each.items()}
     if "attention" in prices:  # no matmul that the counter sees
-        whole, without = (model_facts(repr(plan.run.model), plan.run.model, s)[number].flops for s in (plan.run.train.seq_length, 0))
-        prices["attention"] = replace(prices["attention"], flops=(whole - without) * dry.batch.num_tokens / plan.grid.tp)
+        facts = plan.facts[number]
+        prices["attention"] = replace(prices["attention"], flops=(facts.flops - facts.alone) * dry.batch.num_tokens / plan.grid.tp)
     if "block" in prices:
         ops = (ran for ran in trace.ran if ran.name not in ("block", "mlp") and [o.name for o in ran.within] in (["block"], ["block", "mlp"]))
         inside, attention = sum((ran.price for ran in ops), Price()), prices.get("attention", Price())
@@ -262,7 +262,8 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
     found: dict[BlockFacts, list[Option]] = {}
     micro_batches = plan.num_micro_batches(plan.run.train.global_batch)
     plan = replace(plan, again=tuple(again))
-    blocks_kept, (uses, trace) = block_uses(plan), rank_uses(plan, micro_batches)
+    blocks_kept = block_uses(plan)
+    uses, trace = rank_uses(plan, micro_batches, blocks_kept)
     lacking: dict[int, float] = {}
     for pp, use in enumerate(uses):
         live = {s: max((c.live for c in trace.live[pp] if c.stage == s), default=0) for s in plan.stages_of(pp)}
@@ -305,11 +306,11 @@ class Saving:
     price: Price
 
 
-def savings_of(plan: Plan) -> list[Saving]:
-    """Of every block of the model."""
+def savings_of(plan: Plan, uses: Sequence[BlockUse]) -> list[Saving]:
+    """Of every block of the model, given `block_uses` of the plan."""
     stored, each = block_uses(replace(plan, again=(frozenset(),) * len(plan.again))), dict[BlockFacts, dict[str, Price]]()
     found = []
-    for number, (use, all_kept) in enumerate(zip(block_uses(plan), stored)):
+    for number, (use, all_kept) in enumerate(zip(uses, stored)):
         facts = plan.facts[number]
         if use.reran and facts not in each:
             each[facts] = traced(plan, number).prices

@@ -38,8 +38,8 @@ class Flops:
 def flops_of(run: Run) -> Flops:
     """Read from the real modules: without attention over other tokens (S = 0) a block does 2 FLOPs per weight and token."""
     length = run.train.seq_length
-    without = sum(f.flops for f in model_facts(repr(run.model), run.model, 0))
-    whole = sum(f.flops for f in model_facts(repr(run.model), run.model, length))
+    facts = model_facts(repr(run.model), run.model, length)
+    without, whole = sum(f.alone for f in facts), sum(f.flops for f in facts)
     return Flops(without / 2, (whole - without) / (2 * length), length)
 
 

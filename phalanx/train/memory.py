@@ -27,7 +27,7 @@ from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offl
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
 from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes, scale_sends
-from phalanx.train.plan import BlockFacts, Plan, low_names, model_facts
+from phalanx.train.plan import BlockFacts, Plan, low_names
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -64,9 +64,12 @@ class RankUse:
         return sum(self.memory.values())
 
 
-def rank_uses(plan: Plan, num_micro_batches: int) -> tuple[list[RankUse], Trace]:
-    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not change it)."""
-    blocks, program = block_uses(plan), plan.lowered(num_micro_batches)
+def rank_uses(plan: Plan, num_micro_batches: int, blocks: Sequence[BlockUse] | None = None) -> tuple[list[RankUse], Trace]:
+    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not change it).
+
+    blocks: `block_uses` of the plan, where they are known already.
+    """
+    blocks, program = blocks or block_uses(plan), plan.lowered(num_micro_batches)
     trace = simulate(lower(plan.schedule(num_micro_batches)), step_costs(plan))
     return [_rank_use(plan, pp, blocks, trace, program, num_micro_batches) for pp in range(plan.grid.pp)], trace
 
@@ -76,7 +79,8 @@ def step_costs(plan: Plan) -> Costs:
 
     Heads make their gradients in forward, and are not made again with recompute.
     """
-    facts, unmixed = plan.facts, model_facts(repr(plan.run.model), plan.run.model, 0)  # without attention over tokens
+    facts = plan.facts
+    unmixed = tuple(replace(f, flops=f.alone) for f in facts)  # without attention over tokens
     again = [facts if "block" in names else unmixed if "layer" in names else None for names in plan.again]
     forward = [sum(facts[b].flops + 2.0 * facts[b].loss_flops for b in stage) for stage in plan.stages]
     backward = [sum(2.0 * _passed(facts[b]) + (_passed(of[b]) if (of := again[b]) else 0.0) for b in stage) for stage in plan.stages]
@@ -177,7 +181,8 @@ def _batch(plan: Plan) -> Batch:
 
 def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, program: Program, num_micro_batches: int) -> RankUse:
     run, kind, grid = plan.run, precision(plan.run.train.precision), plan.grid
-    buckets, _ = plan.buckets_of(plan.blocks_of(Coords(pp=pp)))
+    blocks_here = plan.blocks_of(Coords(pp=pp))
+    buckets, _ = plan.buckets_of(blocks_here)
     passing = passing_bytes(plan, buckets, program.lists[pp], kind)
     of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
@@ -191,7 +196,6 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
         shared += 4 * plan.expert_exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
-    blocks_here = plan.blocks_of(Coords(pp=pp))
     lows = [(p.low, p.spec) for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None]  # type: ignore[attr-defined]
     codes = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim))

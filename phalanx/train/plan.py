@@ -83,14 +83,15 @@ def grid_of(run: Run, world: int) -> Grid:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and those of heads
-    among them."""
+    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and of these those of heads,
+    and those that remain without attention over other tokens."""
 
     name: str
     numel: int
     flops: float
     experts: int = 0
     loss_flops: float = 0.0
+    alone: float = 0.0
 
 
 @lru_cache(maxsize=8)
@@ -104,7 +105,8 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
         seen.update(id(p) for p in fresh)
         specs = [spec_of(p) for p in fresh if spec_of(p).trained]
         experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
-        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), block.flops(seq_length), experts, block.loss_flops(seq_length)))
+        flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
+        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), flops, experts, of_heads, alone))
     return tuple(facts)
 
 

@@ -16,7 +16,7 @@ from phalanx.train.config import Run
 from phalanx.train.data_text import plan_data
 from phalanx.train.fit import Saving, savings_of
 from phalanx.train.flops import flops_of
-from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
+from phalanx.train.memory import OVERHEAD, BlockUse, RankUse, block_uses, rank_uses
 from phalanx.train.order import total_samples
 from phalanx.train.plan import Plan, global_numel, low_names, make_blocks, make_plan, spec_of
 
@@ -28,14 +28,15 @@ def plan_text(run: Run, world: int, device: Device | None = None) -> str:
     """The plan of a checked config on `world` ranks. `device`: what it is to fit on; None: says which well-known ones would do."""
     plan = make_plan(run, world)
     m = plan.num_micro_batches(run.train.global_batch)
-    uses, trace = rank_uses(plan, m)
+    blocks = block_uses(plan)
+    uses, trace = rank_uses(plan, m, blocks)
     parts = {
         "": summary(plan, m, trace),
         "Stages (a block is the embedding, a layer or the head; parameters are those of the whole stage)": stage_table(plan),
         f"Schedule {plan.schedule_name} (lengths by FLOPs; simulated with unbuffered sends: no deadlock)": draw(trace, WIDTH),
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
         "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
-        "Made again in backward (of each stage's micro-batch and rank)": again_text(plan),
+        "Made again in backward (of each stage's micro-batch and rank)": again_text(plan, blocks),
         "In host memory, per rank": host_text(uses),
         "Sent by each rank per step (GiB)": sent_table(plan.grid, uses),
     }
@@ -99,6 +100,8 @@ def num_parameters(plan: Plan) -> int:
 
 def num_frozen(plan: Plan) -> int:
     """Parameters that train.freeze keeps as they are."""
+    if not plan.run.train.freeze:  # no need to make the model
+        return 0
     blocks = make_blocks(plan.run.model, Env(freeze=tuple(plan.run.train.freeze)), range(len(plan.facts)))
     specs = {id(p): spec_of(p) for block in blocks for p in block.parameters()}
     return sum(global_numel(spec) for spec in specs.values() if spec.frozen and spec.trained)
@@ -165,12 +168,12 @@ def recompute_text(run: Run) -> str:
     return ", ".join(names[1:] if len(names) > 1 and train.recompute == "none" else names)
 
 
-def again_text(plan: Plan) -> str:
+def again_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
     """What is made again where, what that saves and costs; nothing where all is stored."""
     if not any(plan.again):
         return ""
     rows = [("pp rank", "stage", "what", "GiB less", "GFLOP more", "of all")]
-    savings = savings_of(plan)
+    savings = savings_of(plan, blocks)
     for pp in range(plan.grid.pp):
         for stage in plan.stages_of(pp):
             mine = [savings[b] for b in plan.stages[stage]]

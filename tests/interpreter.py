@@ -1,0 +1,54 @@
+"""Triton's interpreter, with its language made ready once.
+
+The interpreter replaces what kernels call (`tl.load`, `tl.sum`, ...) by functions of numpy at each launch, and again at each call of a helper
+inside one, looking through all of triton.language each time: most of the time of a small kernel. What it puts there depends on no kernel.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class Language:
+    """Stands in for the interpreter's `_patch_lang`: finds the changes at the first launch, makes them at each, and none inside one."""
+
+    def __init__(self, patch: Any, language: Any) -> None:
+        self._patch, self._language = patch, language
+        self._changes: list[tuple[Any, str, Any, Any]] | None = None  # (of what, name, as it was or None, as it is interpreted)
+        self._open = False
+
+    def __call__(self, kernel: Any) -> Language | None:
+        if self._open:
+            return None  # a helper's: nobody takes it back
+        if self._changes is None:
+            self._changes = self._found()
+        for of, name, _, new in self._changes:
+            setattr(of, name, new)
+        self._open = True
+        return self
+
+    def restore(self) -> None:
+        """What the launch does when it is over."""
+        for of, name, old, _ in self._changes or ():
+            delattr(of, name) if old is None else setattr(of, name, old)
+        self._open = False
+
+    def _found(self) -> list[tuple[Any, str, Any, Any]]:
+        """Makes the changes, and tells them. (Taken back by the interpreter's own means, what a class inherits would be its own.)"""
+        tl = self._language
+        places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.core.tensor_descriptor_base)
+        before = {id(of): dict(vars(of)) for of in places}
+        scope = self._patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        return [(of, name, before[id(of)].get(name), vars(of)[name]) for of, name in {(id(c[0]), c[1]): c[:2] for c in scope._changes}.values()]
+
+
+def make_ready_once() -> None:
+    """For this process' interpreter, if there is Triton."""
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:  # not on Linux
+        return
+    if not isinstance(interpreter._patch_lang, Language):
+        interpreter._patch_lang = Language(interpreter._patch_lang, language)

@@ -1,0 +1,36 @@
+"""Which of a large set of cases `make test` runs; `make soak` runs all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterable, Mapping
+
+import pytest
+
+from phalanx.base.rules import default_of
+from phalanx.train.config import Run
+
+OF_TRAIN = ("recompute", "recompute_ops", "precision", "fp8", "freeze", "cuda_graphs", "kernels", "deterministic")
+
+
+def covering(cases: Mapping[str, Iterable[Hashable]], seed: int = 20261122) -> list[str]:
+    """Names of a few cases that together have every feature of any: of the cases in an order drawn by seed, those with one not seen before."""
+    order, seen, chosen = random.Random(seed).sample(sorted(cases), len(cases)), set[Hashable](), set[str]()
+    for name in order:
+        if not seen.issuperset(cases[name]):
+            seen.update(cases[name])
+            chosen.add(name)
+    return [name for name in cases if name in chosen]
+
+
+def rest_in_soak(names: Iterable[str], chosen: Iterable[str]) -> list:
+    """All names as parameters of a test; those that are not chosen are for `make soak`."""
+    chosen = set(chosen)
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+def features(run: Run) -> set[Hashable]:
+    """Of a run: its family, and each option of its layout (and those of `train` that change what is computed) that is not the default."""
+    options = [("layout", run.layout, name) for name in vars(run.layout)] + [("train", run.train, name) for name in OF_TRAIN]
+    changed = {(f"{section}.{name}", repr(getattr(c, name))) for section, c, name in options if getattr(c, name) != default_of(type(c), name)}
+    return {run.model.family, *changed}
