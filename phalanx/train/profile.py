@@ -5,6 +5,7 @@ Names are put on while a recording runs and taken off afterwards, so that steps 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -41,7 +42,8 @@ class Recording:
         self._profiler = torch.profiler.profile(activities=activities)
         self._wait()
         self._names.enter_context(named(self.state))
-        self._profiler.start()
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that of several cycles the last is kept; here is one
+            self._profiler.start()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
