@@ -105,7 +105,7 @@ def _grouped_gemm_dw(dy, x, dw, ends, R, M, N, TMA: tl.constexpr, WIDE: tl.const
         b = tl.where(mine, _rows_tile(x, whole, col, R, N, TMA, BK, BN), 0.0).to(x.dtype if TMA else x.dtype.element_ty)
         acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=WIDE)
     left, right = halves(acc)
-    add_halves(dw + e.to(tl.int64) * M * N, left, right, row, col, M, N)
+    add_halves(dw, e, left, right, row, col, M, N)
 
 
 @triton.jit

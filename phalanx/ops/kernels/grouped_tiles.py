@@ -23,7 +23,8 @@ def rows_of_experts(ends, E, E_BLOCK: tl.constexpr):
 @triton.jit
 def tiles_of_experts(starts, stops, N, BM: tl.constexpr, BN: tl.constexpr):
     """Of each expert: the number of tiles of its product, rows `starts` .. `stops` by N columns; and that of all up to it."""
-    counts = tl.cdiv(stops - starts, BM) * tl.cdiv(N, BN)
+    tiles_n = tl.cdiv(N, BN)
+    counts = tl.cdiv(stops - starts, BM) * tiles_n
     return counts, tl.cumsum(counts, 0)
 
 
@@ -84,10 +85,11 @@ def store_halves(y, left, right, bias, row, stop, col, N, BIAS: tl.constexpr):
 
 
 @triton.jit
-def add_halves(dw, left, right, row, col, M, N):
-    """Add the tile of these halves to that at (row, col) of dw (M, N): a quarter at a time, for want of registers."""
+def add_halves(dw, e, left, right, row, col, M, N):
+    """Add the tile of these halves to that at (row, col) of dw[e] (M, N): a quarter at a time, for want of registers."""
     q0, q1 = halves(left)
     q2, q3 = halves(right)
+    dw += e.to(tl.int64) * M * N
     width: tl.constexpr = q0.shape[1]
     _add_part(dw, q0, row, col, M, N)
     _add_part(dw, q1, row, col + width, M, N)

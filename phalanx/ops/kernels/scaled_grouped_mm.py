@@ -166,7 +166,7 @@ def _gemm_dw(dy, x, dw, ends, dy_scales, x_scales, M, N, E, dy_row, dy_group, x_
         m = _scales(dy_scales + e * dy_group, rows, M, dy_row, BY_LINE)
         low = low * (m * _scales(x_scales + e * x_group, low_cols, N, x_row, BY_LINE))
         high = high * (m * _scales(x_scales + e * x_group, high_cols, N, x_row, BY_LINE))
-    add_halves(dw + e.to(tl.int64) * M * N, low, high, row, col, M, N)
+    add_halves(dw, e, low, high, row, col, M, N)
 
 
 def product(a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool, tiles: Tiles | None = None) -> Tensor:
