@@ -129,12 +129,16 @@ def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def store_codes(v, where, stride, rows, cols, mask, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
-    """Codes of v to `rows` and `cols` of `where`."""
+def store_codes(v, where, stride, rows, cols, mask, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
+                TURNED: tl.constexpr = False):  # fmt: skip
+    """Codes of v to `rows` and `cols` of `where`; TURNED: transposed, to columns `rows`."""
     codes = _code(v, MAX, WIDE_RANGE, ROUND).to(where.dtype.element_ty)
     if ROUND:  # nor does it cast NaN
         codes = tl.where(tl.abs(v) < float("inf"), codes.to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8).to(where.dtype.element_ty, bitcast=True)
-    tl.store(where + rows.to(tl.int64)[:, None] * stride + cols[None, :], codes, mask=mask)
+    if TURNED:
+        tl.store(where + cols.to(tl.int64)[:, None] * stride + rows[None, :], codes.T, mask=mask.T)
+    else:
+        tl.store(where + rows.to(tl.int64)[:, None] * stride + cols[None, :], codes, mask=mask)
 
 
 @triton.jit
