@@ -19,9 +19,9 @@ from torch import Tensor
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
 from phalanx.ops.activation import GatedRows, GatedRowsGrad, parts_of_sums
-from phalanx.ops.kernels import grouped, low_grouped
-from phalanx.ops.kernels.low_grouped import Tiles
-from phalanx.ops.kernels.quant import Tiles as CastTiles
+from phalanx.ops.kernels import grouped, quant_grouped, scaled_grouped_mm
+from phalanx.ops.kernels.quant_tile import Tiles as CastTiles
+from phalanx.ops.kernels.scaled_grouped_mm import Tiles
 from phalanx.ops.low_grouped import LowExperts, tiles_for
 from phalanx.ops.low_matmul import DY, X
 from phalanx.ops.permute import Gathered, Rows
@@ -86,16 +86,16 @@ def products(name: str, outer: int, inner: int, rows: int, ends: Tensor) -> None
     buffer = torch.zeros(experts, outer, inner, device=DEVICE)
     low = delayed()
     (a, a_laid), (d, d_laid), (straight, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.codes(w)
-    fast, careful = low_grouped.FAST, low_grouped.CAREFUL
+    fast, careful = scaled_grouped_mm.FAST, scaled_grouped_mm.CAREFUL
 
     def added(t: Tiles) -> Tensor:
-        low_grouped.add_product_(buffer, d_laid, a_laid, ends, False, t)
+        scaled_grouped_mm.add_product_(buffer, d_laid, a_laid, ends, False, t)
         return buffer
 
     rates(f"{name} forward", flop, lambda: grouped.grouped_product(x, w.transpose(1, 2), ends),
-          lambda t: low_grouped.product(a, straight, ends, TYPE, None, True, t), OWN_SUMS, fast)  # fmt: skip
+          lambda t: scaled_grouped_mm.product(a, straight, ends, TYPE, None, True, t), OWN_SUMS, fast)  # fmt: skip
     rates(f"{name} input's", flop, lambda: grouped.grouped_product(dy, w, ends),
-          lambda t: low_grouped.product_by_places(d, turned, ends, TYPE, False, t), FP32_SUMS, careful)  # fmt: skip
+          lambda t: scaled_grouped_mm.product_by_places(d, turned, ends, TYPE, False, t), FP32_SUMS, careful)  # fmt: skip
     rates(f"{name} weight's", flop, lambda: grouped.add_grouped_product_(buffer, dy, x, ends), added, FP32_SUMS, careful,
           buffer)  # fmt: skip
 
@@ -124,9 +124,9 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
     for name, (which, what, bytes_) in made.items() if GPU else ():
         form, counts, one = E5M2 if which == DY else E4M3, torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
         for c in CASTS:
-            seconds = timed(lambda s=what, f=form, c=c, n=counts, m=one: low_grouped.cast_both(
-                s, ends, tiles_for(rows, len(ends)), f, low_grouped.GIVEN, m, None, n, None, c))  # fmt: skip
-            used = "*" if c == low_grouped.tiles_of(what, low_grouped.GIVEN) else " "
+            seconds = timed(lambda s=what, f=form, c=c, n=counts, m=one: quant_grouped.cast_both(
+                s, ends, tiles_for(rows, len(ends)), f, quant_grouped.GIVEN, m, None, n, None, c))  # fmt: skip
+            used = "*" if c == quant_grouped.tiles_of(what, quant_grouped.GIVEN) else " "
             print(f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {used} {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s", flush=True)
 
 

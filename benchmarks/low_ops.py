@@ -23,9 +23,9 @@ from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
 from phalanx.ops.cublaslt import cublaslt
-from phalanx.ops.kernels import grouped, low_grouped, scaled_mm
+from phalanx.ops.kernels import grouped, scaled_grouped_mm, scaled_mm
 from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.kernels.quant import Tiles as CastTiles
+from phalanx.ops.kernels.quant_tile import Tiles as CastTiles
 from phalanx.ops.kernels.scaled_mm import Tiles
 from phalanx.ops.low_grouped import LowExperts
 from phalanx.ops.low_matmul import DY, LowWeight, X
@@ -166,7 +166,7 @@ EXPERT_LINEARS = {"gate+up": (1536, 2048), "down": (2048, 768)}
 def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
     ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=device) * (ROWS // EXPERTS)
     found: list[dict[str, Any]] = []
-    tried_tiles = [low_grouped.Tiles(m, n, stages, warps) for m, n in ((128, 256), (128, 128), (256, 128), (64, 256))
+    tried_tiles = [scaled_grouped_mm.Tiles(m, n, stages, warps) for m, n in ((128, 256), (128, 128), (256, 128), (64, 256))
                    for stages in (3, 4, 5) for warps in (4, 8)]  # fmt: skip
     for name, (outer, inner) in EXPERT_LINEARS.items():
         x, dy, w = (torch.randn(*s, device=device).bfloat16() for s in ((ROWS, inner), (ROWS, outer), (EXPERTS, outer, inner)))
@@ -194,10 +194,11 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
                     ways[f"{word} {t.m}x{t.n} {t.stages} stages {t.warps} warps"] = word == "fast", t
             for way, (fast, tiles) in ways.items():
                 note("forward", recipe, way,
-                     lambda a=a, b=forward, f=fast, t=tiles: low_grouped.product(a, b, ends, torch.bfloat16, None, f, t))  # fmt: skip
+                     lambda a=a, b=forward, f=fast, t=tiles: scaled_grouped_mm.product(a, b, ends, torch.bfloat16, None, f, t))  # fmt: skip
                 note("input's gradient", recipe, way,
-                     lambda a=d, b=turned, f=fast, t=tiles: low_grouped.product_by_places(a, b, ends, torch.bfloat16, f, t))  # fmt: skip
-                note("weight's", recipe, way, lambda a=d_laid, b=a_laid, y=buffer, f=fast, t=tiles: low_grouped.add_product_(y, a, b, ends, f, t))
+                     lambda a=d, b=turned, f=fast, t=tiles: scaled_grouped_mm.product_by_places(a, b, ends, torch.bfloat16, f, t))  # fmt: skip
+                note("weight's", recipe, way,
+                     lambda a=d_laid, b=a_laid, y=buffer, f=fast, t=tiles: scaled_grouped_mm.add_product_(y, a, b, ends, f, t))  # fmt: skip
             if recipe == "rowwise":
                 codes, scales = forward.codes.view(EXPERTS, outer, inner).transpose(1, 2), forward.scales.view(EXPERTS, outer)
                 for fast in (True, False):

@@ -23,14 +23,16 @@ from phalanx.ops.kernels import (
     head_norm,
     join,
     loss,
-    low_grouped,
     moments,
     norm,
     permute,
     push,
     quant,
+    quant_grouped,
+    quant_tile,
     rope,
     route,
+    scaled_grouped_mm,
     scaled_mm,
 )
 from phalanx.ops.norm import Normed
@@ -102,18 +104,18 @@ def low_precision() -> list[tuple]:
     }
     for kernel, (source, pointers, more) in sources.items():
         for mode in range(7):
-            if kernel is not quant._cast and mode == quant.SQUARES:
+            if kernel is not quant._cast and mode == quant_tile.SQUARES:
                 continue  # of weights alone
-            wide = mode == quant.GIVEN
+            wide = mode == quant_tile.GIVEN
             code = "*fp8e5" if wide else "*fp8e4nv"
-            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant.GIVEN else "*i32")
+            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quant_tile.GIVEN else "*i32")
             outs = dict(out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
             t = quant.tiles_of(source, mode)
             consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip
             found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps)))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
-    found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant.TILE), dict(num_warps=8)))
+    found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant_tile.TILE), dict(num_warps=8)))
     run_of, run = dict.fromkeys(("first", "n", "columns", "high", "wide", "across"), "i32"), dict(num_warps=codes.WARPS)
     groups = dict(LINES=False, GROUP=codes.GROUP, GROUPS=codes.GROUPS, DTYPE=tl.bfloat16)
     found.append((codes._largest, dict(x="*fp32", bits="*i32", **run_of), groups, run))
@@ -154,29 +156,29 @@ def low_experts() -> list[tuple]:
     sources = (like, Gathered(like, rows), GatedRows(like, like, like), GatedRowsGrad(like, like, like, dy=like, sums=like))
     for source in sources:
         for mode in range(7):
-            if mode == quant.SQUARES and source is not like:
+            if mode == quant_tile.SQUARES and source is not like:
                 continue  # of weights alone
-            wide, amax = mode == quant.GIVEN, "*fp32" if mode == quant.GIVEN else "*i32"
-            code, more = "*fp8e5" if wide else "*fp8e4nv", low_grouped.sources(source)[2]
+            wide, amax = mode == quant_tile.GIVEN, "*fp32" if mode == quant_tile.GIVEN else "*i32"
+            code, more = "*fp8e5" if wide else "*fp8e4nv", quant_grouped.sources(source)[2]
             read = dict(x=BF, dy=BF, source="*i32", weights="*fp32", sums="*fp32", ends="*i32")
             outs = dict(row_amax=amax, col_amax=amax, out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
-            t = low_grouped.tiles_of(source, mode)
-            consts = dict(MODE=mode, APART=int(mode == quant.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
+            t = quant_grouped.tiles_of(source, mode)
+            consts = dict(MODE=mode, APART=int(mode == quant_tile.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns, TILE=128, E_BLOCK=16)  # fmt: skip
-            found.append((low_grouped._cast, read | outs | dict.fromkeys("RCPE", "i32"), consts | more, dict(num_warps=t.warps)))
+            found.append((quant_grouped._cast, read | outs | dict.fromkeys("RCPE", "i32"), consts | more, dict(num_warps=t.warps)))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
-        c = low_grouped.BY_BLOCK if per_step else low_grouped.FAST if fast else low_grouped.CAREFUL
+        c = scaled_grouped_mm.BY_BLOCK if per_step else scaled_grouped_mm.FAST if fast else scaled_grouped_mm.CAREFUL
         tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group, HALVES=c.halves), dict(num_warps=c.warps, num_stages=c.stages, maxnreg=c.registers)
         kinds, left = dict(PER_STEP=per_step, FAST=fast, E_BLOCK=16), "fp8e4nv" if by_row else "fp8e5"
         scales = dict(a_scales="*fp32", b_scales="*fp32")
         numbers = dict.fromkeys(("R", "N", "K", "E", "b_rows", "b_cols", "a_row", "a_col", "b_expert", "b_row", "b_col"), "i32")
         codes = dict(a=f"tensordesc<{left}[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>", bias=BF, y=BF, ends="*i32")
         more = dict(BY_ROW=by_row, BY_COL=by_row, RUN=run_of, BIAS=fast, FLATTEN=c.flatten)
-        found.append((low_grouped._gemm, dict(**codes, **scales, **numbers), more | kinds | tiles, run))
+        found.append((scaled_grouped_mm._gemm, dict(**codes, **scales, **numbers), more | kinds | tiles, run))
         numbers = dict.fromkeys(("M", "N", "E", "dy_row", "dy_group", "x_row", "x_group"), "i32")
         codes = dict(dy=f"tensordesc<{left}[{c.m},128]>", x=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>", dw="*fp32", ends="*i32")
         more = kinds | tiles | dict(BY_LINE=by_row, INTERPRETED=False)
-        found.append((low_grouped._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), more, run))
+        found.append((scaled_grouped_mm._gemm_dw, dict(**codes, dy_scales="*fp32", x_scales="*fp32", **numbers), more, run))
     return found
 
 

@@ -16,7 +16,7 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops import cublaslt
 from phalanx.ops.activation import Gated, GatedGrad, swiglu
 from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.kernels import scaled_mm
+from phalanx.ops.kernels import quant_tile, scaled_mm
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gated_mlp, nan_for, use_low_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.norm import Normed, add_rms_norm
@@ -118,8 +118,8 @@ def test_product_is_that_of_the_plain_twin(m, n, k, recipe, add):
 
 def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
     """Truth: the plain counts of those tiles alone: every second of a row of tiles, from row to row one further."""
-    monkeypatch.setattr(kernels, "LARGE", 6)
-    monkeypatch.setattr(kernels, "SAMPLED", 2)
+    monkeypatch.setattr(quant_tile, "LARGE", 6)
+    monkeypatch.setattr(quant_tile, "SAMPLED", 2)
     x, tile = some(272, 144), kernels.tiles_of(some(272, 144), kernels.GIVEN)
     low, plain = weight_of("delayed", "triton", True), weight_of("delayed", "plain", True)
     low.both(X, x, 0, True)

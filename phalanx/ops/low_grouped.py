@@ -160,7 +160,7 @@ class LowExperts(LowWeight):
 
     def _whole(self, x: Source) -> bool:
         """Whether codes of it can be made as it is made."""
-        from phalanx.ops.kernels.low_grouped import takes
+        from phalanx.ops.kernels.quant_grouped import takes
 
         return takes(x, self.recipe.tokens)
 
@@ -215,7 +215,7 @@ class LowExperts(LowWeight):
         return multipliers(amax, format, self.recipe.scale, tops)
 
     def _cast_by_triton(self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None, into: Any) -> tuple[Scaled, Scaled]:
-        from phalanx.ops.kernels import low_grouped as kernels
+        from phalanx.ops.kernels import quant_grouped as kernels
 
         first = second = None
         if self._given(which):
@@ -242,7 +242,7 @@ class LowExperts(LowWeight):
         """Rows a (R, in) -> (R, out): times their expert's matrix, transposed, plus its bias."""
         b = self.codes(weight)[0]
         if self._triton(weight):
-            from phalanx.ops.kernels import low_grouped as kernels
+            from phalanx.ops.kernels import scaled_grouped_mm as kernels
 
             return kernels.product(a, b, ends, dtype, bias, self.fast_forward)
         count, outer, inner = weight.shape
@@ -254,7 +254,7 @@ class LowExperts(LowWeight):
         """Rows a (R, out) -> (R, in): times their expert's matrix."""
         b = self.codes(weight)[1]
         if self._triton(weight):
-            from phalanx.ops.kernels import low_grouped as kernels
+            from phalanx.ops.kernels import scaled_grouped_mm as kernels
 
             return kernels.product_by_places(a, b, ends, dtype, self.fast_backward)
         count, outer, inner = weight.shape
@@ -267,7 +267,7 @@ class LowExperts(LowWeight):
         """Account for dy x^T of each expert; what a backward must return for the weight. See ops.grads."""
         buffer = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if self._triton(weight):
-            from phalanx.ops.kernels import low_grouped as kernels
+            from phalanx.ops.kernels import scaled_grouped_mm as kernels
 
             kernels.add_product_(buffer, dy, x, ends, self.fast_backward)
         else:

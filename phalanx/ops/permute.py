@@ -107,7 +107,7 @@ def twins(triton: bool) -> Any:
 
 @dataclass(frozen=True)
 class Gathered(Unmade):
-    """The rows (R, D) of tokens x (T, D), not in memory: gathered by whoever casts them (kernels.low_grouped), or by `tensor`."""
+    """The rows (R, D) of tokens x (T, D), not in memory: gathered by whoever casts them (kernels.quant_grouped), or by `tensor`."""
 
     x: Tensor
     rows: Rows

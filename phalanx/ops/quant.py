@@ -171,7 +171,7 @@ def _to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor, key: Key | None = None) -> Scaled:
-    """The plain twin of kernels.quant.quantize: codes of x times the multiplier of its block, in x's dtype but at least fp32. `key`: of random
+    """The plain twin of kernels.quant.cast_both: codes of x times the multiplier of its block, in x's dtype but at least fp32. `key`: of random
     rounding."""
     return Scaled(cast_scaled(x.to(wide_of(x)) * spread(multiplier, block, x.shape), block, format, key), 1.0 / multiplier, block)  # type: ignore[arg-type]
 

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.ops.kernels.quant import _bits, _count, _put
-from phalanx.ops.quant import SLOTS, Format
+from phalanx.ops.kernels.quant_tile import abs_bits, count_losses, format_constants, store_codes
 
 if TYPE_CHECKING:
     from phalanx.ops.codes import Blocks
+    from phalanx.ops.quant import Format
 
 GROUP = 64
 GROUPS, WARPS = 64, 8  # that a program does, by so many warps
@@ -57,7 +57,7 @@ def _largest(x, bits, first, n, columns, high, wide, across, LINES: tl.constexpr
 @triton.jit
 def _note(v, bits, blocks, there):
     """bits of each group's block become at least those of its largest |v|; where all groups lie in one block, at once."""
-    found = tl.max(_bits(v), 1)
+    found = tl.max(abs_bits(v), 1)
     one = tl.min(tl.where(there, blocks, 2147483647), 0)
     if one == tl.max(tl.where(there, blocks, 0), 0):
         tl.atomic_max(bits + one, tl.max(found, 0), sem="relaxed")
@@ -77,12 +77,12 @@ def _cast_run(x, codes, multiplier, counts, bits, first, n, columns, high, wide,
     m = tl.load(multiplier + blocks, mask=there, other=1.0)
     scaled = v * m[:, None]
     mask = i < n
-    _put(scaled, codes, GROUP, groups, tl.arange(0, GROUP), mask, False, MAX, WIDE_RANGE, ROUND)
+    store_codes(scaled, codes, GROUP, groups, tl.arange(0, GROUP), mask, MAX, WIDE_RANGE, ROUND)
     if LARGEST:
         _note(v, bits, blocks, there)
     if NOTE:
         if tl.program_id(0) % EVERY == 0:
-            _count(v, scaled, mask, counts, SLOTS, MAX, LEAST)
+            count_losses(v, scaled, mask, counts, SLOTS, MAX, LEAST)
 
 
 def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: torch.dtype) -> None:
@@ -92,12 +92,12 @@ def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: to
 
 def cast_run_(codes: Tensor, x: Tensor, first: int, blocks: Blocks, multiplier: Tensor, format: Format, dtype: torch.dtype,
               counts: Tensor | None, bits: Tensor | None) -> None:  # fmt: skip
-    wide, programs = format.dtype == torch.float8_e5m2, _programs(x)
+    programs = _programs(x)
     sizes, lines = _sizes(first, x, blocks)
     _cast_run[(programs,)](
         x, codes.view(format.dtype), multiplier, counts, bits, *sizes, LINES=lines, NOTE=counts is not None, LARGEST=bits is not None,
-        MAX=format.max, LEAST=2.0**-17 if wide else 2.0**-10, WIDE_RANGE=wide, ROUND=not x.is_cuda, EVERY=SAMPLED if programs >= LARGE else 1,
-        SLOTS=SLOTS, GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=WARPS,
+        EVERY=SAMPLED if programs >= LARGE else 1, GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=WARPS,
+        **format_constants(format, x),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the Triton twins share: dtypes of their arithmetic, sizes of grids."""
+"""What the Triton twins share: dtypes of their arithmetic, sizes of grids, the order of tiles."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def uniform(n, INTERPRETED: tl.constexpr):
         return n
     else:
         return tl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [n], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def grouped_order(at, M, tiles_n, GROUP: tl.constexpr, BM: tl.constexpr):
+    """Where the at-th tile lies, in tiles down and along: M rows in tiles of BM rows, tiles_n of them along. GROUP of them down go together over
+    all columns, so that what they read stays in the L2 cache."""
+    first = at // (GROUP * tiles_n) * GROUP
+    together = tl.minimum(tl.cdiv(M, BM) - first, GROUP)
+    return first + at % (GROUP * tiles_n) % together, at % (GROUP * tiles_n) // together
 
 
 def warps_for(block: int) -> int:

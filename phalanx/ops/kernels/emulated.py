@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.four_bits import FACTORS, GRID
-from phalanx.ops.kernels.quant import _bits, _put
+from phalanx.ops.kernels.quant_tile import abs_bits, store_codes
 from phalanx.ops.quant import E2M1, SLOTS, Scaled
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _block_amax(x, out, N, K, across, C, signs, TOKENS: tl.constexpr, MIX: tl.co
     """out: the bits of the largest |x| of each block, (R, C / SIZE) or (R / SIZE, C) int32."""
     lines, along, mask, v = _lines(x, N, K, across, C, TOKENS, MIX, signs, LINES, LENGTH)
     blocks: tl.constexpr = LENGTH // SIZE
-    largest = tl.max(tl.reshape(_bits(v), (LINES, blocks, SIZE)), 2)
+    largest = tl.max(tl.reshape(abs_bits(v), (LINES, blocks, SIZE)), 2)
     _, where, there = _of_blocks(lines, N, K, C, across, TOKENS, SIZE, LENGTH)
     tl.store(out + where, largest, mask=there)
 
@@ -99,7 +99,7 @@ def _cast(x, multiplier, out, counts, N, K, across, C, signs, k0, k1, TOKENS: tl
         code = tl.where(tl.abs(scaled) < float("inf"), _to_e2m1(kept, u, RANDOM), scaled)
     if NOTE:
         _count(v, code, scaled, mask, counts, FOUR_BITS, SLOTS, MAX)
-    _put(code, out, C, lines, along, mask, TOKENS, 448.0, False, ROUND)
+    store_codes(code, out, C, lines, along, mask, 448.0, False, ROUND, TOKENS)
 
 
 @triton.jit

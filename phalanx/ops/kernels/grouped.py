@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.ops.kernels.common import num_programs, triton_wide
+from phalanx.ops.kernels.grouped_tiles import add_halves, halves, rows_of_experts, store_halves, tile_of_experts, tile_of_gradients, tiles_of_experts
 
 
 @dataclass(frozen=True)
@@ -63,53 +64,14 @@ def _expert_tile(w, e, row, col, rows, cols, TMA: tl.constexpr, BR: tl.constexpr
 
 
 @triton.jit
-def _halves(tile):
-    """The left and the right half of a tile's columns."""
-    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
-def _store_part(y, part, bias, row, stop, col, N, BIAS: tl.constexpr):
-    """Store a tile at (row, col) of y (.., N), the rows before `stop`, with the bias added."""
-    rows = row + tl.arange(0, part.shape[0])
-    cols = col + tl.arange(0, part.shape[1])
-    if BIAS:
-        part += tl.load(bias + cols, mask=cols < N, other=0.0).to(part.dtype)[None, :]
-    inside = (rows < stop)[:, None] & (cols < N)[None, :]
-    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], part.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_part(dw, part, row, col, M, N):
-    """Add a tile to that at (row, col) of dw (M, N)."""
-    rows = row + tl.arange(0, part.shape[0])
-    cols = col + tl.arange(0, part.shape[1])
-    where = dw + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
-    total = tl.load(where, mask=inside, other=0.0).to(part.dtype) + part
-    tl.store(where, total.to(dw.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _grouped_gemm(x, weight, bias, y, ends, R, N, K, E, TURNED: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
                   E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
                   FLATTEN: tl.constexpr):  # fmt: skip
     """Rows of x (R, K) times their expert's matrix: stored (K, N), or (N, K) where TURNED. A program goes through every n-th tile."""
-    experts = tl.arange(0, E_BLOCK)
-    stops = tl.load(ends + experts, mask=experts < E, other=0)
-    starts = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    tiles_n = tl.cdiv(N, BN)
-    counts = tl.cdiv(stops - starts, BM) * tiles_n  # tiles of each expert
-    lasts = tl.cumsum(counts, 0)
+    experts, starts, stops = rows_of_experts(ends, E, E_BLOCK)
+    counts, lasts = tiles_of_experts(starts, stops, N, BM, BN)
     for tile in tl.range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0), flatten=FLATTEN):
-        e = tl.sum((lasts <= tile).to(tl.int32), 0)
-        start = tl.sum(tl.where(experts == e, starts, 0), 0)
-        stop = tl.sum(tl.where(experts == e, stops, 0), 0)
-        at = tile - tl.sum(tl.where(experts == e, lasts - counts, 0), 0)
-        first = at // (GROUP * tiles_n) * GROUP
-        together = tl.minimum(tl.cdiv(stop - start, BM) - first, GROUP)
-        row = start + (first + at % (GROUP * tiles_n) % together) * BM
-        col = at % (GROUP * tiles_n) // together * BN
+        e, stop, row, col = tile_of_experts(tile, experts, starts, stops, counts, lasts, N, GROUP, BM, BN)
         acc = tl.zeros((BM, BN), WIDE)
         for k in range(0, K, BK):
             a = _rows_tile(x, row, k, R, K, TMA, BM, BK)
@@ -118,24 +80,15 @@ def _grouped_gemm(x, weight, bias, y, ends, R, N, K, E, TURNED: tl.constexpr, BI
             else:
                 b = _expert_tile(weight, e, k, col, K, N, TMA, BK, BN)
             acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=WIDE)
-        left, right = _halves(acc)  # half of the tile at a time, for want of registers
-        of_e = bias + e.to(tl.int64) * N if BIAS else bias
-        _store_part(y, left, of_e, row, stop, col, N, BIAS)
-        _store_part(y, right, of_e, row, stop, col + BN // 2, N, BIAS)
+        left, right = halves(acc)
+        store_halves(y, left, right, bias + e.to(tl.int64) * N if BIAS else bias, row, stop, col, N, BIAS)
 
 
 @triton.jit
 def _grouped_gemm_dw(dy, x, dw, ends, R, M, N, TMA: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                      GROUP: tl.constexpr):  # fmt: skip
     """A tile of dw[e] (M, N) += dy^T x over the rows of e; dy (R, M), x (R, N)."""
-    tiles_m = tl.cdiv(M, BM)
-    tiles_n = tl.cdiv(N, BN)
-    e = tl.program_id(0) // (tiles_m * tiles_n)
-    at = tl.program_id(0) % (tiles_m * tiles_n)
-    first = at // (GROUP * tiles_n) * GROUP
-    together = tl.minimum(tiles_m - first, GROUP)
-    row = (first + at % (GROUP * tiles_n) % together) * BM
-    col = at % (GROUP * tiles_n) // together * BN
+    e, row, col = tile_of_gradients(M, N, GROUP, BM, BN)
     stop = tl.load(ends + e)
     start = tl.load(ends + e - 1, mask=e > 0, other=0)
     if start == stop:
@@ -151,14 +104,8 @@ def _grouped_gemm_dw(dy, x, dw, ends, R, M, N, TMA: tl.constexpr, WIDE: tl.const
         a = tl.where(mine, _rows_tile(dy, whole, row, R, M, TMA, BK, BM), 0.0).to(x.dtype if TMA else x.dtype.element_ty)
         b = tl.where(mine, _rows_tile(x, whole, col, R, N, TMA, BK, BN), 0.0).to(x.dtype if TMA else x.dtype.element_ty)
         acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=WIDE)
-    left, right = _halves(acc)  # a quarter of the tile at a time, for want of registers
-    q0, q1 = _halves(left)
-    q2, q3 = _halves(right)
-    of_e = dw + e.to(tl.int64) * M * N
-    _add_part(of_e, q0, row, col, M, N)
-    _add_part(of_e, q1, row, col + BN // 4, M, N)
-    _add_part(of_e, q2, row, col + BN // 2, M, N)
-    _add_part(of_e, q3, row, col + BN // 4 * 3, M, N)
+    left, right = halves(acc)
+    add_halves(dw, e, left, right, row, col, M, N)
 
 
 @triton.jit

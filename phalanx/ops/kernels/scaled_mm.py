@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phalanx.ops.kernels.common import num_programs
+from phalanx.ops.kernels.common import grouped_order, num_programs
 from phalanx.ops.quant import Scaled
 
 BK = 128
@@ -50,10 +50,8 @@ def _scaled_gemm(a, b, out, a_scales, b_scales, M, N, K, a_row, a_col, b_row, b_
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=False):
-        first = tile // (GROUP * tiles_n) * GROUP
-        together = tl.minimum(tiles_m - first, GROUP)
-        row = (first + tile % (GROUP * tiles_n) % together) * BM
-        col = tile % (GROUP * tiles_n) // together * BN
+        down, along = grouped_order(tile, M, tiles_n, GROUP, BM)
+        row, col = down * BM, along * BN
         rows = row + tl.arange(0, BM)
         cols = col + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
