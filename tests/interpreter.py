@@ -6,6 +6,7 @@ inside one, looking through all of triton.language each time: most of the time o
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,23 @@ class Language:
         return [(of, name, before[id(of)].get(name), vars(of)[name]) for of, name in {(id(c[0]), c[1]): c[:2] for c in scope._changes}.values()]
 
 
+def with_memory(types: Any, tuples: Any) -> tuple[Any, Any]:
+    """The interpreter's `_get_np_dtype`, which makes a table of all dtypes at each call, and the language's `_type_for_tuple_values`, which
+    shapes ask for: the same, of what was asked before from memory."""
+    from triton.language.core import block_type, pointer_type
+
+    of_scalar, of_numbers = cache(types), cache(tuples)
+
+    def dtype_of(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, block_type) else dtype
+        return types(scalar) if isinstance(scalar, pointer_type) else of_scalar(scalar)
+
+    def type_of(values: Any, fields: Any = None) -> Any:
+        return of_numbers(tuple(values)) if fields is None and all(type(v) is int for v in values) else tuples(values, fields)
+
+    return dtype_of, type_of
+
+
 def make_ready_once() -> None:
     """For this process' interpreter, if there is Triton."""
     try:
@@ -52,3 +70,5 @@ def make_ready_once() -> None:
         return
     if not isinstance(interpreter._patch_lang, Language):
         interpreter._patch_lang = Language(interpreter._patch_lang, language)
+        core = language.core
+        interpreter._get_np_dtype, core._type_for_tuple_values = with_memory(interpreter._get_np_dtype, core._type_for_tuple_values)

@@ -23,8 +23,8 @@ def covering(cases: Mapping[str, Iterable[Hashable]], seed: int = 20261122) -> l
     return [name for name in cases if name in chosen]
 
 
-def rest_in_soak(names: Iterable[str], chosen: Iterable[str]) -> list:
-    """All names as parameters of a test; those that are not chosen are for `make soak`."""
+def rest_in_soak(names: Iterable[Hashable], chosen: Iterable[Hashable]) -> list:
+    """All names (or numbers, ...) as parameters of a test; those that are not chosen are for `make soak`."""
     chosen = set(chosen)
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.soak) for name in names]
 

@@ -33,6 +33,7 @@ def done(warm, tmp_path_factory) -> tuple[Path, Path, str]:
     return folder / "work", page, ran.stdout
 
 
+@pytest.mark.soak  # docs/quickstart.md has the same verbs: tests/test_docs.py
 def test_every_step_has_its_time(done):
     """The table in the page has the steps that were shown, in order, with times that add up."""
     _, page, said = done
@@ -43,6 +44,7 @@ def test_every_step_has_its_time(done):
     assert sum(float(row[1]) for row in rows) == pytest.approx(total, abs=0.1 * total + 2)
 
 
+@pytest.mark.soak
 def test_the_stopped_run_went_on_where_it_stopped(done):
     """SIGTERM ended it with 75 in the middle; on one rank instead of two it took up the next step, each step once."""
     folder, _, said = done
@@ -55,6 +57,7 @@ def test_the_stopped_run_went_on_where_it_stopped(done):
     assert "world=2" in lines and "world=1" in lines
 
 
+@pytest.mark.soak
 def test_the_result_is_a_hugging_face_folder(done):
     """transformers read it and continued the prompt."""
     assert re.search(r"^transformers: 'def .+'$", done[2], re.MULTILINE)

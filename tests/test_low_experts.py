@@ -59,8 +59,8 @@ def rows_of(count: int = ROWS, width: int = IN, seed: int = 0) -> Tensor:
     return x
 
 
-def stack(seed: int = 1, outer: int = OUT) -> Tensor:
-    return some(4 * outer, IN, seed=seed).view(4, outer, IN)
+def stack(seed: int = 1, outer: int = OUT, experts: int = 4) -> Tensor:
+    return some(experts * outer, IN, seed=seed).view(experts, outer, IN)
 
 
 def used(q: Scaled, by_places: bool) -> Scaled:
@@ -97,10 +97,10 @@ def test_casts_are_those_of_the_plain_twin(recipe):
 def test_weights_are_cast_where_they_were(recipe):
     outer = 256 if recipe == "blockwise" else OUT
     low, plain = (experts_of(recipe, twin, recipe == "delayed") for twin in ("triton", "plain"))
-    low.refresh(stack(1, outer))
+    low.refresh(stack(1, outer, 2))
     before = [(q.codes.data_ptr(), q.scales.data_ptr()) for q in low.codes(torch.empty(0))]
-    low.refresh(stack(2, outer))
-    plain.refresh(stack(2, outer))
+    low.refresh(stack(2, outer, 2))
+    plain.refresh(stack(2, outer, 2))
     for q, truth, where in zip(low.codes(torch.empty(0)), plain.codes(torch.empty(0)), before):
         same(q, truth)
         assert (q.codes.data_ptr(), q.scales.data_ptr()) == where

@@ -262,9 +262,10 @@ def record(placement: Placement, config: dict, folder: str) -> None:
     train(load_run(base=config), placement)
 
 
-def test_the_audit_is_what_a_run_was_fed(tmp_path, monkeypatch):
+def test_the_audit_is_what_a_run_was_fed(warm, tmp_path, monkeypatch):
     """Two ranks for two steps, then three from the checkpoint, with a growing batch: each micro-batch as `data show` says."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(sys, "executable", warm.python)  # of ranks
     run = make_run(tmp_path, rampup=RampConfig(start=12, increment=12, samples=30), global_batch=24)
     begun = replace(run, train=replace(run.train, steps=2, rampup=run.train.rampup))
     for this, ranks in ((begun, 2), (run, 3)):

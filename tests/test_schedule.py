@@ -37,6 +37,7 @@ from phalanx.schedule.flows import fullest
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, simulate
+from tests.sample import rest_in_soak
 
 SEED = int(os.environ.get("PHALANX_SEED", "0"))
 
@@ -76,10 +77,10 @@ def random_costs(rng: random.Random, num_stages: int) -> Costs:
     )
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", rest_in_soak(range(10), range(4)))
 def test_random_programs_run_to_their_end(part: int) -> None:
     rng = random.Random(f"{SEED}-{part}")
-    for _ in range(250):
+    for _ in range(100):
         program = random_program(rng, max_m=rng.choice((6, 12, 33)))
         trace = simulate(program, random_costs(rng, program.schedule.num_stages))
         assert 0 <= trace.bubble < 1
