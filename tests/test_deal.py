@@ -67,6 +67,8 @@ def test_a_document_is_cut_for_balance_where_that_is_worth_it():
     each = loads(lengths, shares, 4)
     assert shares[0].degree == 4 and max(each) <= 1.1 * sum(each) / 4
     assert 60_000 * EXCHANGE < 60_000**2 / 8  # what it costs is less than what it saves
+    two = deal([60_000] * 2, [65_536] * 8, (1, 2, 4, 8))  # each would fit on one rank, and only one of them can be cut over all
+    assert [share.degree for share in two] == [4, 4] and len(set(loads([60_000] * 2, two, 8))) == 1
 
 
 def test_one_document_fills_up_what_others_leave():

@@ -157,6 +157,15 @@ class Recorder(TorchDispatchMode):
     def tidy(self) -> None: ...
 
 
+class Watched(Graphs):
+    """What has left is let go of, so that what is captured behind it may have its memory."""
+
+    def _settle(self, slot: Any) -> None:
+        leaving = list(slot.leaving)
+        super()._settle(slot)
+        assert all(memory.here is None for away in leaving for memory in away.places.memories)
+
+
 def trained(rank: int, world: int, run: Run, documents: str | bool, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str], int]:
     """Losses, norms and weights after some steps; how many parts the rows of graphs have, the documents that were shared, and the bytes that
     left for the host in the last step, by graphs if there are any."""
@@ -180,7 +189,7 @@ def _trained(state: State, run: Run, documents: str | bool, recorder: Recorder |
     plan, mesh = state.plan, state.mesh
     if recorder:
         tape = next(iter(state.blocks.values()))[0].env.tape
-        state.stages.runner = Graphs(recorder, tape, (), uncaptured_ops(plan, mesh.device), schedule=plan.schedule)
+        state.stages.runner = Watched(recorder, tape, (), uncaptured_ops(plan, mesh.device), schedule=plan.schedule)
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))
