@@ -16,8 +16,8 @@ from tests.soak import table
 from tests.warm import Warm
 
 # Files that take a minute and more, the longest first: begun last, one would be running long after the other workers are done.
-LONG = ("parity", "docs", "training", "mutations", "config", "precision", "cli", "plan", "checkpoint", "bench", "mixtures", "low_experts", "verify",
-        "first_hour", "low", "faults", "recompute")  # fmt: skip
+LONG = ("parity", "docs", "training", "checkpoint", "plan", "precision", "low_experts", "mutations", "recompute", "verify", "cli", "bench", "faults",
+        "low", "moe_ops", "mixtures", "no_sync")  # fmt: skip
 
 
 # Of `make soak`: faults wait for seconds and take up to a minute each, pairs of features take less than one.
