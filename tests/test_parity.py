@@ -332,11 +332,12 @@ def check(ranks, c: dict) -> None:
 
 
 def features(c: dict) -> set:
-    """Of a named layout: its family, each value of each option, and each two options that it has together."""
+    """Of a named layout: its family, each value of each option, and each two axes that it cuts together."""
     again = [f"again {op}" for op in c["recompute"].split(", ")]
     options = [*c["layout"], *again, f"documents {c['documents']}"]
     values = {(name, "given" if isinstance(value, tuple) else value) for name, value in c["layout"].items()}
-    return {c["model"], *options, *values, *map(frozenset, itertools.combinations(options, 2))}
+    axes = [name for name in c["layout"] if name in ("tp", "pp", "cp", "ep", "etp", "sharding")]
+    return {c["model"], *options, *values, *map(frozenset, itertools.combinations(axes, 2))}
 
 
 # Eight ranks on two cores take seconds: every other one of those is for `make soak`, and others that no feature needs.

@@ -102,7 +102,7 @@ def some(cases: Iterable[tuple], fast: Callable[..., bool]) -> list:
 LEAST = ("tp2", "pp2", "dp2, level 3")  # each way to cut a model
 NEAR = some(
     product(["llama", "gpt2"], BOUND, LAYOUTS),
-    lambda model, p, layout: layout in LEAST and p == "bf16" if model == "llama" else layout == "tp2" and p == "fp16",
+    lambda model, p, layout: layout in LEAST and p == "bf16" if model == "llama" else layout == "pp2" and p == "fp16",
 )
 
 
@@ -127,7 +127,7 @@ def fp32_losses(ranks, model: str) -> np.ndarray:
     return CACHE[model]
 
 
-@pytest.mark.parametrize("layout", rest_in_soak(LAYOUTS, LEAST))
+@pytest.mark.parametrize("layout", rest_in_soak(LAYOUTS, LEAST[1:]))  # over tp its 40 steps take long
 def test_overflow_skips_the_step_and_halves_the_scale(ranks, layout):
     """fp16 with a scale far too large: skipped with no bit changed until it fits, two overflows per halving, then training goes on."""
     world, options = LAYOUTS[layout]
