@@ -22,6 +22,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.nn.tape import Tape
 from phalanx.pipeline.graphs import Eager, Graphs
+from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.rows import Row
 from phalanx.train.build import State, build, uncaptured_ops
 from phalanx.train.config import Run
@@ -314,3 +315,13 @@ def turned(rank: int, world: int) -> bool:
 
 def test_what_is_not_captured_ends_on_its_first_turn(ranks):
     assert all(ranks.run("tests.test_graphs:turned", 2))
+
+
+def test_backward_begins_as_torchs_does():
+    """With a given gradient, and of a number without one."""
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    for make, dy in ((torch.sin, torch.randn(4, 3, dtype=torch.float64)), (lambda x: (x**3).sum(), None)):
+        (truth,) = torch.autograd.grad(make(x), x, dy)
+        x.grad = None
+        backward_from(make(x), dy)
+        assert torch.equal(x.grad, truth)

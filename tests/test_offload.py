@@ -66,6 +66,15 @@ def test_each_offload_has_its_fetch_under_compute(name, pp, virtual):
     assert [[i for i in a if not isinstance(i, Offload | Fetch)] for a in program.lists] == [list(b) for b in without.lists]
 
 
+def test_what_would_come_straight_back_stays():
+    """Of one block a stage, F0 F1 B0: the copy back would begin as F1 does, when nothing was computed yet."""
+    first, second = lower(generate("1f1b", 2, 1, 4), (1, 1), offloaded={(0, 0), (1, 0)}).lists
+    left = [i for i in first if isinstance(i, Offload)]
+    assert left and not any(isinstance(i, Offload) for i in second)
+    for i in left:
+        assert any(isinstance(j, Forward | Backward) for j in first[first.index(i) : first.index(Fetch(i.stage, i.run, i.mb))])
+
+
 @pytest.mark.parametrize("wrong, why", [(Offload, "is not on the host"), (Fetch, "its activations are on the host")])
 def test_a_list_without_one_of_them_is_refused(wrong, why):
     program = lower(generate("gpipe", 1, 1, 2), (2,), offloaded={(0, 0)})
