@@ -114,6 +114,8 @@ def low_precision() -> list[tuple]:
             consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip
             found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps)))
+            if mode in (quant_tile.GIVEN, quant_tile.BLOCKS):
+                found.append(uncounted(found[-1]))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))
     found.append((quant._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quant_tile.TILE), dict(num_warps=8)))
     run_of, run = dict.fromkeys(("first", "n", "columns", "high", "wide", "across"), "i32"), dict(num_warps=codes.WARPS)
@@ -130,6 +132,12 @@ def low_precision() -> list[tuple]:
         run = dict(num_warps=c.warps, num_stages=c.stages)
         found.append((scaled_mm._scaled_gemm, dict(**pair, out=out, a_scales="*fp32", b_scales="*fp32", **numbers), consts, run))
     return found + emulated_casts() + low_experts()
+
+
+def uncounted(cast: tuple) -> tuple:
+    """The cast where nobody asks what it loses: there is no tensor to count in."""
+    kernel, pointers, consts, options = cast
+    return kernel, {k: v for k, v in pointers.items() if k != "counts"}, consts | dict(NOTE=False, counts=None), options
 
 
 def emulated_casts() -> list[tuple]:
@@ -166,6 +174,8 @@ def low_experts() -> list[tuple]:
             consts = dict(MODE=mode, APART=int(mode == quant_tile.WHOLE), NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns, TILE=128, E_BLOCK=16)  # fmt: skip
             found.append((quant_grouped._cast, read | outs | dict.fromkeys("RCPE", "i32"), consts | more, dict(num_warps=t.warps)))
+            if mode in (quant_tile.GIVEN, quant_tile.BLOCKS):
+                found.append(uncounted(found[-1]))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
         c = scaled_grouped_mm.BY_BLOCK if per_step else scaled_grouped_mm.FAST if fast else scaled_grouped_mm.CAREFUL
         tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group, HALVES=c.halves), dict(num_warps=c.warps, num_stages=c.stages, maxnreg=c.registers)

@@ -73,20 +73,25 @@ def _emit(v, counting, down, along, rows, cols, there, row_amax, col_amax, out, 
     """Cast the tile v, number (down, along), of a tensor (R, C). Of LARGEST and LARGEST_LINES, only note its amaxes."""
     if MODE == _LARGEST or MODE == _LARGEST_LINES:
         note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE)
-    elif counting:
-        count_losses_of_four(v, rows, R, there, row_amax, counts, MODE, MAX, LEAST, FLOOR, SLOTS)
-    else:
-        if NOTE:
+    elif NOTE:
+        if counting:
+            count_losses_of_four(v, rows, R, there, row_amax, counts, MODE, MAX, LEAST, FLOOR, SLOTS)
+        else:
             note_tile(v, (down == 0) & (along == 0), row_amax, counts, MODE, SLOTS)
-        by_row, by_col = write_codes(v, down, rows, R, cols, there, row_amax, col_amax, out, other, C, R, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
-                                     ROUND, FLOOR)  # fmt: skip
-        _write_scales(by_row, by_col, down, along, R, cols, there, row_scales, col_scales, C, MODE)
+            _write(v, down, along, rows, R, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, C, MODE, OTHER, TURNED, MAX,
+                   WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
+    else:
+        _write(v, down, along, rows, R, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE,
+               ROUND, FLOOR)  # fmt: skip
 
 
 @triton.jit
-def _write_scales(by_row, by_col, down, along, R, cols, there, row_scales, col_scales, C, MODE: tl.constexpr):
-    """row_scales: one; of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (rows of tiles, columns of tiles). col_scales: (C,) or (rows of
-    tiles, C)."""
+def _write(v, down, along, rows, R, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, C, MODE: tl.constexpr, OTHER: tl.constexpr,
+           TURNED: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
+    """Codes and scales. row_scales: one; of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (rows of tiles, columns of tiles). col_scales:
+    (C,) or (rows of tiles, C)."""
+    by_row, by_col = write_codes(v, down, rows, R, cols, there, row_amax, col_amax, out, other, C, R, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND,
+                                 FLOOR)  # fmt: skip
     if MODE == _WHOLE or MODE == _GIVEN:
         if (down == 0) & (along == 0):
             tl.store(row_scales, reciprocal(by_row))

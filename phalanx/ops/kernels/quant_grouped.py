@@ -167,20 +167,25 @@ def _emit(v, counting, down, t, e, along, begin, stop, cols, there, row_amax, co
         col_amax += e.to(tl.int64) * C
     if MODE == _LARGEST or MODE == _LARGEST_LINES:
         note_amaxes(v, rows, stop, cols, there, row_amax, col_amax, MODE)
-    elif counting:
-        count_losses_of_four(v, rows, stop, there, row_amax, counts, MODE, MAX, LEAST, FLOOR, SLOTS)
-    else:
-        if NOTE:
+    elif NOTE:
+        if counting:
+            count_losses_of_four(v, rows, stop, there, row_amax, counts, MODE, MAX, LEAST, FLOOR, SLOTS)
+        else:
             note_tile(v, along == 0, row_amax, counts, MODE, SLOTS)
-        by_row, by_col = write_codes(v, down, rows, stop, cols, there, row_amax, col_amax, out, other, C, P, MODE, True, True, MAX, WIDE_RANGE,
-                                     ROUND, FLOOR)  # fmt: skip
-        _write_scales(by_row, by_col, t, e, along, begin, stop, cols, there, row_scales, col_scales, R, C, MODE, APART)
+            _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P, MODE, APART,
+                   MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
+    else:
+        _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P, MODE, APART, MAX,
+               WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
 
 
 @triton.jit
-def _write_scales(by_row, by_col, t, e, along, begin, stop, cols, there, row_scales, col_scales, R, C, MODE: tl.constexpr, APART: tl.constexpr):
-    """row_scales: one, or one of each expert (APART); of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (tiles, columns of tiles).
-    col_scales: (E, C) or (tiles, C)."""
+def _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P,
+           MODE: tl.constexpr, APART: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
+    """Codes and scales. row_scales: one, or one of each expert (APART); of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (tiles, columns
+    of tiles). col_scales: (E, C) or (tiles, C)."""
+    by_row, by_col = write_codes(v, down, rows, stop, cols, there, row_amax, col_amax, out, other, C, P, MODE, True, True, MAX, WIDE_RANGE, ROUND,
+                                 FLOOR)  # fmt: skip
     if MODE == _WHOLE or MODE == _GIVEN:
         tl.store(row_scales + e * APART, reciprocal(by_row))  # the same from all
     elif MODE == _SQUARES:

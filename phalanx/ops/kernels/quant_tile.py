@@ -70,13 +70,11 @@ def place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, COL
     more = tl.program_id(0) - across * tl.cdiv(R, ROWS)
     down = tl.program_id(0) // across
     along = tl.program_id(0) % across
-    counting = False
     if NOTE:
-        counting = more >= 0
-        if counting:
+        if more >= 0:
             down = more // tl.cdiv(across, EVERY)
             along = more % tl.cdiv(across, EVERY) * EVERY + (EVERY - down % EVERY) % EVERY
-    return counting, down, along, down * ROWS + 4 * tl.arange(0, ROWS // 4), along * COLS + tl.arange(0, COLS)
+    return more >= 0, down, along, down * ROWS + 4 * tl.arange(0, ROWS // 4), along * COLS + tl.arange(0, COLS)
 
 
 @triton.jit
