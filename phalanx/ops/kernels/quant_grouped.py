@@ -175,13 +175,14 @@ def _emit(v, counting, down, t, e, along, begin, stop, cols, there, row_amax, co
             _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P, MODE, APART,
                    MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
     else:
-        _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P, MODE, APART, MAX,
-               WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
+        _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P, MODE, APART,
+               MAX, WIDE_RANGE, ROUND, FLOOR)  # fmt: skip
 
 
 @triton.jit
 def _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P,
-           MODE: tl.constexpr, APART: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
+           MODE: tl.constexpr, APART: tl.constexpr, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
+           FLOOR: tl.constexpr):  # fmt: skip
     """Codes and scales. row_scales: one, or one of each expert (APART); of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (tiles, columns
     of tiles). col_scales: (E, C) or (tiles, C)."""
     by_row, by_col = write_codes(v, down, rows, stop, cols, there, row_amax, col_amax, out, other, C, P, MODE, True, True, MAX, WIDE_RANGE, ROUND,
