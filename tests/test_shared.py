@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -21,6 +20,7 @@ from phalanx.train.plan import make_plan
 from tests.parity import base_run
 from tests.test_ops import normal
 from tests.test_precision import SCALE, precision_run
+from tests.test_symmetric import nothing_left
 
 ROUNDS = 6
 
@@ -58,8 +58,14 @@ def test_what_is_pulled_is_what_was_written(ranks, world, within):
 
 def summing(rank: int, world: int, n: int, piece: int) -> list[str]:
     """Rounds of sums in place and onto others, in pieces of `piece` elements; what was wrong."""
-    axis, wrong = Mesh(Grid(dp=world), rank).dp, []
-    before = set(os.listdir("/dev/shm")) if rank == 0 and os.path.isdir("/dev/shm") else set()
+    wrong: list[str] = []
+    with nothing_left(wrong):
+        summing_rounds(rank, world, n, piece, wrong)
+    return wrong
+
+
+def summing_rounds(rank: int, world: int, n: int, piece: int, wrong: list[str]) -> None:
+    axis = Mesh(Grid(dp=world), rank).dp
     axis.shared = Shared(axis, 0, 0, torch.device("cpu"))
     axis.shared.sums = Sums(axis, piece * 8, torch.device("cpu"))
     for number in range(ROUNDS):
@@ -73,9 +79,6 @@ def summing(rank: int, world: int, n: int, piece: int) -> list[str]:
         wrong += [] if found is (kept if onto else found) else ["not onto"]
         wrong += [] if torch.equal(found, normal(n, seed=number) + truth if onto else truth) else [f"sum in round {number}"]
     axis.barrier()
-    if rank == 0 and os.path.isdir("/dev/shm"):
-        wrong += [f"left behind: {name}" for name in set(os.listdir("/dev/shm")) - before if name.startswith("phalanx-")]
-    return wrong
 
 
 @pytest.mark.parametrize("world, n, piece", [(2, 1, 8), (3, 50, 16), (4, 33, 64)])
