@@ -192,6 +192,8 @@ RULES = [
     (f"{FP8}=delayed train.fp8.history=0", 1, "train.fp8.history", 0, ">= 1", set(), (1, 2)),
     (f"{FP8}=mxfp8 train.fp8.accumulate=fast", 1, "train.fp8.accumulate", "fast", "has no effect without a recipe that has GEMMs of its own", {"train.fp8.recipe"}, ("mixed",)),
     (f"{FP8}=tensorwise train.fp8.min_cosine=0.9", 1, "train.fp8.min_cosine", 0.9, "has no effect without shadow_interval", {"train.fp8.shadow_interval"}, (None,)),
+    (f"{FP8}=tensorwise train.steps=50 train.fp8.last_steps=50", 1, "train.fp8.last_steps", 50, "must leave steps for the recipe", {"train.steps"}, (5,)),
+    (f"{FP8}=tensorwise train.fp8.last_steps=-1", 1, "train.fp8.last_steps", -1, "must be an integer >= 0", set(), (0, 1)),
     (f"{FP8}=tensorwise train.fp8.max_lost=1.5", 1, "train.fp8.max_lost", 1.5, "(0, 1)", set(), (0.2,)),
     (f"{FP8}=tensorwise train.fp8.shadow_interval=5 train.fp8.min_cosine=0", 1, "train.fp8.min_cosine", 0.0, "(0, 1)", set(), (0.98,)),
     (f"{FP8}=tensorwise train.fp8.shadow_interval=0", 1, "train.fp8.shadow_interval", 0, ">= 1", set(), (1, 2)),

@@ -333,6 +333,23 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, fp8):
     assert other != whole
 
 
+@pytest.mark.parametrize("recipe, sharding", [("delayed", 1), ("tensorwise", 3), ("nvfp4", 2), ("rowwise", 0)])
+def test_the_last_steps_are_in_bf16(tmp_path, recipe, sharding):
+    """Truth: the same checkpoint continued without train.fp8. A run that is stopped in its last steps goes on to the bit."""
+
+    def run(name: str, fp8: dict | None, **train) -> Run:
+        return replace(run_of(tmp_path / name, fp8, **train), layout=LayoutConfig(sharding=sharding))
+
+    found = trained(run("whole", dict(recipe=recipe, last_steps=8)))
+    first = losses(trained(run("truth", dict(recipe=recipe), steps=4)))
+    assert losses(found) == first + losses(trained(run("truth", None)))[4:]
+    assert ["fp8_lost" in r for r in found if "loss" in r] == [True] * 4 + [False] * 8
+    assert "from step 5 on all linears are in bf16 (train.fp8.last_steps=8)" in (tmp_path / "whole/log.txt").read_text()
+    shutil.rmtree(tmp_path / "whole/checkpoints/step-00000012")
+    assert losses(trained(run("whole", dict(recipe=recipe, last_steps=8)))) == losses(found)
+    assert losses(trained(run("shorter", dict(recipe=recipe, last_steps=2)))) != losses(found)
+
+
 def test_random_rounding_goes_on_to_the_bit(tmp_path):
     """It has no state: a stopped run rounds as the whole one, and so does what is made again in backward."""
     whole = losses(trained(run_of(tmp_path / "whole", dict(recipe="nvfp4"))))

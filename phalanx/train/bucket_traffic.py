@@ -21,10 +21,31 @@ def passing_bytes(plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[
     if plan.fixed_places:
         return {"weights": 0, "gradients": 0}
     flows = {b.id: plan.flow(b) for b in buckets}
-    weights = {b.id: b.numel * b.weight_bytes(kind.compute.itemsize, kind.master.itemsize) for b in buckets if flows[b.id].gathers}
+    here = {b.id: b.weight_bytes(kind.compute.itemsize, kind.master.itemsize) + value_bytes(plan, b, kind) for b in buckets}
+    weights = {b.id: b.numel * here[b.id] for b in buckets if flows[b.id].gathers}
     gradients = {b.id: b.numel * kind.master.itemsize for b in buckets if flows[b.id].opens}
     gathered, opened = fullest(instructions, weights, gradients)
     return {"weights": gathered, "gradients": opened}
+
+
+def value_bytes(plan: Plan, bucket: Bucket, kind: Precision) -> int:
+    """Of an element of weights that are kept as codes, what the weights themselves take while their linears rest from low precision."""
+    fp8 = plan.run.train.fp8
+    return kind.compute.itemsize if bucket.coded and fp8 is not None and fp8.may_rest else 0
+
+
+def staying_values(plan: Plan, buckets: Sequence[Bucket], kind: Precision) -> int:
+    """Bytes of those that do not come and go."""
+    return sum(b.numel * value_bytes(plan, b, kind) for b in buckets if plan.fixed_places or not plan.flow(b).gathers)
+
+
+def shadow_bytes(plan: Plan, buckets: Sequence[Bucket], lows: Iterable[ParamSpec], kind: Precision) -> int:
+    """The copy of gradients that a step with a shadow keeps: of buckets with linears in low precision, what this rank updates."""
+    fp8, low = plan.run.train.fp8, {id(spec) for spec in lows}
+    if fp8 is None or fp8.shadow_interval is None:
+        return 0
+    cuts = [(b, plan.sharding.cut(b, plan.grid)) for b in buckets if any(id(slot.spec) in low for slot in b.slots)]
+    return sum(b.numel // (cut.inner * (cut.outer if cut.outside else 1)) * kind.master.itemsize for b, cut in cuts)
 
 
 def placed_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:

@@ -53,6 +53,8 @@ class Fp8Config:
     """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
     end_layers: int = 0
     """So many layers at each end of the model stay in train.precision."""
+    last_steps: int = 0
+    """So many steps at the end of the run are in train.precision, which undoes most of what the recipe cost (NVIDIA's way with NVFP4)."""
     accumulate: Literal["mixed", "fast", "precise"] = "mixed"
     """Sums inside the GEMMs: fast (the tensor cores' own), precise (carried to fp32 as they go), mixed (forward fast, backward precise)."""
     history: int = 1024
@@ -63,6 +65,11 @@ class Fp8Config:
     """A linear that loses more than this part of a tensor's values (to zero, or cut to the largest) goes on in train.precision; unset: none."""
     min_cosine: float | None = None
     """A linear whose weight's gradient has a lower cosine with that in train.precision (shadow_interval) goes on in it; unset: none."""
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether linears are ever in train.precision after all, for a step or for good: their weights then have to be there."""
+        return self.last_steps > 0 or self.shadow_interval is not None or self.max_lost is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,7 @@ class Loop:
         with recorder, Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda", part=mesh.part) as batches:
             for step in range(self.counters.step + 1, run.train.steps + 1):
                 self.began(step)
+                self._turn_low(step)
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)
                 lr = learning_rate(run.optim, step, run.train.steps)
@@ -147,8 +148,24 @@ class Loop:
             self.reporter.log.warn(f"{bad.text}; it was skipped")
 
     def _shadow_due(self, step: int) -> bool:
-        fp8, last = self.state.plan.run.train.fp8, self.state.plan.run.train.steps
-        return fp8 is not None and fp8.shadow_interval is not None and (step in (1, last) or step % fp8.shadow_interval == 0)
+        fp8, low = self.state.plan.run.train.fp8, self.state.low
+        if fp8 is None or fp8.shadow_interval is None or low is None or low.over:
+            return False
+        return step in (1, self._last_low_step) or step % fp8.shadow_interval == 0
+
+    @property
+    def _last_low_step(self) -> int:
+        train = self.state.plan.run.train
+        return train.steps - (train.fp8.last_steps if train.fp8 is not None else 0)
+
+    def _turn_low(self, step: int) -> None:
+        """The last steps are in train.precision, if they are to be."""
+        low = self.state.low
+        if low is None or low.config is None or not low.turn(step > self._last_low_step):
+            return
+        self.state.stages.runner.forget()
+        what = self.state.plan.run.train.precision if low.over else low.config.recipe
+        self.reporter.log.info(f"from step {step} on all linears are in {what} (train.fp8.last_steps={low.config.last_steps})")
 
     def _watch_low(self, pending: Pending) -> None:
         """Tell how far the gradients are from those of a shadow step; linears that lost too much go on in train.precision. All ranks know

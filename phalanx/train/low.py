@@ -36,6 +36,7 @@ class LowState:
         self.multiplier = torch.ones(count, 3, device=device)
         self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
         self._gone: set[str] = set()
+        self.over = False  # whether the run's last steps have come, which are in train.precision
         self.lows: dict[int, list[tuple[LowWeight, nn.Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
         self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
@@ -75,7 +76,7 @@ class LowState:
         """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used."""
         self._stale = set(self.lows) - {f.bucket.id for f in self.coded}
         self.renew()
-        for family in self.kept:
+        for family in () if self.over else self.kept:
             self.counts[:, W] += family.counts
             self.amax[:, W].copy_(torch.maximum(self.amax[:, W], family.seen))
 
@@ -175,7 +176,7 @@ class LowState:
 
     def _leave_out_gone(self) -> None:
         for low, _ in self.here:
-            low.on = low.name not in self._gone
+            low.on = self.is_on(low.name)
         self._keep_values()
 
     # ---- falling back --------------------------------------------------------------------------------------------------------------
@@ -188,8 +189,22 @@ class LowState:
                 self.off[i] = 1.0
         self._leave_out_gone()
 
+    def turn(self, over: bool) -> bool:
+        """Whether the next step is one of train.fp8.last_steps, which no checkpoint says: a run that is made longer, or goes back, is in the
+        recipe again. Whether that is new."""
+        if over == self.over:
+            return False
+        self.over = over
+        self._leave_out_gone()
+        return True
+
     def is_on(self, name: str) -> bool:
-        return name not in self._gone
+        return not self.over and name not in self._gone
+
+
+def was_cast(tally: Sequence[Sequence[Sequence[float]]]) -> bool:
+    """Whether a step had casts at all, of rows as in LowState.told."""
+    return any(values[TOLD.index("values")] for tensors in tally for values in tensors)
 
 
 def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:

@@ -25,8 +25,11 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
     c = run.train.fp8
     if c is None:
         return []
-    found = at_least(AT, c, 0, "end_layers") + at_least(AT, c, 1, "history", "shadow_interval")
+    found = at_least(AT, c, 0, "end_layers", "last_steps") + at_least(AT, c, 1, "history", "shadow_interval")
     found += within(AT, c, "max_lost", "(0, 1)", (0.2,)) + within(AT, c, "min_cosine", "(0, 1)", (0.98,))
+    if c.last_steps >= run.train.steps:
+        rule = "must leave steps for the recipe before them"
+        found.append(problem(AT, c, "last_steps", rule, {"train.steps": run.train.steps}, (0, max(0, run.train.steps // 10))))
     if c.recipe != "delayed":
         found += no_effect(AT, c, ("history",), "recipe=delayed", {f"{AT}.recipe": c.recipe})
     if c.shadow_interval is None:

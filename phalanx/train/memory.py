@@ -26,7 +26,7 @@ from phalanx.optim.adamw import moment_bytes
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
-from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes, scale_sends
+from phalanx.train.bucket_traffic import bucket_sends, passing_bytes, placed_bytes, scale_sends, shadow_bytes, staying_values
 from phalanx.train.plan import BlockFacts, Plan, low_names
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
@@ -199,6 +199,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     lows = [(p.low, p.spec) for run in blocks_here.values() for b in run for p in b.parameters() if getattr(p, "low", None) is not None]  # type: ignore[attr-defined]
     codes = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim))
+    held["weights"] += staying_values(plan, buckets, kind)
+    shadow = shadow_bytes(plan, buckets, (spec for _, spec in lows), kind)
     for name, nbytes in placed_bytes(plan, pp, kind).items():
         held[name] += nbytes
     if plan.leaves:  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
@@ -213,6 +215,7 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     memory = {
         **held,
         **({"codes": codes} if codes else {}),
+        **({"shadow": shadow} if shadow else {}),
         "activations": activations,
         "working": working,
         "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,

@@ -17,7 +17,7 @@ import torch
 from phalanx.base.log import Log
 from phalanx.comm.pace import Slow
 from phalanx.comm.waits import Waited
-from phalanx.train.low import low_values, worst
+from phalanx.train.low import low_values, was_cast, worst
 from phalanx.train.progress import ProgressBar
 from phalanx.train.routing import routing_text, routing_values
 from phalanx.train.step import StepResult
@@ -271,7 +271,7 @@ class Reporter:
     def _low_values(self, pending: Pending) -> dict[str, Any]:
         """What casts lost: the worst tensor at every step, all of them now and then."""
         tally = pending.low()
-        if tally is None:
+        if tally is None or not was_cast(tally):
             return {}
         part, whose = worst(self.low_names, tally)
         every = pending.step == 1 or pending.step % LOW_EVERY == 0 or pending.step == self.total_steps

@@ -129,9 +129,10 @@ def contents(plan: Plan, blocks: range) -> str:
 
 
 def memory_table(plan: Plan, uses: Sequence[RankUse]) -> str:
-    rows = [("pp rank", *uses[0].memory, "total", "in flight")]
+    kinds = max((use.memory for use in uses), key=len)  # a stage without linears in low precision has fewer
+    rows = [("pp rank", *kinds, "total", "in flight")]
     for pp, use in enumerate(uses):
-        rows.append((str(pp), *(gib(b) for b in use.memory.values()), gib(use.total), str(use.live)))
+        rows.append((str(pp), *(gib(use.memory.get(kind, 0)) for kind in kinds), gib(use.total), str(use.live)))
     return "\n".join([table(rows), *passing_text(uses), *pools_text(plan, uses)])
 
 
