@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,13 +110,3 @@ def row_spec(name: str, outputs: int, inputs: int, start: int, stop: int, init: 
         shape, box = (inputs, outputs), Box((start, 0), (stop, outputs))
     whole = (slice(0, outputs), slice(0, stop - start))
     return ParamSpec((outputs, stop - start), (Piece(name, shape, box, whole, init, True, transposed),))
-
-
-def unique_parameters(blocks: list[Block]) -> Iterator[tuple[int, nn.Parameter]]:
-    """(number of the first block that has it, parameter), each parameter once, in order."""
-    seen: set[int] = set()
-    for number, block in enumerate(blocks):
-        for parameter in block.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield number, parameter

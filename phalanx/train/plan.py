@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
 
 from torch import nn
 
@@ -434,7 +433,3 @@ def without_layout(run: Run) -> Run:
         stages=None, shard_group=None, shard_across="nothing",
     )  # fmt: skip
     return replace(run, layout=layout)
-
-
-def local_numel(specs: Iterable[ParamSpec]) -> int:
-    return sum(prod(s.shape) for s in specs)
