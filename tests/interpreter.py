@@ -37,11 +37,20 @@ class Language:
 
     def _found(self) -> list[tuple[Any, str, Any, Any]]:
         """Makes the changes, and tells them. (Taken back by the interpreter's own means, what a class inherits would be its own.)"""
-        tl = self._language
-        places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.core.tensor_descriptor_base)
-        before = {id(of): dict(vars(of)) for of in places}
-        scope = self._patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        return [(of, name, before[id(of)].get(name), vars(of)[name]) for of, name in {(id(c[0]), c[1]): c[:2] for c in scope._changes}.values()]
+        tl, scope_class = self._language, self._patch.__globals__["_LangPatchScope"]
+        before: dict[tuple[int, str], tuple[Any, Any]] = {}
+
+        class Scope(scope_class):
+            def set_attr(self, of: Any, name: str, value: Any) -> None:
+                before.setdefault((id(of), name), (of, vars(of).get(name)))
+                setattr(of, name, value)
+
+        self._patch.__globals__["_LangPatchScope"] = Scope
+        try:
+            self._patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        finally:
+            self._patch.__globals__["_LangPatchScope"] = scope_class
+        return [(of, name, old, vars(of)[name]) for (_, name), (of, old) in before.items()]
 
 
 def with_memory(types: Any, tuples: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.base.errors import CheckpointError, PhalanxError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.convert import _member, import_weights
+from phalanx.checkpoint.convert import _member, _OnlyDcp, import_weights
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import Keep, list_checkpoints, pin_of
 from phalanx.checkpoint.manifest import verify
@@ -182,6 +183,14 @@ def test_import_of_a_distributed_checkpoint(run, tmp_path):
     assert "is damaged" in said(*words, tmp_path / "b")[1]
     metadata.write_bytes(good.replace(b"__0_0.distcp", b"../0_.distcp"))
     assert "outside its folder" in said(*words, tmp_path / "b")[1]
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_in_metadata_of_other_pythons(module):
+    """Python 3.13 tells paths by another name than the ones before and after it."""
+    assert _OnlyDcp(io.BytesIO(b"c%b\nPosixPath\n(V/a\nVb\ntR." % module.encode())).load() == PurePosixPath("/a/b")
+    with pytest.raises(CheckpointError, match="has no place"):
+        _OnlyDcp(io.BytesIO(b"c%b\nos\n." % module.encode())).load()
 
 
 class Canary:

@@ -28,7 +28,8 @@ def doubled(x_ptr, size: tl.constexpr):
 
 
 def language() -> list[dict]:
-    return [{name: x for name, x in vars(of).items() if name != "__annotations__"} for of in (tl, tl.core, tl.tensor, tl.math, tl.dtype)]
+    places = (tl, tl.core, tl.tensor, tl.math, tl.dtype, tl.condition)
+    return [{name: x for name, x in vars(of).items() if name != "__annotations__"} for of in places]
 
 
 def test_the_language_is_as_before_after_each_launch():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import EnumMeta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ DCP_NAMES = {
                                               "BytesStorageMetadata", "TensorStorageMetadata", "StorageMeta"},
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "PurePosixPath"}, "collections": {"OrderedDict"},
+    "collections": {"OrderedDict"},
 }  # fmt: skip
+PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}  # the second: of Python 3.13
 
 
 def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
@@ -213,6 +214,8 @@ class _OnlyDcp(pickle.Unpickler):
         of_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
         if of_torch or name in DCP_NAMES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) in PATHS:
+            return PurePosixPath
         if (module, name) == ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"):
             from torch.distributed.checkpoint.metadata import Metadata
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from phalanx.base.errors import PeerLost
 from phalanx.comm.axis import Axis
+
+# Its public name came with torch 2.15, where the older one warns.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 def host_axis(world: Axis, meet_s: float, wait_s: float) -> Axis:
@@ -22,5 +25,5 @@ def host_axis(world: Axis, meet_s: float, wait_s: float) -> Axis:
         group = dist.new_group(list(world.ranks), timeout=timedelta(seconds=meet_s), backend="gloo", group_desc="host")
     except (RuntimeError, dist.DistError) as error:
         raise PeerLost(f"ranks could not meet to write checkpoints, so one of them died: {error}") from error
-    _set_pg_timeout(timedelta(seconds=wait_s), group)
+    set_timeout(timedelta(seconds=wait_s), group)
     return Axis("host", world.ranks, world.index, group)
