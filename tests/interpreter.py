@@ -2,6 +2,7 @@
 
 The interpreter replaces what kernels call (`tl.load`, `tl.sum`, ...) by functions of numpy at each launch, and again at each call of a helper
 inside one, looking through all of triton.language each time: most of the time of a small kernel. What it puts there depends on no kernel.
+One fault of Triton 3.9's interpreter is mended too.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ def with_memory(types: Any, tuples: Any) -> tuple[Any, Any]:
     return dtype_of, type_of
 
 
+def with_bits(binary_op: Any, handle: Any, bit: Any) -> Any:
+    """The interpreter's `binary_op`, whose comparisons are of type int1. (Triton 3.9 gives them that of what is compared: a comparison of two
+    numbers becomes int32 when it is joined with one of tensors, which no load and no store takes as a mask.)"""
+
+    def op(self: Any, lhs: Any, rhs: Any, numpys: Any) -> Any:
+        made = binary_op(self, lhs, rhs, numpys)
+        return handle(made.data, bit) if made.data.dtype == bool else made
+
+    return op
+
+
 def make_ready_once() -> None:
     """For this process' interpreter, if there is Triton."""
     try:
@@ -79,5 +91,7 @@ def make_ready_once() -> None:
         return
     if not isinstance(interpreter._patch_lang, Language):
         interpreter._patch_lang = Language(interpreter._patch_lang, language)
+        builder = interpreter.InterpreterBuilder
+        builder.binary_op = with_bits(builder.binary_op, interpreter.TensorHandle, language.int1)
         core = language.core
         interpreter._get_np_dtype, core._type_for_tuple_values = with_memory(interpreter._get_np_dtype, core._type_for_tuple_values)

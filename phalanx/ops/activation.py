@@ -44,7 +44,7 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
 
 def gated_backward(dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The plain twin of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 - s)); clamping passes
-    the gradient up to the limit, the limit included."""
+    the gradient up to the limit, the limit included: there is no slope there, and torch's own clamp passes it before 2.15 and not from then on."""
     g, u, s = _clamped(x, gate)
     raw_g, raw_u = _parts(x, gate)
     u = u + gate.shift
