@@ -1,5 +1,6 @@
 """Shared by all tests of a session: one pool of ranks, one server of processes that have torch imported, the order of files, `--table`."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -22,6 +23,14 @@ LONG = ("parity", "docs", "training", "checkpoint", "plan", "precision", "low_ex
 
 # Of `make soak`: faults wait for seconds and take up to a minute each, pairs of features take less than one.
 SOAK = ("faults", "mutations", "llama_cpp", "training", "deterministic", "precision", "parity", "support")
+
+
+# The same examples on every machine and at any speed; `--hypothesis-profile default` draws others.
+with contextlib.suppress(ImportError):  # GPU machines may lack it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("same")
 
 
 def pytest_addoption(parser):

@@ -27,8 +27,8 @@ import pytest
 from phalanx.base.placement import Placement
 from phalanx.comm.heartbeat import NO_STORE
 from phalanx.train.config import Run
-from tests.fault_runs import HANG_S, _fork, end, free_port, said, until_step
-from tests.pool import join_network
+from tests.fault_runs import HANG_S, _fork, end, said, until_step
+from tests.pool import free_port, join_network
 
 SET_INTERFACE, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 BETWEEN: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 3}), (4, {"sharding": 0}), (4, {"pp": 2})]

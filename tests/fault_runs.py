@@ -44,6 +44,7 @@ from phalanx.models.config import GPT2Config
 from phalanx.train.config import Run
 from phalanx.train.main import train
 from tests.checkpoints import Lossy, make_state, save_here, set_state
+from tests.pool import free_port
 from tests.test_checkpoint import Failing, check_survived, prepare, tiny_run
 from tests.test_loop import make_run, rows_of
 
@@ -97,15 +98,6 @@ def begin(run: Run, world: int, before: Callable[[], None] = lambda: None, victi
     return [_fork(run, Placement(rank, rank, world, store), first[rank]) for rank in range(world)]
 
 
-def free_port() -> int:
-    """One that no connection is given by the kernel (those are above 32768), and no other process that makes faults looks at first."""
-    first = 10000 + os.getpid() * 16 % 20000
-    for port in [*range(first, first + 16), *range(10000, 30000)]:
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-    raise AssertionError("no port is free")
-
-
 def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
     sys.stdout.flush()
     pid = os.fork()
@@ -131,6 +123,22 @@ def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
         print(f"bug: {type(error).__name__}: {error}", flush=True)
     finally:
         os._exit(code)
+
+
+def in_step(number: int, late_s: float, deed: Callable[[], None]) -> None:
+    """In a rank: done `late_s` after its step of this number (of this start) begins, and before the one after it begins, however slow the
+    machine is."""
+    rate, begun, doing = loop.learning_rate, list[int](), threading.Timer(late_s, deed)
+
+    def learning_rate(optim: Any, now: int, steps: int) -> float:
+        begun.append(now)
+        if len(begun) == number:
+            doing.start()
+        elif len(begun) > number:
+            doing.join()
+        return rate(optim, now, steps)
+
+    loop.learning_rate = learning_rate
 
 
 def end(pids: list[int]) -> list[int]:
@@ -219,18 +227,17 @@ def stops(run: Run, world: int, pick: random.Random, seconds: float) -> int:
     """SIGTERM or SIGUSR1 to one rank: all save the same step and end with 75, and no step is done again."""
     made = done = 0
     while done < run.train.steps - 3:
-        pids = begin(run, world)
-        until = time.monotonic() + LIMIT_S
-        while steps_of(run) <= done + pick.randrange(2) and time.monotonic() < until:
-            time.sleep(0.002)
-        os.kill(pick.choice(pids), pick.choice([signal.SIGTERM, signal.SIGUSR1]))
-        codes, before = end(pids), done
-        if codes == [0] * world:
-            break  # it was done before the signal was heard
+        signum, step, late_s, before = pick.choice([signal.SIGTERM, signal.SIGUSR1]), 1 + pick.randrange(2), pick.uniform(0, 0.03), done
+        tell = partial(in_step, step, late_s, partial(signal_self, signum))
+        codes = end(begin(run, world, tell, pick.randrange(world)))
         done = len(rows_of(run))
         assert codes == [75] * world and before < done == read_manifest(latest(Path(run.dir) / "checkpoints")).step, f"{codes}\n{said(run)}"
         made += 1
     return made
+
+
+def signal_self(signum: int) -> None:
+    os.kill(os.getpid(), signum)
 
 
 def steps_of(run: Run) -> int:
@@ -239,7 +246,7 @@ def steps_of(run: Run) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-HANG_S = 10.0  # train.timeout_s of ranks that hang
+HANG_S, HANG_STEP = 10.0, 2  # train.timeout_s of ranks that hang, and in which step of a start one does
 SEVERAL: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"sharding": 0}), (4, {"tp": 2, "pp": 2})]
 
 
@@ -252,13 +259,13 @@ def two_hangs(run: Run, world: int, pick: random.Random, seconds: float) -> int:
     return hang(run, world, pick, [stopped, stuck])
 
 
-def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, int, int, int], list[int]]]) -> int:
+def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, int, int, float], list[int]]]) -> int:
     made = 0
     for how in hows:
         if made and len(rows_of(run)) > run.train.steps - 4:
             break  # a fast machine has done most of it before the others noticed
-        victim, step = pick.randrange(world), 0
-        codes = how(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, victim, step)
+        victim = pick.randrange(world)
+        codes = how(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, victim, pick.uniform(0, 0.03))
         others = [code for rank, code in enumerate(codes) if rank != victim]
         assert set(others) == {6}, f"{how.__name__} {victim}: {codes}\n{said(run)}"
         names = [f"rank {victim} (host {socket.gethostname()}, process ", f"nothing was heard of ranks {victim} "]
@@ -320,58 +327,42 @@ def slow(run: Run, world: int, pick: random.Random, seconds: float) -> int:
     return 1
 
 
-def stopped(run: Run, world: int, victim: int, step: int) -> list[int]:
+def stopped(run: Run, world: int, victim: int, late_s: float) -> list[int]:
     """Exit codes."""
-    pids = begin(run, world, tcp=True)
-    until_step(run, step)
-    os.kill(pids[victim], signal.SIGSTOP)
-    return outlived(pids, victim)
+    return outlived(begin(run, world, partial(in_step, HANG_STEP, late_s, partial(signal_self, signal.SIGSTOP)), victim, tcp=True), victim)
 
 
-def stuck(run: Run, world: int, victim: int, step: int) -> list[int]:
+def stuck(run: Run, world: int, victim: int, late_s: float) -> list[int]:
     """Its main thread waits for nothing between two steps, while its others go on."""
-    mark = Path(run.dir).parent / "stuck"
-    mark.unlink(missing_ok=True)
 
     def before() -> None:
-        go_on = Prefetcher.__next__
+        go_on, doomed = Prefetcher.__next__, threading.Event()
 
         def block(batches: Prefetcher) -> Batch:
-            if steps_said(run) > step:
-                mark.touch()
+            if doomed.is_set():
                 threading.Event().wait()
             return go_on(batches)
 
+        in_step(HANG_STEP, late_s, doomed.set)
         Prefetcher.__next__ = block  # type: ignore[method-assign]
 
-    pids = begin(run, world, before, victim, tcp=True)
-    wait_for(mark.exists)
-    return outlived(pids, victim)
+    return outlived(begin(run, world, before, victim, tcp=True), victim)
 
 
-def cut_off(run: Run, world: int, victim: int, step: int) -> list[int]:
+def cut_off(run: Run, world: int, victim: int, late_s: float) -> list[int]:
     """Its connections are closed under it, as a failing network does."""
-    mark = Path(run.dir).parent / "cut"
-    mark.unlink(missing_ok=True)
 
     def cut() -> None:
-        until_step(run, step)
         for number in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as ours:
                 if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.getpeername():  # a listener has no peer
                     ours.shutdown(socket.SHUT_RDWR)
-        mark.touch()
 
-    pids = begin(run, world, lambda: threading.Thread(target=cut, daemon=True).start(), victim, tcp=True)
-    wait_for(mark.exists)
-    return end(pids)
+    return end(begin(run, world, partial(in_step, HANG_STEP, late_s, cut), victim, tcp=True))
 
 
-def killed(run: Run, world: int, victim: int, step: int) -> list[int]:
-    pids = begin(run, world, tcp=True)
-    until_step(run, step)
-    os.kill(pids[victim], signal.SIGKILL)
-    return outlived(pids, victim)
+def killed(run: Run, world: int, victim: int, late_s: float) -> list[int]:
+    return outlived(begin(run, world, partial(in_step, HANG_STEP, late_s, partial(signal_self, signal.SIGKILL)), victim, tcp=True), victim)
 
 
 def outlived(pids: list[int], victim: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import fcntl
@@ -49,6 +50,15 @@ def join_network(number: int) -> None:
     """Make the network of that file this process' own."""
     if ctypes.CDLL(None, use_errno=True).setns(number, NEW_NETWORK):
         raise OSError(ctypes.get_errno(), "cannot enter the network")
+
+
+def free_port() -> int:
+    """One that no connection is given by the kernel (those are above 32768), and no other process that runs tests looks at first."""
+    first = 10000 + os.getpid() * 16 % 20000
+    for port in [*range(first, first + 16), *range(10000, 30000)]:
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+    raise RuntimeError("no port is free")
 
 
 def _serve(pipe: Any, rank: int, network: int | None) -> None:

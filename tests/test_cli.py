@@ -18,6 +18,7 @@ from phalanx.cli.setup import prepare
 from phalanx.launch.env import first_host, read_placement
 from phalanx.launch.local import environment, forwarded_signals, start
 from phalanx.launch.outcome import Outcome, RankFailed, verdict
+from tests.pool import free_port
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """\
@@ -30,11 +31,12 @@ import os, signal, sys, time
 from phalanx.base.errors import DataError, NumericalStop, Preempted
 
 def note(placement, folder, **_):
-    with open(f"{folder}/{placement.rank}", "w") as f:
+    with open(f"{folder}/{placement.rank}.part", "w") as f:
         f.write(f"{placement.rank} {placement.local_rank} {placement.world_size} {os.environ['OMP_NUM_THREADS']} {os.getpid()}")
+    os.rename(f.name, f"{folder}/{placement.rank}")  # whoever waits for it reads all of it
 
 def fail(placement, kind, rank=1):
-    if placement.rank != rank and rank >= 0:
+    while placement.rank != rank and rank >= 0:
         time.sleep(60)
     if kind == "data":
         raise DataError("wiki.bin is cut short")
@@ -249,12 +251,11 @@ def test_two_ranks_meet(jobs):
     ],
 )
 def test_a_failing_rank_is_named_and_its_code_kept(jobs, capfd, kind, rank, code, text):
-    began = time.monotonic()
+    """The other one would sleep for ever: it is ended."""
     with pytest.raises(RankFailed) as raised:
         start("phalanx_test_jobs:fail", {"kind": kind, "rank": rank}, ranks=2)
     said = str(raised.value)
     assert raised.value.exit_code == code and (said == text or rank == -1 and said in (f"rank 0 of 2: {text}", f"rank 1 of 2: {text}"))
-    assert time.monotonic() - began < 30  # the rank that sleeps is ended
     err = capfd.readouterr().err
     assert ("Traceback" in err) == (kind == "bug")
 
@@ -280,7 +281,7 @@ def parent_with_ranks(jobs: Path, job: str, python: str | None = None) -> subpro
     return made
 
 
-def wait_for(condition, limit: float = 60.0) -> None:
+def wait_for(condition, limit: float = 120.0) -> None:
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -291,7 +292,7 @@ def wait_for(condition, limit: float = 60.0) -> None:
 def test_a_signal_is_passed_on_and_the_ranks_are_waited_for(jobs, signum):
     parent = parent_with_ranks(jobs, "save_on_stop")
     parent.send_signal(signum)
-    _, err = parent.communicate(timeout=60)
+    _, err = parent.communicate(timeout=120)
     assert parent.returncode == 75 and "step 3 is saved" in err and "Traceback" not in err
     assert [(jobs / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]  # the first to end did not hurry the other
 
@@ -299,13 +300,13 @@ def test_a_signal_is_passed_on_and_the_ranks_are_waited_for(jobs, signum):
 def test_a_signal_before_training_began(jobs):
     parent = parent_with_ranks(jobs, "early")
     parent.send_signal(signal.SIGTERM)
-    _, err = parent.communicate(timeout=60)
+    _, err = parent.communicate(timeout=120)
     assert parent.returncode == 75 and "before training began" in err and "Traceback" not in err
 
 
 def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
     """The same signal twice within a second is one request: terminals and schedulers tell everybody, and repeat themselves."""
-    rank = subprocess.Popen([INTERPRETER, "-c", "import signal, time; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True)); "
+    rank = subprocess.Popen([INTERPRETER, "-c", "import os, signal, time; signal.signal(signal.SIGTERM, lambda *a: os.write(1, b'told\\n')); "
                              "print('ready', flush=True); [time.sleep(1) for _ in range(60)]"], stdout=subprocess.PIPE, text=True)  # fmt: skip
     assert rank.stdout.readline() == "ready\n"
     (tmp_path / "rank-0.pid").write_text(str(rank.pid))
@@ -316,7 +317,7 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
         assert rank.stdout.readline() == "told\n" and stops.at_once == 0 and rank.poll() is None
         stops.first -= 62
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stops.at_once == signal.SIGTERM and rank.wait(60) == -signal.SIGKILL
+        assert stops.at_once == signal.SIGTERM and rank.wait(120) == -signal.SIGKILL
     assert capsys.readouterr().err.count("stopping: waiting") == 1
 
 
@@ -332,6 +333,7 @@ def test_a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second():
 
     def twice_at_once(stop):
         os.kill(os.getpid(), signal.SIGUSR1)
+        stop._first += 60  # however slow this machine is, the second comes within a second
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(75 if stop.asked() else 1)
 
@@ -351,8 +353,8 @@ def test_ranks_do_not_outlive_their_launcher(jobs):
     parent = parent_with_ranks(jobs, "save_on_stop", INTERPRETER)
     pids = [int((jobs / str(rank)).read_text().split()[4]) for rank in range(2)]
     parent.kill()
-    parent.communicate(timeout=60)
-    wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+    parent.communicate(timeout=120)
+    wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
 def alive(pid: int) -> bool:
@@ -439,7 +441,7 @@ def test_a_run_joins_the_world_of_torchrun(jobs, config):
     """Two processes with torchrun's variables, without torchrun: each is one rank, and none starts others."""
     code = "import sys\nfrom phalanx.cli.main import run_ranks\nfrom phalanx.cli.setup import prepare\n"
     code += f"run_ranks('phalanx_test_jobs:add', prepare({config!r}, (), None), {{'folder': {str(jobs)!r}}}, None)"
-    port = str(20000 + os.getpid() % 10000)
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],

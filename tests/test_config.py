@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.base import tree
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
+from phalanx.train import checks
 from phalanx.train.checks import Facts, check, raise_problems
 from phalanx.train.config import Run
 from phalanx.train.load import explain, load_run, read, save_run, to_dict, to_yaml
@@ -698,8 +698,10 @@ def test_tree():
             tree.replace_at(run, path, 1)
 
 
-def test_checking_is_fast():
-    """Under `-O` too: nothing here is an assert. Many problems with far suggestions still take well under three seconds."""
-    began = time.perf_counter()
-    found = problems(["train.global_batch=100003", "train.micro_batch=7", "layout.tp=5", "layout.pp=7", "model.hidden_size=10007"], replace(LAPTOP, world_size=64))
-    assert found and time.perf_counter() - began < 3
+def test_checking_tries_few_values(monkeypatch):
+    """Under `-O` too: nothing here is an assert. Many problems with far suggestions: the rules are gone through less than a hundred times for each."""
+    tried, rules = list[Run](), checks.broken_rules
+    monkeypatch.setattr(checks, "broken_rules", lambda run, facts: (tried.append(run), rules(run, facts))[1])
+    far = ["train.global_batch=100003", "train.micro_batch=7", "layout.tp=5", "layout.pp=7", "model.hidden_size=10007"]
+    found = problems(far, replace(LAPTOP, world_size=64))
+    assert len(found) == 5 and all(p.valid for p in found) and len(found) < len(tried) < 100 * len(found)

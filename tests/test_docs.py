@@ -67,7 +67,7 @@ def installed():
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
 def test_the_commands_of_a_page(page, installed, warm, tmp_path):
     for name in ("recipes", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))  # others compile meanwhile
     path = f"{(installed if page.stem in AS_INSTALLED else warm).folder}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for block in blocks(page):

@@ -7,13 +7,14 @@ import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+
+from tests.pool import free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "examples/own_loop.py")
@@ -46,9 +47,7 @@ def test_own_loop(ranks, optimizer):
 
 
 def test_started_by_the_environment_alone():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen([sys.executable, SCRIPT], cwd="/", env={**base, **rank_environment(rank, port)}, stdout=subprocess.PIPE, text=True)

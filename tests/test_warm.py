@@ -46,6 +46,14 @@ def test_signals_reach_it(warm, number, status):
     assert asked.stdout.read() == ""  # the end of its output: the program that held it is gone
 
 
+def test_a_signal_is_passed_on_however_early_it_comes(warm):
+    """The program itself sends it, to the process that asked for it and may not yet know its number."""
+    code = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); os.kill(int(sys.argv[1]), signal.SIGTERM); signal.pause()"
+    for _ in range(20):
+        ran = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" $$', warm.python, code], timeout=120)
+        assert ran.returncode == 75
+
+
 def test_what_it_starts_is_warm_too(warm):
     """Its own `sys.executable` asks as well, and torch is there without an import."""
     code = "import subprocess, sys; print('torch' in sys.modules, flush=True); sys.argv[1:] and subprocess.run([sys.executable, '-c', sys.argv[1]])"

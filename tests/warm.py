@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+NUMBER = 4  # bytes of a process number or a status on the line
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # What runs import late is here too: torch's backward imports symbolic_shapes (and sympy), its meta device _dynamo, a launcher elastic.
 IMPORTED = ("torch", "torch.distributed.launcher.api", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "tokenizers", "matplotlib.figure",
@@ -81,19 +83,38 @@ def ask(where: str, executable: str, words: list[str]) -> NoReturn:
     line = socket.socket(socket.AF_UNIX)
     line.connect(where)
     request = json.dumps([executable, words, os.getcwd(), dict(os.environ)]).encode()
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # the program may run, and be known to, before this one is told its number
     socket.send_fds(line, [len(request).to_bytes(8, "big")], [0, 1, 2])
     line.sendall(request)
-    told = line.makefile()
-    pid = int(told.readline())
-    for number in PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
-    status = told.readline()
-    if not status:
+    pid = int.from_bytes(line.recv(NUMBER, socket.MSG_WAITALL), "big")
+
+    def pass_on(number: int, _: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
+    if pid:
+        woken = signals_wake()
+        for number in PASSED_ON:
+            signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        while line not in select.select([line, woken], [], [])[0]:
+            woken.recv(64)
+    told = line.recv(NUMBER, socket.MSG_WAITALL)
+    if not told:
         sys.exit("warm: the server is gone")
-    if os.WIFSIGNALED(int(status)):
-        signal.signal(os.WTERMSIG(int(status)), signal.SIG_DFL) if os.WTERMSIG(int(status)) != signal.SIGKILL else None
-        os.kill(os.getpid(), os.WTERMSIG(int(status)))
-    os._exit(os.waitstatus_to_exitcode(int(status)))
+    status = int.from_bytes(told, "big")
+    if os.WIFSIGNALED(status):
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def signals_wake() -> socket.socket:
+    """What can be read from when a signal has come: one that comes just before a call that waits would be noticed after it only."""
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.detach(), warn_on_full_buffer=False)
+    return woken
 
 
 # ---- the server --------------------------------------------------------------------------------------------------------------------
@@ -105,6 +126,7 @@ def serve(listener: int, imported: tuple[str, ...]) -> NoReturn:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a forked process must not copy every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     with socket.socket(fileno=listener) as door:
         while True:
             line, _ = door.accept()
@@ -119,28 +141,27 @@ def keep(line: socket.socket) -> NoReturn:
     size, fds, _, _ = socket.recv_fds(line, 8, 3)
     with line.makefile("rb") as asked:
         executable, words, folder, env = json.loads(asked.read(int.from_bytes(size, "big")))
-    child = 0
-
-    def ended(*_: Any) -> None:
-        _, status = os.waitpid(child, 0)
-        line.sendall(f"{status}\n".encode())
-        os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until `child` is known
-    signal.signal(signal.SIGCHLD, ended)
+    woken = signals_wake()
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     child = os.fork()
-    if child:
-        line.sendall(f"{child}\n".encode())
-        for fd in fds:
-            os.close(fd)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        line.recv(1)
-        os.kill(child, signal.SIGKILL)
-        os._exit(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    line.close()
-    become(executable, words, folder, env, fds)
+    if child == 0:
+        os.close(signal.set_wakeup_fd(-1))
+        woken.close()
+        line.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        become(executable, words, folder, env, fds)
+    for fd in fds:
+        os.close(fd)
+    with contextlib.suppress(OSError):  # nobody is there any more
+        line.sendall(child.to_bytes(NUMBER, "big"))
+        while line not in select.select([line, woken], [], [])[0]:
+            woken.recv(64)
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                line.sendall(status.to_bytes(NUMBER, "big"))
+                os._exit(0)
+    os.kill(child, signal.SIGKILL)
+    os._exit(1)
 
 
 def become(executable: str, words: list[str], folder: str, env: dict[str, str], fds: list[int]) -> NoReturn:
