@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.models.moe_config import MixtralConfig
 from phalanx.ops.activation import SWIGLU, gated_rows
 from phalanx.ops.exchange import EXCHANGES, Casts
 from phalanx.ops.grouped import Later
@@ -25,7 +23,9 @@ from phalanx.ops.low_matmul import DY, X
 from phalanx.ops.permute import CodedRows, Gathered, plan_rows
 from phalanx.train.build import build
 from phalanx.train.config import Run
+from phalanx.train.memory import rank_uses
 from phalanx.train.plan import make_plan
+from phalanx.train.plan_text import sent_table
 from phalanx.train.step import accumulate
 from tests import parity
 from tests.pool import RanksFailed
@@ -67,7 +67,7 @@ def same_used(found, truth, ends: Tensor) -> None:
 
 
 def experts_over(axes: ModelAxes, dispatch: str, twin: str, coded: bool, left_out: bool) -> list[Tensor]:
-    """Four experts over the ranks of `axes.experts`, each with tokens of its own: outputs, gradients of tokens, weights and matrices, and the amaxes."""
+    """Four experts over the ranks of `axes.experts`, each with tokens of its own: outputs, gradients (tokens, weights, matrices), amaxes."""
     group, here = axes.experts, 4 // axes.ep.size
     choice = torch.where((CHOICE == 1) | (torch.arange(30) % 7 == 0).unsqueeze(1), 4, CHOICE) if left_out else CHOICE
     choice = choice.roll(group.index, 0)
@@ -111,7 +111,10 @@ def both_ways(rank: int, world: int, dispatch: str, layout: dict) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found)) and all(bool(t.abs().sum() > 0) for t in found[0])
 
 
-@pytest.mark.parametrize("dispatch, layout", [("allgather", dict(dp=2, ep=2)), ("alltoall", dict(dp=2, ep=2)), ("push", dict(dp=4, ep=2, etp=2))], ids=str)
+TWO = dict(dp=2, ep=2)
+
+
+@pytest.mark.parametrize("dispatch, layout", [("allgather", TWO), ("alltoall", TWO), ("push", dict(dp=4, ep=2, etp=2))], ids=str)
 def test_kernels_carry_codes_between_ranks(ranks, dispatch, layout):
     assert all(ranks.run("tests.test_code_exchange:both_ways", layout["dp"], dispatch, layout))
 
@@ -182,7 +185,7 @@ def test_each_collective_matters(ranks, name):
 
 
 def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, op) -> (calls, bytes handed in) of a step's forward and backward. Before the first there are no scales; it is done once more to find some."""
+    """(axis, op) -> (calls, bytes handed in) of forward and backward of the second step: the first is done once more, to find scales."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
     parity.set_weights(state)
@@ -205,6 +208,22 @@ def test_bytes_of_the_all_gather(ranks):
     for found in ranks.run("tests.test_code_exchange:exchanged", world, as_codes(run)):
         assert found["ep x etp", "all_gather"] == (4 * each, each * tokens * (2 * width + number * 2 * slots))
         assert found["ep x etp", "reduce_scatter"] == (3 * each, each * 2 * tokens * number * (2 * width + slots))
+
+
+def test_what_the_plan_says_is_sent(ranks):
+    """Truth: what was handed in, by the ring formulas; the plan counts no other exchange of experts."""
+    world, run = LAYOUTS["ep2, all-gather"]
+    plan = make_plan(as_codes(run), world)
+    (use,), _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
+    for found in ranks.run("tests.test_code_exchange:exchanged", world, plan.run):
+        handed_in = {op: nbytes for (axis, op), (_, nbytes) in found.items() if axis == "ep x etp"}
+        assert use.sent["ep"] == handed_in["all_gather"] * (world - 1) + handed_in["reduce_scatter"] * (world - 1) / world
+    assert "tokens to their experts as codes and back" in plan_text(plan.run, world) and " as codes" not in plan_text(run, world)
+
+
+def plan_text(run: Run, world: int) -> str:
+    plan = make_plan(run, world)
+    return sent_table(plan.grid, rank_uses(plan, plan.num_micro_batches(run.train.global_batch))[0], run.layout.codes_travel)
 
 
 def test_bytes_of_the_push(ranks):

@@ -1,7 +1,8 @@
 """The matmul of many experts at once (ops.grouped) with codes for operands: forward, gradient of the input, gradient of the weight.
 
 Tokens travel to their experts in the activations' dtype and are cast there; or, where all share one scale that is known before
-(delayed), as codes, which are then only put in place (LowExperts.sent, CodedRows). What shares a scale, of R rows sorted by expert and E experts here:
+(delayed), as codes, which are then only put in place (LowExperts.sent, CodedRows). What shares a scale, of R rows sorted by expert and
+E experts here:
 
 one number  all rows that go through the experts at once, compared over the ranks whose tokens do; of weights each expert's matrix
 a line      a row; in the gradient of the weight a feature of one expert's rows; of weights a row or a column of an expert's matrix
@@ -34,7 +35,7 @@ from phalanx.ops.permute import CodedRows, Gathered
 from phalanx.ops.quant import Block, Format, Scaled, block_amax, cast_scaled, multipliers, spread, wide_of
 from phalanx.ops.unmade import source_of
 
-Source = Tensor | Gathered | CodedRows | GatedRows  # and GatedRowsGrad
+Source = Tensor | Gathered | GatedRows  # and GatedRowsGrad
 PLACE = 128
 
 
@@ -151,7 +152,7 @@ class LowExperts(LowWeight):
                 old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
-    def rows(self, which: int, x: Source, ends: Tensor) -> tuple[Scaled, Scaled]:
+    def rows(self, which: int, x: Source | CodedRows, ends: Tensor) -> tuple[Scaled, Scaled]:
         """Codes of x (R, C): as it lies, for sums over features, and transposed by places, (C, P), for sums over rows."""
         x = source_of(x)
         if isinstance(x, CodedRows):

@@ -171,8 +171,8 @@ def open_exchange(plan: Plan, mesh: Mesh) -> Plan:
     if plan.dispatch == "allgather":
         mesh.overlap(axis, "layout.ep_overlap", layout.ep_overlap, whole)
     elif layout.exchange == "push":
-        kind = "_fp8" if layout.codes_travel else ""
-        mesh.overlap(axis, "layout.dispatch", "on", whole, value=layout.dispatch, others=tuple(f"{way}{kind}" for way in ("auto", "allgather", "alltoall")))
+        others = tuple(way + "_fp8" * layout.codes_travel for way in ("auto", "allgather", "alltoall"))
+        mesh.overlap(axis, "layout.dispatch", "on", whole, value=layout.dispatch, others=others)
     elif plan.dispatch == "push" and mesh.overlap(axis, "layout.dispatch", "auto", whole) != "on":
         return plan.by_all_to_all()
     return plan

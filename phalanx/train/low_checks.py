@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import gcd
+from typing import Any
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, multiples, no_effect, problem, within
@@ -51,11 +52,11 @@ def check_codes(run: Run) -> list[Problem]:
     if not layout.codes_travel or not run.model.routed_experts:
         return []
 
-    def refused(rule: str, because: dict[str, object]) -> list[Problem]:
+    def refused(rule: str, because: dict[str, Any]) -> list[Problem]:
         return [problem("layout", layout, "dispatch", rule, because, (layout.exchange,))]
 
     if c.fp8 is None or c.fp8.recipe != "delayed":
-        because = {AT: None} if c.fp8 is None else {f"{AT}.recipe": c.fp8.recipe}
+        because: dict[str, Any] = {AT: None} if c.fp8 is None else {f"{AT}.recipe": c.fp8.recipe}
         return refused("_fp8 needs train.fp8.recipe=delayed: with other recipes codes depend on which rows are together", because)
     stacks = Counter(name.split(".experts.")[0] for name in low_names(run) if ".experts." in name)
     if max(stacks.values(), default=0) < 2:

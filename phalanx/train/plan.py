@@ -221,8 +221,9 @@ class Plan:
 
     def by_all_to_all(self) -> Plan:
         """The same with tokens going to their experts by all-to-all."""
-        room, by = default_of(LayoutConfig, "expert_room"), "alltoall_fp8" if self.run.layout.codes_travel else "alltoall"
-        return replace(self, run=replace(self.run, layout=replace(self.run.layout, dispatch=by, expert_room=room)))
+        layout, room = self.run.layout, default_of(LayoutConfig, "expert_room")
+        changed = replace(layout, dispatch="alltoall_fp8" if layout.codes_travel else "alltoall", expert_room=room)
+        return replace(self, run=replace(self.run, layout=changed))
 
     @property
     def cp_attention(self) -> Form:

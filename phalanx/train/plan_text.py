@@ -210,7 +210,8 @@ def fits(uses: Sequence[RankUse], device: Device | None) -> str:
 def sent_table(grid: Grid, uses: Sequence[RankUse], codes_travel: bool = False) -> str:
     what = {"tp": "tokens gathered and scattered around each matmul", "pp": "activations and their gradients between stages",
             "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)",
-            "cp": "keys and values to other parts of their sequences", "ep": f"tokens to their experts{' as codes' * codes_travel} and back"}  # fmt: skip
+            "cp": "keys and values to other parts of their sequences",
+            "ep": f"tokens to their experts{' as codes' * codes_travel} and back"}  # fmt: skip
     unused = {"cp": grid.cp, "ep": grid.ep * grid.etp}
     what = {axis: text for axis, text in what.items() if unused.get(axis) != 1}
     rows = [("pp rank", *(f"{axis} (of {grid.size(axis)})" for axis in what))]  # type: ignore[arg-type]

@@ -65,7 +65,8 @@ def _place(x, source, ends, multiplier, out, other, scale, W, P, E, TILE: tl.con
 
 
 def placed(codes: Tensor, source_R: Tensor, ends: Tensor, tiles: int, multiplier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """codes (T, C) of 8 bits, C in fours -> their rows (R, C), the same transposed by places, (C, tiles * TILE), bytes, and 1 / multiplier (1, 1) fp32.
+    """codes (T, C) of 8 bits, C in fours -> their rows (R, C), the same transposed by places, (C, tiles * TILE), both bytes; and 1 / multiplier,
+    (1, 1) fp32.
 
     Rows past the last end, and places past the last tile, are left as they were."""
     rows, columns = len(source_R), codes.shape[1]
