@@ -16,6 +16,7 @@ from phalanx.comm import sum_kernel
 from phalanx.ops.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.kernels import (
     adamw,
+    code_rows,
     codes,
     emulated,
     gated,
@@ -176,6 +177,16 @@ def low_experts() -> list[tuple]:
             found.append((quant_grouped._cast, read | outs | dict.fromkeys("RCPE", "i32"), consts | more, dict(num_warps=t.warps)))
             if mode in (quant_tile.GIVEN, quant_tile.BLOCKS):
                 found.append(uncounted(found[-1]))
+    for wide in (False, True):  # of tokens before they travel: as they lie
+        t, code = quant.tiles_of(like, quant_tile.GIVEN), "*fp8e5" if wide else "*fp8e4nv"
+        outs = dict(row_amax="*fp32", col_amax=None, out=code, other=None, row_scales="*fp32", col_scales="*fp32", counts="*i64")
+        consts = dict(MODE=quant_tile.GIVEN, OTHER=False, TURNED=False, NOTE=True, MAX=57344.0 if wide else 448.0, LEAST=2.0**-10, WIDE_RANGE=wide,
+                      ROUND=False, FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns, col_amax=None, other=None)  # fmt: skip
+        outs = {name: kind for name, kind in outs.items() if kind is not None}
+        found.append((quant._cast, dict(x=BF, **outs, R="i32", C="i32"), consts, dict(num_warps=t.warps)))
+        found.append(uncounted(found[-1]))
+    pointers = dict(x="*i32", source="*i32", ends="*i32", multiplier="*fp32", out="*i32", other="*i32", scale="*fp32")
+    found.append((code_rows._place, pointers | dict.fromkeys("WPE", "i32"), dict(TILE=128, E_BLOCK=16), dict(num_warps=code_rows.WARPS)))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
         c = scaled_grouped_mm.BY_BLOCK if per_step else scaled_grouped_mm.FAST if fast else scaled_grouped_mm.CAREFUL
         tiles, run = dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group, HALVES=c.halves), dict(num_warps=c.warps, num_stages=c.stages, maxnreg=c.registers)
@@ -217,12 +228,14 @@ def experts(wide: dict) -> list[tuple]:
     found.append((permute._count, dict(experts="*i64", counts="*i32", pairs="i32", first="i32"), sort))
     pointers = dict.fromkeys(("counts", "sums", "source", "slot", "row", "ends"), "*i32")
     found.append((permute._place, dict(experts="*i64", **pointers, **dict.fromkeys(("pairs", "first", "rows", "slots"), "i32")), sort))
-    found.append((permute._gather, dict(x=BF, y=BF, row="*i32", D="i32"), dict(SLOTS=8, BLOCK=2048)))
+    for kind in (BF, "*u8"):  # tokens, or their codes
+        found.append((permute._gather, dict(x=kind, y=kind, row="*i32", D="i32"), dict(SLOTS=8, BLOCK=2048)))
     found.append((permute._sum, dict(y=BF, weights="*fp32", out=BF, row="*i32", D="i32"), dict(SLOTS=8, WEIGH=True, BLOCK=2048, **wide)))
     pointers = dict(dout=BF, y=BF, weights="*fp32", dy=BF, dweights="*fp32", row="*i32", D="i32")
     found.append((permute._weighted_backward, pointers, dict(SLOTS=8, BLOCK=2048, **wide)))
     form = dict(HERE=8, ETP=2, RANKS=8, SLOTS=8, K_BLOCK=8, BLOCK=2048)
-    found.append((push._send_tokens, dict(x=BF, experts="*i64", addresses="*i64", first="i32", D="i32"), form))
+    for kind in (BF, "*u8"):
+        found.append((push._send_tokens, dict(x=kind, experts="*i64", addresses="*i64", first="i32", D="i32"), form))
     pointers = dict(y=BF, row="*i32", experts="*i64", addresses="*i64", tokens="i32", first="i32", index="i32", D="i32")
     found.append((push._send_sums, pointers, dict(**form, **wide)))
     found.append((push._add_sums, dict(parts=BF, out=BF, experts="*i64", tokens="i32", D="i32"), dict(**form, **wide)))

@@ -1,7 +1,7 @@
 """What stands in autograd's graph for a tensor that is never in memory: who reads it makes of its source what is wanted, codes of 8 bits.
 
-Sources are frozen dataclasses: ops.norm.Normed, ops.rope.RopeGrad, ops.permute.Gathered; those of ops.activation need no stand-in, their reader
-is in the same op. Whoever makes a stand-in must know that the one reader takes sources; any other reads NaN.
+Sources are frozen dataclasses: ops.norm.Normed, ops.rope.RopeGrad, ops.permute.Gathered and CodedRows; those of ops.activation need no
+stand-in, their reader is in the same op. Whoever makes a stand-in must know that the one reader takes sources; any other reads NaN.
 """
 
 from __future__ import annotations

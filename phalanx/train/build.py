@@ -170,8 +170,9 @@ def open_exchange(plan: Plan, mesh: Mesh) -> Plan:
     layout, axis, whole = plan.run.layout, mesh.model.experts, plan.expert_exchange_bytes
     if plan.dispatch == "allgather":
         mesh.overlap(axis, "layout.ep_overlap", layout.ep_overlap, whole)
-    elif layout.dispatch == "push":
-        mesh.overlap(axis, "layout.dispatch", "on", whole, value="push", others=("auto", "allgather", "alltoall"))
+    elif layout.exchange == "push":
+        others = tuple(way + "_fp8" * layout.codes_travel for way in ("auto", "allgather", "alltoall"))
+        mesh.overlap(axis, "layout.dispatch", "on", whole, value=layout.dispatch, others=others)
     elif plan.dispatch == "push" and mesh.overlap(axis, "layout.dispatch", "auto", whole) != "on":
         return plan.by_all_to_all()
     return plan
@@ -243,7 +244,7 @@ def choices(state: State) -> str:
     graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
     if graphs == "off" and run.train.cuda_graphs != "off":
         graphs += f" ({why_no_graphs(state.plan, mesh.device)})"
-    dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
+    dispatch = f"; tokens to experts by {state.plan.dispatch}" + " as codes" * run.layout.codes_travel if state.routed else ""
     beside = mesh.overlapping.get(mesh.model.experts.name)
     if beside is not None and mesh.model.experts.size > 1:
         by_messages = state.plan.dispatch == "alltoall"

@@ -32,7 +32,7 @@ from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
-from phalanx.train.low_checks import check_fp8, check_moments
+from phalanx.train.low_checks import check_codes, check_fp8, check_moments
 from phalanx.train.memory import rank_uses
 from phalanx.train.plan import make_plan
 from phalanx.train.record import BUDGET_AT, profiled_steps
@@ -91,7 +91,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
     frozen = check_freeze(run) if not any(p.field.startswith("model") for p in found) else []
     found = found + frozen + check_moments(run, facts.capability, facts.device_name)
-    found += check_fp8(run, facts.capability, facts.device_name, sound)
+    found += check_fp8(run, facts.capability, facts.device_name, sound) + (check_codes(run) if sound else [])
     return found + ([] if found else check_host(run, facts))
 
 

@@ -213,16 +213,17 @@ class Plan:
         from after it: little less while n <= K.
         """
         layout, ranks = self.run.layout, self.run.layout.ep * self.run.layout.etp
-        if layout.dispatch != "auto":
-            return layout.dispatch
+        if layout.exchange != "auto":
+            return layout.exchange
         if ranks <= getattr(self.run.model, "num_experts_per_tok", 0):
             return "allgather"
         return "push" if ranks <= ONE_HOST and self.run.train.device != "cpu" else "alltoall"
 
     def by_all_to_all(self) -> Plan:
         """The same with tokens going to their experts by all-to-all."""
-        room = default_of(LayoutConfig, "expert_room")
-        return replace(self, run=replace(self.run, layout=replace(self.run.layout, dispatch="alltoall", expert_room=room)))
+        layout, room = self.run.layout, default_of(LayoutConfig, "expert_room")
+        changed = replace(layout, dispatch="alltoall_fp8" if layout.codes_travel else "alltoall", expert_room=room)
+        return replace(self, run=replace(self.run, layout=changed))
 
     @property
     def cp_attention(self) -> Form:
@@ -281,7 +282,8 @@ class Plan:
         return Env(
             grid=self.grid, at=at, axes=axes or ModelAxes(), dtype=precision(train.precision).compute, seed=train.seed,
             tied_stages=(self.stage_rank[0], self.stage_rank[-1]), ahead_stage=self.ahead_stage, low=low_precision(self.run),
-            kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch, expert_room=self.run.layout.expert_room,
+            kernels=train.kernels, plain_ops=tuple(train.plain_ops), dispatch=self.dispatch,
+            codes_travel=self.run.layout.codes_travel, expert_room=self.run.layout.expert_room,
             sources=self.sources, cp_attention=self.cp_attention, freeze=tuple(train.freeze),
         )  # fmt: skip
 

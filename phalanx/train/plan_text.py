@@ -38,7 +38,7 @@ def plan_text(run: Run, world: int, device: Device | None = None) -> str:
         "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
         "Made again in backward (of each stage's micro-batch and rank)": again_text(plan, blocks),
         "In host memory, per rank": host_text(uses),
-        "Sent by each rank per step (GiB)": sent_table(plan.grid, uses),
+        "Sent by each rank per step (GiB)": sent_table(plan.grid, uses, plan.run.layout.codes_travel),
     }
     return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items() if text)
 
@@ -207,10 +207,11 @@ def fits(uses: Sequence[RankUse], device: Device | None) -> str:
     return text + (f"It fits {', '.join(good)}." if good else f"It fits none of {', '.join(FITS_ON)}: cut further (tp, pp), or train.recompute=full.")
 
 
-def sent_table(grid: Grid, uses: Sequence[RankUse]) -> str:
+def sent_table(grid: Grid, uses: Sequence[RankUse], codes_travel: bool = False) -> str:
     what = {"tp": "tokens gathered and scattered around each matmul", "pp": "activations and their gradients between stages",
             "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)",
-            "cp": "keys and values to other parts of their sequences", "ep": "tokens to their experts and back"}  # fmt: skip
+            "cp": "keys and values to other parts of their sequences",
+            "ep": f"tokens to their experts{' as codes' * codes_travel} and back"}  # fmt: skip
     unused = {"cp": grid.cp, "ep": grid.ep * grid.etp}
     what = {axis: text for axis, text in what.items() if unused.get(axis) != 1}
     rows = [("pp rank", *(f"{axis} (of {grid.size(axis)})" for axis in what))]  # type: ignore[arg-type]
