@@ -54,7 +54,7 @@ class Fp8Config:
     end_layers: int = 0
     """So many layers at each end of the model stay in train.precision."""
     last_steps: int = 0
-    """So many steps at the end of the run are in train.precision, which undoes most of what the recipe cost (NVIDIA's way with NVFP4)."""
+    """So many steps at the end of the run are in train.precision: the weights settle without the noise of casts (NVIDIA's way with NVFP4)."""
     accumulate: Literal["mixed", "fast", "precise"] = "mixed"
     """Sums inside the GEMMs: fast (the tensor cores' own), precise (carried to fp32 as they go), mixed (forward fast, backward precise)."""
     history: int = 1024
