@@ -243,3 +243,18 @@ def test_bytes_of_the_all_to_all(ranks):
     assert {r["ep", "all_to_all"][0] for r in results} == {layers * 5}
     sizes = 4 * layers * 8 * 4
     assert sum(r["ep", "all_to_all"][1] for r in results) == layers * 2 * (4 * 16 * slots * width * (1 + number)) + sizes
+
+
+@pytest.mark.parametrize("name, train", [
+    ("ep2 x etp2 in tp4, all-to-all", {}),
+    ("ep2, all-gather", dict(recompute_ops=["experts"])),
+    ("ep2, all-gather", dict(recompute_ops=["activation"], offload_layers=1)),
+], ids=str)  # fmt: skip
+def test_graphs_and_activations_on_the_host_change_no_bit(ranks, name, train):
+    """Truth: without graphs, without the exchange of codes; tests/test_graphs.py says what stands for a GPU here."""
+    world, run = LAYOUTS[name]
+    run = replace(run, train=replace(run.train, **train))
+    plain = ranks.run("tests.test_graphs:trained", world, run, False, False)
+    for (expected, *_), (found, parts, *_) in zip(plain, ranks.run("tests.test_graphs:trained", world, as_codes(run), False, True)):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert max(parts) > 1
