@@ -24,7 +24,7 @@ from phalanx.ops.kernels.quant_tile import Tiles as CastTiles
 from phalanx.ops.kernels.scaled_grouped_mm import Tiles
 from phalanx.ops.low_grouped import LowExperts, tiles_for
 from phalanx.ops.low_matmul import DY, X
-from phalanx.ops.permute import Gathered, Rows
+from phalanx.ops.permute import CodedRows, Gathered, Rows
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS
 
 GPU = torch.cuda.is_available()
@@ -121,6 +121,11 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
         times = timed(what.tensor), timed(lambda x=x, w=which: low.rows(w, x, ends)), timed(lambda s=what, w=which: low.rows(w, s, ends))
         told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in zip(times, (bytes_, 4 * x.numel(), bytes_)))
         print(f"{name:24}", "  ".join(told), flush=True)
+    for which in (X, DY):  # of tokens that travel as codes
+        codes = CodedRows(low.sent(which, tokens), plan)
+        sent, placed = timed(lambda w=which: low.sent(w, tokens)), timed(lambda w=which, c=codes: low.rows(w, c, ends))
+        told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in ((sent, 3 * tokens.numel()), (placed, tokens.numel() + 2 * rows * WIDTH)))
+        print(f"{'tokens to codes, codes in place':24}", "  ".join(told), flush=True)
     for name, (which, what, bytes_) in made.items() if GPU else ():
         form, counts, one = E5M2 if which == DY else E4M3, torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
         for c in CASTS:

@@ -122,11 +122,15 @@ def test_kernels_carry_codes_between_ranks(ranks, dispatch, layout):
 # ---- layouts -------------------------------------------------------------------------------------------------------------------
 
 parity.MODELS["low-mixtral-capacity"] = replace(NARROW, expert_capacity_factor=0.75)
+parity.MODELS["low-mixtral-deep"] = replace(NARROW, num_hidden_layers=3)
+parity.MODELS["low-deepseek"] = replace(
+    parity.MODELS["deepseek_v3"], hidden_size=64, intermediate_size=64, moe_intermediate_size=16, num_experts_per_tok=2, router_aux_loss_coef=0.0,
+)  # fmt: skip
 FP8 = dict(EXPERTS, history=2)
 
 
-def case(world: int, dispatch: str, model: str = "low-mixtral", train: dict | None = None, **layout) -> tuple[int, Run]:
-    return world, low_run("delayed", model, train, FP8, dispatch=dispatch, **layout)
+def case(world: int, dispatch: str, model: str = "low-mixtral", train: dict | None = None, fp8: dict | None = None, **layout) -> tuple[int, Run]:
+    return world, low_run("delayed", model, train, fp8 or FP8, dispatch=dispatch, **layout)
 
 
 LAYOUTS = {
@@ -139,6 +143,9 @@ LAYOUTS = {
     "ep2, push, activation again, level 3": case(2, "push", train=dict(recompute="pointwise"), ep=2, sharding=3),
     "ep4 over tp2 dp2, gpt-oss, all-to-all": case(4, "alltoall", "low-gpt-oss", ONE_EACH, tp=2, ep=4),
     "etp2 in tp2, push": case(2, "push", tp=2, etp=2),
+    "ep2, all-gather, shared experts, a dense layer": case(2, "allgather", "low-deepseek", ep=2),
+    "ep2, all-to-all, experts of a layer and gates of another left out": case(
+        2, "alltoall", "low-mixtral-deep", fp8=dict(FP8, exclude=["*.self_attn.*", "*.0.*", "*.1.*.w[13].*"]), ep=2),
 }  # fmt: skip
 STEPS = 3
 

@@ -15,7 +15,7 @@ from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, low_grouped_mlp, values
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
 from phalanx.ops.norm import Normed
-from phalanx.ops.permute import Gathered, Rows, combine_rows, gather_rows, plan_rows
+from phalanx.ops.permute import CodedRows, Gathered, Rows, combine_rows, gather_rows, plan_rows
 from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
 from phalanx.ops.rope import RopeGrad, rotary_table
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
@@ -319,6 +319,19 @@ def same_rows(what: str, made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scale
         raise AssertionError(f"{what}: scales differ")
 
 
+def placed_codes(device: torch.device) -> str:
+    """Codes of tokens, cast before and put in place: against the cast of their rows, on the same GPU, in both formats."""
+    rows, tokens = routed(device)
+    for width in (512, 2048, 144):
+        for which in (X, DY):
+            x, before, after = spread_out(tokens, width, seed=width).to(device), *(experts_of("delayed", "triton", device) for _ in range(2))
+            with no_host_sync(device):
+                made = before.rows(which, CodedRows(before.sent(which, x), rows), rows.ends_E)
+                truth = after.rows(which, Gathered(x, rows), rows.ends_E)
+            same_rows(f"width {width}, tensor {which}", made, truth, rows.ends_E)
+    return "to the bit"
+
+
 def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
     """Experts as one op, their rows and the gradient of them never in memory: against the ops one after another, on the same GPU."""
 
@@ -387,6 +400,7 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
     found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
     found["low precision, weights kept as codes"] = kept_codes
+    found["low precision, codes of tokens put in place"] = placed_codes
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
