@@ -1,9 +1,10 @@
-"""Compile every Triton kernel for sm_90 without a GPU: `python -m tests.compile_kernels` prints a line for each."""
+"""Compile every Triton kernel for sm_90 without a GPU: `python -m tests.compile_kernels [PART PARTS]` prints a line for each (of a part)."""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -251,7 +252,8 @@ def experts(wide: dict) -> list[tuple]:
 
 
 if __name__ == "__main__":
-    for kernel, signature, constants, *options in kernels():
+    part, parts = map(int, sys.argv[1:] or (0, 1))
+    for kernel, signature, constants, *options in kernels()[part::parts]:
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         made = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32), options=dict(*options))
         print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")

@@ -452,7 +452,7 @@ def test_prefetch_keeps_order_and_stays_bounded():
     loader = Tracing()
     with Prefetcher(loader, ([n] for n in range(50)), depth=3) as batches:
         for _ in range(4):  # three wait and a fourth is made, without anyone asking
-            assert loader.enough.acquire(timeout=10)
+            assert loader.enough.acquire(timeout=60)
         assert len(loader.made) == 4
         assert [int(batch.samples[0]) for batch in batches] == list(range(50))
 

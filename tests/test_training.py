@@ -84,19 +84,21 @@ def ranks_of(launcher: int) -> list[int]:
         children = [p for p, parent in parents.items() if parent == pid and p not in seen]
         seen.update(children)
         found += children
-    return [p for p in found if b"launch.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [p for p in found if b"phalanx.launch.worker" in words_of(p)]
 
 
 def warm_ranks(warm: Warm) -> list[int]:
     """Process numbers of the ranks that asked this server; they pass signals on."""
-    found = []
-    for entry in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        found += [int(entry.name)] if {warm.python.encode(), b"phalanx.launch.worker"} <= set(words) else []
-    return sorted(found)
+    running = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return sorted(p for p in running if {warm.python.encode(), b"phalanx.launch.worker"} <= words_of(p))
+
+
+def words_of(process: int) -> set[bytes]:
+    """Of its command line; none of a process that is gone."""
+    try:
+        return set(Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
 
 
 @pytest.fixture(scope="module")
