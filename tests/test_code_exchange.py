@@ -95,8 +95,12 @@ def experts_over(axes: ModelAxes, dispatch: str, twin: str, coded: bool, left_ou
     return [y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), group.all_reduce(amaxes, "max").wait()]
 
 
-@pytest.mark.parametrize("left_out", [False, True])
-@pytest.mark.parametrize("twin", ["triton", "plain"])
+LONG = pytest.mark.soak  # Triton's interpreter takes its time
+
+
+@pytest.mark.parametrize("twin, left_out", [
+    pytest.param("triton", False, marks=LONG), pytest.param("triton", True, marks=LONG), ("plain", False), ("plain", True)
+])  # fmt: skip
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall", "push"])
 def test_an_exchange_of_codes_is_one_of_rows(dispatch, twin, left_out):
     """On one rank, with and without tokens that go nowhere: outputs, gradients and amaxes to the bit."""
@@ -114,7 +118,11 @@ def both_ways(rank: int, world: int, dispatch: str, layout: dict) -> bool:
 TWO = dict(dp=2, ep=2)
 
 
-@pytest.mark.parametrize("dispatch, layout", [("allgather", TWO), ("alltoall", TWO), ("push", dict(dp=4, ep=2, etp=2))], ids=str)
+@pytest.mark.parametrize(
+    "dispatch, layout",
+    [("allgather", TWO), pytest.param("alltoall", TWO, marks=LONG), pytest.param("push", dict(dp=4, ep=2, etp=2), marks=LONG)],
+    ids=str,
+)
 def test_kernels_carry_codes_between_ranks(ranks, dispatch, layout):
     assert all(ranks.run("tests.test_code_exchange:both_ways", layout["dp"], dispatch, layout))
 
@@ -178,7 +186,7 @@ def test_steps_have_the_same_bits(ranks, name, documents):
 EACH = ("ep2 x etp2 in tp4, all-to-all", "ep2, all-gather", "etp2 in tp2, push")
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", rest_in_soak(EACH, EACH[1:]))
 def test_each_collective_matters(ranks, name):
     """Each collective that the exchange calls, found by tracing, is dropped once: the comparison must fail."""
     world, run = LAYOUTS[name]
