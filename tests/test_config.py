@@ -627,9 +627,9 @@ def test_yaml_that_cannot_be_read(tmp_path, text, rule, line):
 
 
 def test_brackets_without_end(tmp_path):
-    [deep] = yaml_of(tmp_path, f"train:\n  steps: {'{a: ' * 1000}").problems
+    [deep] = yaml_of(tmp_path, f"train:\n  steps: {'{a: ' * 5000}").problems
     assert "inside each other" in deep.rule and deep.where.endswith("x.yaml:1")
-    assert [p.field for p in read(None, [f"train.steps={'- ' * 1000}1"], BASE).problems] == ["train.steps"]
+    assert [p.field for p in read(None, [f"train.steps={'- ' * 5000}1"], BASE).problems] == ["train.steps"]
 
 
 def test_missing_file_names_near_ones(tmp_path):
