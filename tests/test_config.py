@@ -17,6 +17,7 @@ from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.train import checks
 from phalanx.train.checks import Facts, check, raise_problems
 from phalanx.train.config import Run
+from phalanx.train.limits import check_limits
 from phalanx.train.load import explain, load_run, read, save_run, to_dict, to_yaml
 
 LLAMA = {
@@ -358,6 +359,31 @@ def test_accepted(base, overrides, world):
     assert problems(split(overrides), replace(LAPTOP, world_size=world), base) == []
 
 
+LARGE = [
+    ("model.num_hidden_layers=1000000000000000000", 1, "model.num_hidden_layers", "must be an integer <= 1024", 1024),
+    ("model.vocab_size=18446744073709551616", 1, "model.vocab_size", "must be an integer <= 2147483647", 2**31 - 1),
+    ("model.hidden_size=1000000000000000000", 1, "model.hidden_size", "must be an integer <= 1048576", 2**20),
+    (f"model.num_attention_heads={10**400}", 1, "model.num_attention_heads", "must be an integer <= 16384", 2**14),
+    ("train.seq_length=9223372036854775808", 1, "train.seq_length", "must be an integer <= 16777216", 2**24),
+    ("train.seq_length=16777216 train.micro_batch=5 train.global_batch=5", 1, "train.micro_batch", "micro_batch * seq_length must be <= 67108864", 4),
+    ("train.global_batch=1000000000", 2, "train.global_batch", "must be <= 16384 * micro_batch * dp", 2**16),
+    ("layout.pp=9223372036854775808", 1, "layout.pp", "must be an integer <= 2147483647", 2**31 - 1),
+    ("layout.pp=2", 2**63, "--ranks", "must be <= 1048576", 2**20),
+    ("optim.warmup_steps=2147483648", 1, "optim.warmup_steps", "must be an integer <= 2147483647", 2**31 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides, world, field, rule, limit", LARGE, ids=[row[2] + row[3] for row in LARGE])
+def test_absurd_numbers_are_told_at_once(overrides, world, field, rule, limit):
+    """Nothing counts to them, nothing overflows; the limit itself is allowed."""
+    [found] = problems(overrides.split(), replace(LAPTOP, world_size=world))
+    assert (found.field, found.valid) == (field, (limit,)) and rule in found.rule
+    if field == "--ranks":
+        assert check_limits(load_run(None, overrides.split(), BASE), limit) == []
+    else:
+        assert check_limits(load_run(None, [*overrides.split(), f"{field}={limit}"], BASE), world) == []
+
+
 sizes = st.integers(min_value=-2, max_value=40)
 
 
@@ -598,6 +624,12 @@ def test_yaml_duplicates_show_both_lines(tmp_path):
 def test_yaml_that_cannot_be_read(tmp_path, text, rule, line):
     found = yaml_of(tmp_path, text).problems
     assert any(rule in p.rule and p.where.endswith(f"x.yaml:{line}") for p in found)
+
+
+def test_brackets_without_end(tmp_path):
+    [deep] = yaml_of(tmp_path, f"train:\n  steps: {'{a: ' * 5000}").problems
+    assert "inside each other" in deep.rule and deep.where.endswith("x.yaml:1")
+    assert [p.field for p in read(None, [f"train.steps={'- ' * 5000}1"], BASE).problems] == ["train.steps"]
 
 
 def test_missing_file_names_near_ones(tmp_path):

@@ -36,10 +36,12 @@ class Part:
 
     def runs(self, length: int) -> tuple[range, range]:
         """The places of its two chunks in a sequence of `length` tokens, ascending."""
-        n = 2 * self.count
-        ends = self.borders or tuple(j * length // n for j in range(n + 1))
-        first, second = (range(ends[j], ends[j + 1]) for j in (self.index, n - 1 - self.index))
-        return first, second
+        return self._chunk(self.index, length), self._chunk(2 * self.count - 1 - self.index, length)
+
+    def _chunk(self, j: int, length: int) -> range:
+        if self.borders:
+            return range(self.borders[j], self.borders[j + 1])
+        return range(j * length // (2 * self.count), (j + 1) * length // (2 * self.count))
 
     def size(self, length: int) -> int:
         """Tokens that it has of a sequence of `length`."""

@@ -32,6 +32,7 @@ from phalanx.optim.check import check as check_optim
 from phalanx.train.config import Run
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
+from phalanx.train.limits import check_limits
 from phalanx.train.low_checks import check_codes, check_fp8, check_moments
 from phalanx.train.memory import rank_uses
 from phalanx.train.plan import make_plan
@@ -69,6 +70,9 @@ class Facts:
 
 def check(run: Run, facts: Facts) -> list[Problem]:
     """Every problem of a run, each with values near it that make it go away (found by checking the run with them)."""
+    too_large = check_limits(run, facts.world_size)
+    if too_large:  # the rules count layers, ranks and so on one by one
+        return [*facts.env, *too_large]
     found = broken_rules(run, facts)
     return [suggest(run, facts, p, found) for p in found]
 

@@ -248,6 +248,8 @@ def _compose(text: str, complain: Callable[[str, int], None]) -> Node | None:
         complain(f"is not YAML ({error.problem or error.context})", mark.line + 1 if mark else 1)
     except YAMLError as error:
         complain(f"is not YAML ({str(error).splitlines()[0]})", 1)
+    except RecursionError:
+        complain("is not YAML that can be read (too many brackets inside each other)", 1)
     return None
 
 
