@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from phalanx.data.config import DataConfig
 from phalanx.data.loader import train_loader
 from phalanx.models.config import LlamaConfig
 from phalanx.optim.config import OptimConfig
+from phalanx.train import main
 from phalanx.train.config import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.train.main import train
 from phalanx.train.metrics import Trackers
@@ -150,3 +152,17 @@ def test_a_step_imports_no_symbolic_arithmetic(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, timeout=100)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_a_signal_during_the_report_is_too_late(tmp_path, monkeypatch):
+    """The run is done: what was there before to hear signals does not hear it."""
+    heard = []
+    monkeypatch.setattr(main, "write_report", lambda folder: os.kill(os.getpid(), signal.SIGTERM) or folder / "report.html")
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
+    try:
+        train(replace(make_run(tmp_path, steps=1), log=LogConfig()), Placement())
+        assert not heard
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["before"]
+    finally:
+        signal.signal(signal.SIGTERM, before)

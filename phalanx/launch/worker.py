@@ -23,10 +23,12 @@ from phalanx.base.log import describe
 from phalanx.launch.env import read_placement
 from phalanx.launch.outcome import Outcome
 
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
+
 
 def main(folder: str, target: str, meeting: str) -> None:
     try:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in STOPS:
             signal.signal(number, stop_early)
         announce(Path(folder), int(os.environ.get("RANK", "0")))
         follow_parent()
@@ -37,10 +39,15 @@ def main(folder: str, target: str, meeting: str) -> None:
             placement = replace(placement, init_method=f"{meeting}/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
         find(target)(placement, **arguments)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to stop
+        deaf()  # there is nothing left to stop
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        deaf()
         leave(folder, error)
+
+
+def deaf() -> None:
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def find(target: str) -> Callable[..., Any]:

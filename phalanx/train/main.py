@@ -80,6 +80,11 @@ class StopRequest:
 def train(run: Run, placement: Placement) -> None:
     """Train this rank's part. Raises PhalanxError of the kind that decides the exit code."""
     folder = Path(run.dir)
+
+    def report(failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None and placement.rank == 0 and run.log.report:
+            print(f"report {write_report(folder)}", flush=True)
+
     with ExitStack() as after:
         log = Log(placement.rank, folder / "log.txt")
         after.callback(log.close)
@@ -94,6 +99,7 @@ def train(run: Run, placement: Placement) -> None:
         loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
         stop = StopRequest(run.train.time_limit_s)
         after.callback(stop.restore)
+        after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
         mesh = join(run, placement)
         after.callback(leave_world)
         after.callback(mesh.close)
@@ -116,8 +122,6 @@ def train(run: Run, placement: Placement) -> None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
         loop.run()
         log.info(f"done step={counters.step} folder={folder}")
-    if placement.rank == 0 and run.log.report:
-        print(f"report {write_report(folder)}", flush=True)
 
 
 def join(run: Run, placement: Placement) -> Mesh:
