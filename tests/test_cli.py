@@ -467,3 +467,20 @@ def test_log(tmp_path, capsys):
     other.info("silent"), other.error("loud")
     out, err = capsys.readouterr()
     assert out == "one\n" and err == "warning: two\nrank 3: loud\n" and not (tmp_path / "b").exists()
+
+
+def test_kernels_are_compiled_as_they_were_tested():
+    """Products and sums are fused in every version of Triton, also where it would warn that its default will change."""
+    pytest.importorskip("triton")
+    code = """
+from phalanx.cli.main import main
+try:
+    main(["--version"])
+except SystemExit:
+    from triton.knobs import language
+    fused = getattr(language, "fp_fusion_enabled", lambda asked: language.default_fp_fusion)
+    print("fused", fused(None))
+"""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_DEFAULT_FP_FUSION"}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert "fused True" in done.stdout, done.stdout + done.stderr

@@ -93,7 +93,7 @@ def ask(where: str, executable: str, words: list[str]) -> NoReturn:
             os.kill(pid, number)
 
     if pid:
-        woken = signals_wake()
+        woken, _wake = signals_wake()
         for number in PASSED_ON:
             signal.signal(number, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -109,12 +109,13 @@ def ask(where: str, executable: str, words: list[str]) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def signals_wake() -> socket.socket:
-    """What can be read from when a signal has come: one that comes just before a call that waits would be noticed after it only."""
+def signals_wake() -> tuple[socket.socket, socket.socket]:
+    """What can be read from when a signal has come (one that comes just before a call that waits would be noticed after it only), and what
+    the signal writes to, to be kept open."""
     woken, wake = socket.socketpair()
     wake.setblocking(False)
-    signal.set_wakeup_fd(wake.detach(), warn_on_full_buffer=False)
-    return woken
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    return woken, wake
 
 
 # ---- the server --------------------------------------------------------------------------------------------------------------------
@@ -141,11 +142,12 @@ def keep(line: socket.socket) -> NoReturn:
     size, fds, _, _ = socket.recv_fds(line, 8, 3)
     with line.makefile("rb") as asked:
         executable, words, folder, env = json.loads(asked.read(int.from_bytes(size, "big")))
-    woken = signals_wake()
+    woken, wake = signals_wake()
     signal.signal(signal.SIGCHLD, lambda *_: None)
     child = os.fork()
     if child == 0:
-        os.close(signal.set_wakeup_fd(-1))
+        signal.set_wakeup_fd(-1)  # where asyncio was imported, a fork has done so (Python 3.12 and later)
+        wake.close()
         woken.close()
         line.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

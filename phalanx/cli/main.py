@@ -407,6 +407,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own stages otherwise
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # why: comm.mesh.many_queues; here, before CUDA is looked at
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # keep its compiled kernels, as Triton and quack do
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/phalanx/flash-attn"))
     sys.exit(guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False)))
