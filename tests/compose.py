@@ -85,8 +85,11 @@ def together(chosen: Sequence[Feature], feature: Feature) -> bool:
     everyone = (*chosen, feature)
     if any(f.fp8 for f in everyone) and any(f.kind in ("odd", "length") or f.budget for f in everyone):
         return False  # scales need whole blocks; measuring each way to recompute what emulates FP8 takes a minute
-    if merged(everyone).near and any(f.also in SAVES for f in everyone):
+    one = merged(everyone)
+    if one.near and any(f.also in SAVES for f in everyone):
         return False  # what is saved is compared exactly
+    if one.unit > 32 and one.layout.get("tp", 1) > 2:
+        return False  # sequences of thousands of tokens
     return all(exclude(feature, f) is None for f in chosen)
 
 
