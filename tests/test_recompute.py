@@ -277,6 +277,20 @@ def test_extra_flops_of_the_plan():
     assert f" {layers:.4g} " in line
 
 
+@pytest.mark.parametrize("room", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4, "tp": 2}, {"ep": 2, "etp": 2, "tp": 2}], ids=str)
+def test_room_for_experts_costs_no_flops(layout, room):
+    """Truth: what a layer computes for each token (train/flops.py); rows that nobody sent are not computed, however many there is room for."""
+    run = load_run("recipes/tiny_mixtral.yaml")
+    run = replace(run, layout=LayoutConfig(**layout, dispatch="allgather", expert_room=room), train=replace(run.train, device="cpu"))
+    plan = make_plan(run, 8)
+    prices, tokens = traced(plan, 1).prices, run.train.micro_batch * run.train.seq_length
+    assert prices["block"].flops == pytest.approx(plan.facts[1].flops * tokens / plan.grid.tp, rel=1e-9)
+    m = run.model
+    assert prices["experts"].flops == pytest.approx(6 * tokens * m.num_experts_per_tok * m.hidden_size * m.intermediate_size / plan.grid.tp, rel=1e-9)
+    assert prices["up"].flops == pytest.approx(2 / 3 * prices["experts"].flops, rel=1e-9)
+
+
 # ---- layouts
 
 

@@ -3,7 +3,8 @@
 Knows flat runs of elements and nothing of parameters; blocks begin where runs begin. Of the second moment the root is kept: its range is
 half as many powers of two (codes of one block span 17), and no positive one becomes zero, since updates are divided by it. Eight bits have
 three of fraction, so the 5 % by which a moving average moves in a step would mostly be rounded away: codes are therefore rounded up or
-down at random, right on average. What decides is a hash of the number itself and of the step: the same in every layout, and after a restart.
+down at random, right on average. What decides is a hash of the number itself and of the step: the same for equal numbers on any rank, and
+after a restart; a number whose last bit differs may be rounded otherwise.
 Values are exact in bf16, which is what checkpoints hold, and what was stored is stored again to the bit.
 """
 

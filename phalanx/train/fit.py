@@ -101,6 +101,15 @@ class _Trace(Tape):
             ran.wrote = tuple(k for k in self._keys(outputs) if k not in ran.read)
         return made
 
+    def only_filled(self, part: float) -> None:
+        """Of experts' rows count this part: the others are room that is not computed."""
+        for ran in [r for r in self.ran if r.name == "experts"]:
+            empty = Price((1.0 - part) * ran.price.flops)
+            for outer in (*ran.within, ran):
+                outer.price += empty.times(-1)
+            for inner in [r for r in self.ran if ran in r.within]:
+                inner.price = replace(inner.price, flops=part * inner.price.flops)
+
     def save(self, tensor: Tensor) -> Tensor:
         """The hook of saved tensors."""
         self.saved.append((self._keys((tensor,))[0], self._open))
@@ -152,6 +161,7 @@ def traced(plan: Plan, number: int) -> Traced:
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]
     with saved_tensors_hooks(trace.save, lambda t: t), trace.counter, FusedAttention():
         run_block(dry.block, dry.new_input().requires_grad_(), dry.batch)
+    trace.only_filled(plan.rows_filled)
     each: dict[str, list[Price]] = {}
     for ran in trace.ran:
         each.setdefault(ran.name, []).append(ran.price)

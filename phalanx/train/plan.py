@@ -240,9 +240,24 @@ class Plan:
         run, grid = self.run, self.grid
         if not run.model.routed_experts or self.dispatch == "alltoall":
             return False
-        tokens = self.most_tokens // grid.tp * grid.ep * grid.etp
-        given, worst = room_for(tokens, run.model.num_experts_per_tok, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)  # type: ignore[union-attr]
+        given, worst = room_for(self._tokens_of_experts, run.model.num_experts_per_tok, grid.ep, run.model.routed_experts // grid.ep,  # type: ignore[union-attr]
+                                run.layout.expert_room)  # fmt: skip
         return given < worst
+
+    @property
+    def _tokens_of_experts(self) -> int:
+        """Of a micro-batch, those that the ranks of a layer's experts have together."""
+        return self.most_tokens // self.grid.tp * self.grid.ep * self.grid.etp
+
+    @property
+    def rows_filled(self) -> float:
+        """The part of the rows that an expert rank has room for which is computed while the load is even: kernels go no further."""
+        run, grid = self.run, self.grid
+        if not run.model.routed_experts or self.dispatch == "alltoall":
+            return 1.0
+        tokens, slots = self._tokens_of_experts, run.model.num_experts_per_tok  # type: ignore[union-attr]
+        given, _ = room_for(tokens, slots, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)
+        return min(1.0, tokens * slots / grid.ep / given)
 
     @property
     def exchanges_in_memory(self) -> bool:
