@@ -407,12 +407,13 @@ def test_a_sweep_is_the_product():
 def test_bench_sweep_goes_on_after_what_fails(phalanx, config, tmp_path):
     """One that fits, one that is not legal, and one that really runs out of memory (a vocabulary of terabytes): three rows."""
     out = tmp_path / "sweep.json"
-    said = phalanx("bench", "sweep", str(config), "train.micro_batch=2,3", "model.vocab_size=96,4000000000000", "--steps", "1", "--warmup", "0",
+    config.write_text(CONFIG.replace("hidden_size: 32", "hidden_size: 1024"))
+    said = phalanx("bench", "sweep", str(config), "train.micro_batch=2,3", "model.vocab_size=96,2147483647", "--steps", "1", "--warmup", "0",
                    "--json", str(out))  # fmt: skip
     rows = json.loads(out.read_text())
     problems = {r["name"]: r.get("problem", "") for r in rows}
     assert len(rows) == 4 and rows[0]["tokens_per_s_per_gpu"] > 0 and problems["train.micro_batch=2 model.vocab_size=96"] == ""
-    assert problems["train.micro_batch=2 model.vocab_size=4000000000000"] == "out of memory"
+    assert problems["train.micro_batch=2 model.vocab_size=2147483647"] == "out of memory"
     assert problems["train.micro_batch=3 model.vocab_size=96"].startswith("exit 2: config error: train.global_batch=8")
     assert said.splitlines()[-5].split()[0] == "configuration"
 
