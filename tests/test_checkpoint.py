@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from phalanx.base.errors import CheckpointError, FolderInUse
+from phalanx.base.errors import CheckpointError, FolderInUse, PeerLost
+from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.hf import differences, from_hf, model_config_from_hf, to_hf
 from phalanx.checkpoint.holdings import items_in
 from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
@@ -28,6 +29,7 @@ from phalanx.checkpoint.manifest import NAME, read_manifest, verify
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import natural
+from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.grid import Grid
@@ -814,3 +816,21 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path):
     assert lock.took_over.startswith(f"process {child} on host ")
     lock.release()
     assert FolderLock(tmp_path).took_over is None, "the last one let go of it itself"
+
+
+def mixed_up(rank: int, world: int) -> str:
+    """Rank 1 left out a collective and sends its next bytes where an answer belongs."""
+    axis = Mesh(Grid(dp=world), rank).dp
+    try:
+        if rank == 0:
+            agree(axis, lambda: 1)
+        else:
+            axis.all_gather_text('{"result": 1')
+    except PeerLost as error:
+        return str(error)
+    return ""
+
+
+def test_an_answer_that_is_none_is_told_of_a_peer(ranks):
+    said, other = ranks.run("tests.test_checkpoint:mixed_up", 2)
+    assert "went another way" in said and not other

@@ -18,7 +18,7 @@ def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank of the axis and give each rank all results (JSON values), in rank order.
 
     Raises CheckpointError on every rank where `work` failed on any of them: DamagedCheckpoint if all that failed found damage.
-    Other errors than those of users and of the disk are bugs: they keep their type on their own rank.
+    PeerLost if what came is no answer. Other errors than those of users and of the disk are bugs: they keep their type on their own rank.
     """
     failure: Exception | None = None
     try:
@@ -27,7 +27,10 @@ def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
         raise  # the others cannot be told
     except Exception as error:
         failure, answer = error, {"error": str(error) or type(error).__name__, "damaged": isinstance(error, DamagedCheckpoint)}
-    answers = [json.loads(text) for text in axis.all_gather_text(json.dumps(answer))]
+    try:
+        answers = [json.loads(text) for text in axis.all_gather_text(json.dumps(answer))]
+    except ValueError as error:  # no rank writes what cannot be read: these are bytes of something else
+        raise PeerLost(f"what the ranks of {axis.name} told each other cannot be read: one of them went another way ({error})") from error
     errors = {rank: a["error"] for rank, a in zip(axis.ranks, answers) if "error" in a}
     if failure is not None and not isinstance(failure, (PhalanxError, OSError, SafetensorError)):
         raise failure
