@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -34,10 +34,22 @@ NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor
 STEPS = 4  # the first without graphs, the second captures
 
 
+@dataclass
+class Pool:
+    """Memory of graphs. As CUDA's, it takes no more graphs when those that it had are gone."""
+
+    graphs: int | None = None
+
+    def take(self) -> None:
+        assert self.graphs != 0
+        self.graphs = (self.graphs or 0) + 1
+
+
 class Recorded:
     """What a CUDA graph is, but for being fast: operations that run again on the tensors that they ran on, and write where they wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.calls: list[tuple[Any, ...]] = []
         self.before: dict[int, tuple[Any, Any]] = {}  # what was in memory that is written
 
@@ -67,6 +79,8 @@ class Recorded:
 
     def reset(self) -> None:
         self.calls.clear()
+        assert self.pool.graphs is not None
+        self.pool.graphs -= 1
 
 
 def wait_for(made: Any) -> None:
@@ -118,11 +132,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {})) if self.now is None or func.overloadpacket in NO_WORK else self.now.add(func, args, kwargs or {})
 
-    def pool(self) -> None: ...
+    def pool(self) -> Pool:
+        return Pool()
 
-    def begin(self, pool: Any) -> Recorded:
+    def begin(self, pool: Pool) -> Recorded:
         assert not gc.isenabled()  # a finalizer that frees memory which other ranks map ends a capture
-        self.now = Recorded()
+        pool.take()
+        self.now = Recorded(pool)
         return self.now
 
     def end(self, graph: Recorded) -> None:
@@ -315,6 +331,22 @@ def turned(rank: int, world: int) -> bool:
 
 def test_what_is_not_captured_ends_on_its_first_turn(ranks):
     assert all(ranks.run("tests.test_graphs:turned", 2))
+
+
+def test_what_is_forgotten_is_captured_anew():
+    """As when linears leave low precision: a step without graphs, then graphs of what runs compute now, in pools that take them."""
+    runner, found = Graphs(Recorder(), Tape()), []
+    for step in range(8):
+        if step in (3, 6):
+            runner.forget()
+        runner.begin(torch.ones((), dtype=torch.float64), [sample_batch([0], False)])
+        factor = 2.0 if step < 3 else 5.0
+        x, y = runner.forward((0, 1), 0, torch.full((2,), 1.0 + step, dtype=torch.float64), sample_batch([0], False), lambda x, *_, f=factor: f * x)
+        dx = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
+        found.append((y[0].item(), dx[0].item(), sum(len(slots) for slots in runner._slots.values())))
+        runner.end()
+    slots = (0, 1, 1, 0, 1, 1, 0, 1)
+    assert found == [((2.0 if step < 3 else 5.0) * (1 + step), 2.0 if step < 3 else 5.0, slots[step]) for step in range(8)]
 
 
 def test_backward_begins_as_torchs_does():

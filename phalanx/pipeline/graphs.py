@@ -199,7 +199,7 @@ class Graphs(Eager):
     def forget(self) -> None:
         memories = self.memories
         self.close()
-        self.memories = memories
+        self.memories, self._passing = memories, self.device.pool()  # a pool whose graphs are all gone takes no more
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None) -> tuple[Tensor, Tensor]:
         if not self._warm or self._kinds[mb] == SELDOM:

@@ -34,6 +34,7 @@ from phalanx.ops.rope_scaling import inverse_frequencies
 from phalanx.ops.wheels import unusable
 from phalanx.train.budget import read_budget
 from phalanx.train.build import build, init_weights
+from phalanx.train.config import Fp8Config
 from phalanx.train.plan import make_plan
 from phalanx.train.profile import Recording
 from phalanx.train.step import train_step
@@ -459,8 +460,10 @@ def training_check(model: str, precision: str, bound: float, recompute: str = "n
     return check
 
 
-def graphs_check(model: str, precision: str, recompute: str, dispatch: str = "auto", **train: Any) -> Callable[[torch.device], str]:
-    """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3 micro-batches."""
+def graphs_check(model: str, precision: str, recompute: str, dispatch: str = "auto", low_steps: int = 0,
+                 **train: Any) -> Callable[[torch.device], str]:  # fmt: skip
+    """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3 micro-batches. low_steps: after so many,
+    and as many more, all is in train.precision, as train.fp8.last_steps has it."""
 
     def check(device: torch.device) -> str:
         found = []
@@ -471,7 +474,9 @@ def graphs_check(model: str, precision: str, recompute: str, dispatch: str = "au
             init_weights(state)
             state.train()
             losses = []
-            for step in range(4):
+            for step in range(2 * low_steps or 4):
+                if state.low is not None and state.low.turn(step >= low_steps):
+                    state.stages.runner.forget()
                 result = train_step(state, [sample_batch([3 * step + i], False).to(device) for i in range(3)], lr=1e-3)
                 losses += [result.loss, result.grad_norm]
             found.append([torch.stack(losses), *(f.master for f in state.buffers.flat)])
@@ -508,6 +513,9 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
     for recompute in ("none", "selective"):
         found[f"llama: graphs on = off, bf16, recompute {recompute}, offload"] = graphs_check("llama", "bf16", recompute, offload_layers=3)
+    for recipe in ("tensorwise", "nvfp4"):
+        fp8 = Fp8Config(recipe=recipe)
+        found[f"llama: graphs on = off, {recipe}, then bf16"] = graphs_check("llama", "bf16", "none", low_steps=3, fp8=fp8)
     found["mixtral: graphs on = off, bf16, all-to-all"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall")
     found["mixtral: graphs on = off, bf16, all-to-all, offload"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall", offload_layers=2)
     found["mixtral: graphs on = off, bf16, plain experts"] = graphs_check("mixtral", "bf16", "none", dispatch="allgather", plain_ops=["grouped"])
