@@ -17,18 +17,17 @@ def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.con
     """Log-sum-exp of the first V logits of a row and the label's logit, in one pass."""
     t = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), float("-inf"), WIDE)
+    lowest: tl.constexpr = -3.4028234663852886e38  # what of -inf is to differ from it
+    top = tl.full((BLOCK,), lowest, WIDE)
     total = tl.zeros((BLOCK,), WIDE)
     for start in range(0, V, BLOCK):
         x = tl.load(logits + t * stride + start + lanes, mask=start + lanes < V, other=float("-inf")).to(WIDE)
-        above = tl.maximum(top, x)
-        shift = tl.where(above == float("-inf"), 0.0, above)  # a lane that has seen nothing yet
-        total = total * tl.exp(top - shift) + tl.exp(x - shift)
-        top = above
+        apart = tl.exp(-tl.abs(x - top))  # of the larger the smaller one's part: one exp instead of two, which is what the time goes to
+        total = tl.where(x > top, total * apart + 1.0, total + apart)
+        top = tl.maximum(top, x)
     highest = tl.max(top, 0)
-    safe = tl.where(highest == float("-inf"), 0.0, highest)
-    sum_all = tl.sum(total * tl.exp(top - safe), 0)
-    tl.store(lse + t, tl.log(sum_all) + safe)
+    sum_all = tl.sum(total * tl.exp(top - highest), 0)
+    tl.store(lse + t, tl.log(sum_all) + highest)
     held = tl.load(here + t)
     value = tl.load(logits + t * stride + tl.load(row_of_label + t), mask=held, other=0.0).to(WIDE)
     tl.store(label_logit + t, value)
