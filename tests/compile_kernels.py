@@ -151,6 +151,10 @@ def emulated_casts() -> list[tuple]:
             numbers = dict.fromkeys(("N", "K", "across", "C", "signs"), "i32")
             consts = dict(TOKENS=tokens, MIX=4 if tokens and four_bits else 0, SIZE=size, LINES=lines, LENGTH=length)
             found.append((emulated._block_amax, dict(x=BF, out="*i32") | numbers, consts, dict(num_warps=emulated.WARPS)))
+            if four_bits:
+                given = dict(x=BF, codes="*i32", table="*fp32", out="*fp32") | numbers
+                more = dict(FIRST=-1, TRIES=8, NO_NUMBER=127, MAX=6.0, STEPS=emulated.STEPS, FAR=emulated.FAR)
+                found.append((emulated._search, given, consts | more, dict(num_warps=emulated.WARPS, enable_fp_fusion=False)))
             given = dict(x=BF, multiplier="*fp32", out="*fp8e4nv", counts="*i64") | numbers | dict(k0="i32", k1="i32")
             more = dict(FOUR_BITS=four_bits, RANDOM=four_bits, NOTE=not tokens, MAX=6.0 if four_bits else 448.0, GRID=emulated.GRID,
                         F0=emulated.FACTORS[0], F1=emulated.FACTORS[1], SLOTS=32, ROUND=False)  # fmt: skip

@@ -32,7 +32,7 @@ from phalanx.ops.grouped import Later, add_sum_grad, segments
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_of, nan_for
 from phalanx.ops.permute import CodedRows, Gathered
-from phalanx.ops.quant import Block, Format, Scaled, block_amax, cast_scaled, multipliers, spread, wide_of
+from phalanx.ops.quant import Block, Format, Scaled, block_amax, cast_scaled, multipliers, searched, spread, wide_of
 from phalanx.ops.unmade import source_of
 
 Source = Tensor | Gathered | GatedRows  # and GatedRowsGrad
@@ -202,26 +202,31 @@ class LowExperts(LowWeight):
         return self._cast_plainly(which, x, ends, tiles, cut, into)
 
     def _cast_plainly(self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None, into: Any) -> tuple[Scaled, Scaled]:
-        recipe, format, count = self.recipe, self._format(which), len(ends)
-        at, block = Places.of(ends, len(x), tiles), recipe.weight if which == W else recipe.tokens
+        recipe, format, block, count = self._recipe(which, False), self._format(which), self._block(which), len(ends)
+        at = Places.of(ends, len(x), tiles)
         x = torch.where((at.place_R < at.total).unsqueeze(1), x, 0)
-        laid = at.lay(x) if which == W else self.mixed(at.lay(x))
         if self.amax is not None:
             largest = x.abs().amax().float() if x.numel() else self.amax[which]
             self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], largest).view(1))
+        tops = None
         if self._given(which):
-            first = second = self.multiplier[which].view(1, 1)  # type: ignore[index]
+            multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
         else:
-            tops = further = self._tops(which, x, at.group_R, count, cut) if block == (0, 0) or recipe.scale == "two levels" else None
-            if recipe.hadamard and which != W:
-                further = self._tops(which, laid, at.group_P, count, cut)
-            first = self._multipliers(which, x, at.group_R, block, count, cut, tops)
-            second = self._multipliers(which, laid, at.group_P, block[::-1], count, cut, further)
-        q, wide = _codes(x, first, block, at.group_R, format, self.key(which, over_tokens=False))
+            tops = self._tops(which, x, at.group_R, count, cut) if block == (0, 0) or recipe.scale == "two levels" else None
+            multiplier = self._multipliers(which, x, at.group_R, count, cut, tops)
+        q, wide = _codes(x, multiplier, block, at.group_R, format, self.key(which, second=False))
         if self.counts is not None:
             zeros, cut_off = (q.codes.float() == 0) & (x != 0), wide.abs() > format.max * (1 + 2.0**-20)
             self.counts[which, 0, :-1] += torch.stack((zeros.sum(), cut_off.sum(), ends[-1].long() * x.shape[1]))
-        return q, _codes(laid, second, block[::-1], at.group_P, format, self.key(which, over_tokens=True))[0].turned()
+        if which == W and self.recipe.inputs is not None:
+            x = values(q, at.group_R, wide_of(x))
+        laid = at.lay(x) if which == W else self.mixed(at.lay(x))
+        if not self._given(which):
+            if self.recipe.hadamard and which != W:
+                tops = self._tops(which, laid, at.group_P, count, cut)
+            multiplier = self._multipliers(which, laid, at.group_P, count, cut, tops, second=True)
+        block, format, key = self._block(which, True), self._format(which, True), self.key(which, True)
+        return q, _codes(laid, multiplier, block, at.group_P, format, key)[0].turned()
 
     def _tops(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None) -> Tensor:
         """Amax of whole tensors: (E, 1) of matrices, (1, 1) of all rows; `group`: whose they are."""
@@ -230,9 +235,9 @@ class LowExperts(LowWeight):
             return self._compare(of_features.amax(1, keepdim=True), which, cut is not None)
         return self._compare(of_features.amax().view(1, 1), which, False, whole=True)
 
-    def _multipliers(self, which: int, x: Tensor, group: Tensor, block: Block, count: int, cut: int | None, tops: Tensor | None) -> Tensor:
+    def _multipliers(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None, tops: Tensor | None, second: bool = False) -> Tensor:
         """Of blocks of x (R, C); `group` (R,): whose rows they are, `tops` as of `_tops`."""
-        format = self._format(which)
+        recipe, format, block = self._recipe(which, second), self._format(which, second), self._block(which, second)
         if block == (0, 0):
             return multipliers(tops, format)  # type: ignore[arg-type]
         if block == (0, 1):
@@ -242,7 +247,9 @@ class LowExperts(LowWeight):
             self._compare(amax, which, cut == 1)
         if tops is not None and len(tops) > 1:
             tops = tops[group[:: block[0]]]
-        return multipliers(amax, format, self.recipe.scale, tops)
+        if recipe.searched and self.key(which, second) is None:
+            return searched(x, block, format, amax, tops)
+        return multipliers(amax, format, recipe.scale, tops)
 
     def _cast_by_triton(self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None, into: Any) -> tuple[Scaled, Scaled]:
         from phalanx.ops.kernels import quant_grouped as kernels

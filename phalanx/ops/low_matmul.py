@@ -22,7 +22,7 @@ from phalanx.ops.four_bits import Key, mixed, signs_of
 from phalanx.ops.grads import add_grad, add_product_grad
 from phalanx.ops.kernels import Kernels, use_triton
 from phalanx.ops.norm import Normed
-from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, dequantize, lost, multipliers, quantize, scaled_product
+from phalanx.ops.quant import Format, Recipe, Scaled, block_amax, dequantize, lost, multipliers, quantize, scaled_product, searched, wide_of
 from phalanx.ops.rope import RopeGrad
 from phalanx.ops.scaled_mm import add_fast_product_, fast_product
 from phalanx.ops.unmade import source_of
@@ -115,35 +115,41 @@ class LowWeight:
             x = x.tensor()
         if not isinstance(x, Tensor) or self._triton(x):
             return self._cast(which, x, cut, turn)
-        block = self._block(which)
-        first = self.quantize(which, x, block, cut)
-        second = first if block == block[::-1] else self.quantize(which, x, block[::-1], cut, over_tokens=which != W)
+        first = self.quantize(which, x, cut)
+        if which == W and self.recipe.inputs is not None:
+            x = dequantize(first, wide_of(x))
+        same = first.block == first.block[::-1] and self._recipe(which, True) is self._recipe(which, False)
+        second = first if same else self.quantize(which, x, cut, second=True)
         return first, second.turned() if turn else second
 
     def mixed(self, x: Tensor) -> Tensor:
         """Activations or gradients as the weight's gradient takes them."""
         return mixed(x, self.recipe.hadamard, self.signs) if self.recipe.hadamard else x
 
-    def key(self, which: int, over_tokens: bool) -> Key | None:
+    def key(self, which: int, second: bool) -> Key | None:
         """Of random rounding; None: to the nearest."""
-        return self.keys[over_tokens] if self.recipe.at_random and which == DY else None
+        return self.keys[second] if which == DY and self._recipe(which, second).at_random else None
 
-    def quantize(self, which: int, x: Tensor, block: tuple[int, int], cut: int, over_tokens: bool = False) -> Scaled:
-        """One kind of codes, of x itself or, to be summed over tokens, of `mixed` x. What casts lost is noted of those along x's rows."""
-        recipe, format, key, note = self.recipe, self._format(which), self.key(which, over_tokens), block == self._block(which)
-        mix, casts = recipe.hadamard if over_tokens else 0, self._emulated_casts(which, x)
+    def quantize(self, which: int, x: Tensor, cut: int, second: bool = False) -> Scaled:
+        """One kind of codes, of x itself or, to be summed over tokens, of `mixed` x. `second`: with blocks along x's rows. What casts lost is noted
+        of the first kind."""
+        recipe, format, block, key = self._recipe(which, second), self._format(which, second), self._block(which, second), self.key(which, second)
+        mix, casts = recipe.hadamard if second and which != W else 0, self._emulated_casts(block, x)
         if casts is None:
             x = self.mixed(x) if mix else x
         amax = block_amax(x, block) if casts is None else casts.block_amax(x, block, mix, self.signs)
-        if self.amax is not None and note:
+        if self.amax is not None and not second:
             self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], amax.amax()).view(1))
         if self._given(which):
             multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
         else:
             self._largest(amax, which, block[cut] == 0, block[0] == 0)
             top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
-            multiplier = multipliers(amax, format, recipe.scale, top)
-        counts = self.counts[which] if note and self.counts is not None else None
+            if recipe.searched and key is None:
+                multiplier = searched(x, block, format, amax, top) if casts is None else casts.searched(x, block, format, amax, top, mix, self.signs)
+            else:
+                multiplier = multipliers(amax, format, recipe.scale, top)
+        counts = self.counts[which] if not second and self.counts is not None else None
         if casts is not None:
             return casts.quantize(x, block, format, multiplier, key, mix, self.signs, counts)
         q = quantize(x, block, format, multiplier, key)
@@ -151,9 +157,13 @@ class LowWeight:
             counts[0, :-1] += lost(x, q, format, multiplier)
         return q
 
-    def _emulated_casts(self, which: int, x: Tensor) -> Any:
-        """The Triton twin of casts of emulated recipes, if it is to run: it has blocks along lines alone, and weights are few."""
-        if which == W or not self.recipe.emulated or x.dtype == torch.float64 or not use_triton(self.kernels, x):
+    def _recipe(self, which: int, second: bool) -> Recipe:
+        """For one kind of codes: the first of gradients and the second of weights make the gradient of the input."""
+        return self.recipe.inputs if self.recipe.inputs is not None and which == (W if second else DY) else self.recipe
+
+    def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
+        """The Triton twin of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
+        if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64 or not use_triton(self.kernels, x):
             return None
         from phalanx.ops.kernels import emulated
 
@@ -189,11 +199,14 @@ class LowWeight:
             self._nan = x.new_full((), torch.nan)
         return self._nan
 
-    def _format(self, which: int) -> Format:
-        return self.recipe.backward if which == DY else self.recipe.forward
+    def _format(self, which: int, second: bool = False) -> Format:
+        recipe = self._recipe(which, second)
+        return recipe.backward if which == DY else recipe.forward
 
-    def _block(self, which: int) -> tuple[int, int]:
-        return self.recipe.weight if which == W else self.recipe.tokens
+    def _block(self, which: int, second: bool = False) -> tuple[int, int]:
+        recipe = self._recipe(which, second)
+        block = recipe.weight if which == W else recipe.tokens
+        return block[::-1] if second else block
 
     def _given(self, which: int) -> bool:
         """Whether the scale is known before the tensor is."""

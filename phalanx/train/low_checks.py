@@ -40,7 +40,7 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
         found += no_effect(AT, c, ("accumulate",), "a recipe that has GEMMs of its own", {f"{AT}.recipe": c.recipe})
     need = CAPABILITY.get(c.recipe)
     if need is not None and capability is not None and capability < need:
-        rule = f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, nvfp4; or train.fp8=null"
+        rule = f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, nvfp4...; or train.fp8=null"
         others = tuple(name for name in RECIPES if CAPABILITY.get(name, (0, 0)) <= capability)
         found.append(problem(AT, c, "recipe", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, others))
     return found + (check_linears(run) if sound and not found else [])
