@@ -216,6 +216,27 @@ def test_gradients_alone_are_rounded_at_random():
     assert torch.equal(a.both(W, x, 0, turn=False)[0].codes.float(), a.both(W, x, 0, turn=False)[1].codes.float())
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_gradient_of_the_input_is_of_the_weights_of_forward(experts):
+    """Those of nvfp4_fine are cast once more: half a step of E4M3 or less from what forward has, not from the weight itself. Of gradients the kind
+    along features is MXFP8's, the one along tokens NVFP4's, and what of it is rounded at random."""
+    w, dy = randn(64, 96), randn(128, 64, seed=2)
+    if experts:
+        low = LowExperts(RECIPES["nvfp4_fine"], "w", 0, ModelAxes())
+        codes, ends = low.codes(torch.stack((w, -w))), torch.tensor([100, 128], dtype=torch.int32)
+        a, b = dequantize(codes[0], torch.float64)[:64], dequantize(codes[1], torch.float64)[:, :64].t()
+        first, second = low.rows(DY, dy, ends)
+    else:
+        low = LowWeight(RECIPES["nvfp4_fine"], "w", 0, ModelAxes())
+        a, b = (dequantize(q, torch.float64) for q in low.both(W, w, 0, turn=False))
+        first, second = low.both(DY, dy, 0, turn=True)
+    assert ((a - b).abs() <= a.abs() / 16 + 1e-3 * w.abs().max()).all() and 1e-3 < (a - b).norm() / w.norm() < 0.04
+    assert (a - w).norm() / w.norm() > 0.06
+    assert first.block == (1, 32) and first.codes.float().abs().max() > 200 and (torch.frexp(first.scales)[0] == 0.5).all()
+    assert second.block == (1, 16) and set(second.codes.float().unique().tolist()) <= set(VALUES.tolist())
+    assert low.key(DY, False) is None and low.key(DY, True) is not None
+
+
 def cut(x: torch.Tensor, q: Scaled) -> torch.Tensor:
     most = 6 * spread(q.scales, q.block, x.shape)
     return x.clamp(-most, most)
