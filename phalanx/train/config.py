@@ -48,7 +48,7 @@ class Fp8Config:
 
     recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_search", "nvfp4_fine"]
     """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise, blockwise (DeepSeek-V3's 1x128
-    and 128x128); mxfp8 and nvfp4... are emulated: the numerics of Blackwell at the speed of train.precision, not measured on hardware."""
+    and 128x128); mxfp8 and those of nvfp4 are emulated: the numerics of Blackwell at the speed of train.precision, not measured on hardware."""
     exclude: list[str] = field(default_factory=list)
     """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
     end_layers: int = 0
