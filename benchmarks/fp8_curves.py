@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ from curves import LAST, add_rate, gaps, smoothed, trained, write_config  # type
 GPU_WIDTHS = {"intermediate_size": 1792}  # of 128, as blockwise wants; 101.3 M parameters
 CPU_WIDTHS = {"hidden_size": 128, "intermediate_size": 256}
 AGAIN = "bf16-again"  # bf16 whose norms add up in another order: how far apart two runs are that differ in rounding alone
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_search", "nvfp4_fine")
 
 
 def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float, gpu: int | None) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     truth = smoothed(runs[0]["losses"])
     upper.plot(truth, label=f"bf16, mean of {LAST} steps", color="black", linewidth=1.2)
-    for r in runs[1:]:
+    for r in (r for r in runs[1:] if r["losses"]):
         curve = smoothed(r["losses"])
         [line] = upper.plot(curve, label=f"{r['name']}, final gap {100 * r['gap']['final']:+.3f} %", linewidth=1)
         lower.plot([100 * (a - b) / b for a, b in zip(curve, truth)], color=line.get_color(), linewidth=1)
@@ -108,12 +109,14 @@ def main() -> None:
         index = free.get()
         try:
             return run_recipe(config, options.work, recipe, options.steps, options.limit, index if options.gpus > 1 else None)
+        except (OSError, IndexError) as error:  # it ended before its first step; the others go on
+            return {"name": recipe, "exit_code": f"no step was done: {error}", "step_ms": 0.0, "losses": []}
         finally:
             free.put(index)
 
     with ThreadPoolExecutor(options.gpus) as pool:
         for recipe, r in zip(("bf16", *options.recipes), pool.map(run, ("bf16", *options.recipes))):
-            if runs:
+            if runs and r["losses"]:
                 r |= {"gap": gaps(r["losses"], runs[0]["losses"]), "shadow": shadows(options.work / folder_of(recipe))}
             runs.append(r)
             options.out.with_suffix(".json").write_text(json.dumps({**facts, "runs": runs}, indent=1), encoding="utf-8")
@@ -123,7 +126,8 @@ def main() -> None:
 
 def told(r: dict[str, Any]) -> list[str]:
     gap = r.get("gap")
-    said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {smoothed(r['losses'])[-1]:.4f}"
+    last = [math.nan, *smoothed(r["losses"])][-1]
+    said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {last:.4f}"
     width = max(11, len(r["name"]))
     lines = [f"{r['name']:{width}} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}"]
     for step, s in r.get("shadow", {}).items():
