@@ -434,7 +434,7 @@ def test_device_rules():
 
 def test_recipes_need_their_gpus():
     ampere = replace(LAPTOP, device="cuda", device_name="NVIDIA A100", capability=(8, 0))
-    for recipe, capability, valid in (("tensorwise", (8, 0), ("mxfp8", "nvfp4", "nvfp4_search")), ("blockwise", (8, 9), ("tensorwise", "delayed", "mxfp8", "nvfp4"))):
+    for recipe, capability, valid in (("tensorwise", (8, 0), ("mxfp8", "nvfp4", "nvfp4_fine")), ("blockwise", (8, 9), ("tensorwise", "delayed", "mxfp8", "nvfp4"))):
         overrides = [f"train.fp8.recipe={recipe}", "train.precision=bf16", "train.micro_batch=4", "model.hidden_size=128", "model.intermediate_size=128"]
         [lacks] = problems(overrides, replace(ampere, capability=capability))
         assert lacks.field == "train.fp8.recipe" and "NVIDIA A100" in lacks.because["device"] and set(lacks.valid) == set(valid[:3])

@@ -218,20 +218,24 @@ def test_gradients_alone_are_rounded_at_random():
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_gradient_of_the_input_is_of_the_weights_of_forward(experts):
-    """Those of nvfp4_fine are cast once more: half a step of E4M3 or less from what forward has, not from the weight itself. Of gradients the kind
+    """Those of nvfp4_mixed are cast once more: half a step of E4M3 or less from what forward has, not from the weight itself. Of gradients the kind
     along features is MXFP8's, the one along tokens NVFP4's, and what of it is rounded at random."""
     w, dy = randn(64, 96), randn(128, 64, seed=2)
     if experts:
-        low = LowExperts(RECIPES["nvfp4_fine"], "w", 0, ModelAxes())
+        low = LowExperts(RECIPES["nvfp4_mixed"], "w", 0, ModelAxes())
         codes, ends = low.codes(torch.stack((w, -w))), torch.tensor([100, 128], dtype=torch.int32)
         a, b = dequantize(codes[0], torch.float64)[:64], dequantize(codes[1], torch.float64)[:, :64].t()
         first, second = low.rows(DY, dy, ends)
     else:
-        low = LowWeight(RECIPES["nvfp4_fine"], "w", 0, ModelAxes())
+        low = LowWeight(RECIPES["nvfp4_mixed"], "w", 0, ModelAxes())
         a, b = (dequantize(q, torch.float64) for q in low.both(W, w, 0, turn=False))
         first, second = low.both(DY, dy, 0, turn=True)
     assert ((a - b).abs() <= a.abs() / 16 + 1e-3 * w.abs().max()).all() and 1e-3 < (a - b).norm() / w.norm() < 0.04
     assert (a - w).norm() / w.norm() > 0.06
+    fine = LowWeight(RECIPES["nvfp4_fine"], "w", 0, ModelAxes()).both(W, w, 0, turn=False)
+    forward = dequantize(fine[0], torch.float64)
+    truth = quantize(forward, (16, 1), E2M1, searched(forward, (16, 1), E2M1, block_amax(forward, (16, 1))))
+    torch.testing.assert_close(dequantize(fine[1], torch.float64), dequantize(truth, torch.float64), rtol=1e-6, atol=0)  # and those of nvfp4_fine
     assert first.block == (1, 32) and first.codes.float().abs().max() > 200 and (torch.frexp(first.scales)[0] == 0.5).all()
     assert second.block == (1, 16) and set(second.codes.float().unique().tolist()) <= set(VALUES.tolist())
     assert low.key(DY, False) is None and low.key(DY, True) is not None
@@ -290,7 +294,7 @@ def some(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(torch.rand(rows, columns, generator=g) < 0.1, 0.0, x).to(dtype)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_search", "nvfp4_fine"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"])
 @pytest.mark.parametrize("shape, dtype", [((64, 96), torch.bfloat16), ((160, 32), torch.float32)], ids=str)
 def test_kernels_are_the_plain_twins(recipe, shape, dtype):
     """Codes, scales, amaxes and counts to the bit; edges of tiles in either direction."""
@@ -307,7 +311,7 @@ def test_kernels_are_the_plain_twins(recipe, shape, dtype):
         assert torch.equal(low.amax, plain.amax) and torch.equal(low.counts.sum(1), plain.counts.sum(1)) and low.counts[which, :, 0].sum() > 0
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_search", "nvfp4_fine"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"])
 def test_kernels_keep_what_is_no_number(recipe):
     for bad in (float("nan"), float("inf")):
         x = some(32, 64, torch.float32)

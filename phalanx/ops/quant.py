@@ -7,7 +7,7 @@ blocks along the dim that is summed over. Which linears use a recipe, and how ov
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,8 +59,8 @@ class Recipe:
     emulated           no product of this sort on Hopper: codes are turned back, on a GPU rounded to the dtype of the activations (which is exact
                        of scales that are powers of two, and else far below the codes' own rounding), and multiplied in it.
                        Not measured on hardware
-    inputs             the recipe for the product that makes the gradient of the input, where it is another one. The weight is there what it was in
-                       forward, cast once more, so that both are about the same function
+    inputs             the recipe for the product that makes the gradient of the input, where the weight is cast for it from what it was in forward:
+                       else the two would be about different weights
     """
 
     name: str
@@ -89,6 +89,8 @@ class Recipe:
 
 # Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
 MXFP8 = Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True)
+# NVFP4 with blocks of weights as fine as those of activations, and searched scales
+FINE = Recipe("nvfp4_fine", E2M1, E2M1, (1, 16), (1, 16), "two levels", at_random=True, searched=True, hadamard=16, emulated=True)
 RECIPES = {
     r.name: r
     for r in (
@@ -101,10 +103,9 @@ RECIPES = {
         MXFP8,
         # NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4
         Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True),
-        # the same with searched scales; Cook et al., "Four over six", 2025, choose between two
-        Recipe("nvfp4_search", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, searched=True, hadamard=16, emulated=True),
-        # and with blocks of weights as fine as those of activations, which takes a finer product for the gradient of the input
-        Recipe("nvfp4_fine", E2M1, E2M1, (1, 16), (1, 16), "two levels", at_random=True, searched=True, hadamard=16, emulated=True, inputs=MXFP8),
+        # both of these: after Panferov et al., "Quartet II", 2026, who, too, cast the weight of forward once more for the gradient of the input
+        replace(FINE, inputs=FINE),
+        replace(FINE, name="nvfp4_mixed", inputs=MXFP8),
     )
 }
 

@@ -113,7 +113,7 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
         near = " x ".join(" or ".join(map(str, multiples(size, unit))) if size % unit else str(size) for size in shape)
         because = {name: " x ".join(map(str, shape)), "nearest sizes": near, "layout.tp": tp}
         because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
-        rule = "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8, nvfp4_fine 32, blockwise 128; or exclude them)"
+        rule = "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8, nvfp4_mixed 32, blockwise 128; or exclude them)"
         fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for _, s in linears for size in s))
         found.append(problem(AT, c, "recipe", rule, because, fitting))  # type: ignore[arg-type]
     return found
