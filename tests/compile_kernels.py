@@ -62,7 +62,7 @@ def kernels() -> list[tuple]:
     for gate in (dict(ALPHA=1.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False), dict(ALPHA=1.702, LIMIT=7.0, SHIFT=1.0, CLAMP=True)):
         gate["PAIRS"] = gate["CLAMP"]
         some = dict(weights="*fp32", last="*i32")
-        gate |= dict(WEIGH=gate["CLAMP"], SOME=gate["CLAMP"], BLOCK=256, **wide)
+        gate |= dict(WEIGH=gate["CLAMP"], SOME=gate["CLAMP"], INTERPRETED=False, BLOCK=256, **wide)
         found.append((gated._forward, dict(x=BF, **some, y=BF, F="i32"), gate))
         found.append((gated._backward, dict(dy=BF, x=BF, **some, dx=BF, dweights="*fp32", F="i32"), dict(BLOCKS=3, **gate)))
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))

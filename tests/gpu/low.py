@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, Gated, GatedGrad, GatedRows, GatedRowsGrad, gated_backward, gated_rows, parts_of_sums
 from phalanx.ops.codes import cast_run_, note_largest_, turn_
 from phalanx.ops.cublaslt import cublaslt
 from phalanx.ops.kernels import quant as kernels
+from phalanx.ops.kernels.quant_tile import multiplier_of, reciprocal, scales_of
 from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, low_grouped_mlp, values
 from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
 from phalanx.ops.norm import Normed
@@ -104,6 +107,31 @@ def every_number(device: torch.device) -> str:
         nan = truth.float().isnan()
         if not found.float()[nan].isnan().all() or not torch.equal(found.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan]):
             raise AssertionError(f"{format.name}: codes differ")
+    return "to the bit"
+
+
+@triton.jit
+def _scales(bits, found, truth, BLOCK: tl.constexpr, MAX: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(bits + i)
+    m, scale = scales_of(amax, MAX, FLOOR=2.0**-100, ROUND=False)
+    tl.store(found + 2 * i, m.to(tl.int32, bitcast=True))
+    tl.store(found + 2 * i + 1, scale.to(tl.int32, bitcast=True))
+    m = multiplier_of(amax, MAX, FLOOR=2.0**-100)
+    tl.store(truth + 2 * i, m.to(tl.int32, bitcast=True))
+    tl.store(truth + 2 * i + 1, reciprocal(m).to(tl.int32, bitcast=True))
+
+
+def every_scale(device: torch.device) -> str:
+    """Multipliers and scales made without a division, of all mantissas of amaxes, and of what is no number or next to it."""
+    for format in (E4M3, E5M2):
+        for exponent in (0, 26, 27, 28, 100, 126, 127, 128, 200, 252, 253, 254, 255):
+            bits = (exponent << 23) + torch.arange(2**23, dtype=torch.int32, device=device)
+            found, truth = torch.empty(2**23, 2, dtype=torch.int32, device=device), torch.empty(2**23, 2, dtype=torch.int32, device=device)
+            _scales[(2**23 // 1024,)](bits, found, truth, BLOCK=1024, MAX=format.max)
+            nan = truth.view(torch.float32).isnan() & found.view(torch.float32).isnan()
+            if not torch.equal(found[~nan], truth[~nan]):
+                raise AssertionError(f"{format.name}, exponent {exponent}: {(found != truth).sum()} scales are others than by division")
     return "to the bit"
 
 
@@ -397,7 +425,7 @@ def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
 
 
 def low_checks() -> dict[str, Callable[[torch.device], str]]:
-    found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
+    found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number, "low precision, every scale": every_scale}
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
     found["low precision, weights kept as codes"] = kept_codes
     found["low precision, codes of tokens put in place"] = placed_codes

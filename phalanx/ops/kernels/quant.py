@@ -75,7 +75,7 @@ def _emit(v, counting, down, along, rows, cols, there, row_amax, col_amax, out, 
         note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE)
     elif NOTE:
         if counting:
-            count_losses_of_four(v, rows, R, there, row_amax, counts, MODE, MAX, LEAST, FLOOR, SLOTS)
+            count_losses_of_four(v, rows, R, there, row_amax, counts, MODE, MAX, LEAST, ROUND, FLOOR, SLOTS)
         else:
             note_tile(v, (down == 0) & (along == 0), row_amax, counts, MODE, SLOTS)
             _write(v, down, along, rows, R, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, C, MODE, OTHER, TURNED, MAX,
@@ -100,11 +100,11 @@ def _write(v, down, along, rows, R, cols, there, row_amax, col_amax, out, other,
     else:
         each = down * by_row.shape[0] + tl.arange(0, by_row.shape[0])
         if MODE == _LINES:
-            tl.store(row_scales + each, reciprocal(by_row), mask=(each < R) & (along == 0))
-            tl.store(col_scales + cols, reciprocal(by_col), mask=there & (down == 0))
+            tl.store(row_scales + each, by_row, mask=(each < R) & (along == 0))
+            tl.store(col_scales + cols, by_col, mask=there & (down == 0))
         else:
-            tl.store(row_scales + along.to(tl.int64) * R + each, reciprocal(by_row), mask=each < R)
-            tl.store(col_scales + down.to(tl.int64) * C + cols, reciprocal(by_col), mask=there)
+            tl.store(row_scales + along.to(tl.int64) * R + each, by_row, mask=each < R)
+            tl.store(col_scales + down.to(tl.int64) * C + cols, by_col, mask=there)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _cast(x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, 
 @triton.jit
 def _gated(gate, up, x, INTERPRETED: tl.constexpr):
     gate, up = clamped(gate, up, 0.0, 0.0, False)
-    return rounded(gated(gate, up, 1.0), x, INTERPRETED)
+    return rounded(gated(gate, up, 1.0, INTERPRETED), x, INTERPRETED)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _cast_gated(x, row_amax, col_amax, out, other, row_scales, col_scales, count
 @triton.jit
 def _slopes(d, gate, up, x, INTERPRETED: tl.constexpr):
     gate, up = clamped(gate, up, 0.0, 0.0, False)
-    dgate, dup = gated_slopes(d, gate, up, sigmoid(gate, 1.0), gate, up, 1.0, 0.0, False)
+    dgate, dup = gated_slopes(d, gate, up, sigmoid(gate, 1.0, INTERPRETED), gate, up, 1.0, 0.0, False)
     return rounded(dgate, x, INTERPRETED), rounded(dup, x, INTERPRETED)
 
 
@@ -280,8 +280,8 @@ def takes(x: Source, block: tuple[int, int]) -> bool:
 def tiles_of(x: Source, mode: int) -> Tiles:
     """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, heads for one of
     their width. More lines for amaxes of columns: fewer atomics."""
-    if mode in (BLOCKS, SQUARES):
-        return Tiles(TILE, TILE, 16)
+    if mode in (BLOCKS, SQUARES):  # as few warps as have registers for two programs on a processor: what a line's scale costs, each warp pays
+        return Tiles(TILE, TILE, 16 if isinstance(x, GatedGrad) else 8)
     columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
     if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
         return Tiles(64, columns, 8)

@@ -80,7 +80,7 @@ def _weighed(gate, up, weights, rows, stop, x, ALPHA: tl.constexpr, LIMIT: tl.co
              WEIGH: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """What the activation makes of gate and up, as kernels.gated does."""
     gate, up = clamped(gate, up, LIMIT, SHIFT, CLAMP)
-    y = gated(gate, up, ALPHA)
+    y = gated(gate, up, ALPHA, INTERPRETED)
     if WEIGH:
         y = y * tl.load(weights + rows, mask=rows < stop, other=0.0)[:, None]
     return rounded(y, x, INTERPRETED)
@@ -91,7 +91,7 @@ def _slopes(d, raw_gate, raw_up, weights, sums, rows, stop, x, ALPHA: tl.constex
             WEIGH: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Gradients of gate and up, likewise; this tile's part of the weights' goes to `sums`."""
     gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
-    s = sigmoid(gate, ALPHA)
+    s = sigmoid(gate, ALPHA, INTERPRETED)
     if WEIGH:
         there = rows < stop
         tl.store(sums + rows, tl.sum(d * gate * s * up, 1), mask=there)
@@ -169,7 +169,7 @@ def _emit(v, counting, down, t, e, along, begin, stop, cols, there, row_amax, co
         note_amaxes(v, rows, stop, cols, there, row_amax, col_amax, MODE)
     elif NOTE:
         if counting:
-            count_losses_of_four(v, rows, stop, there, row_amax, counts, MODE, MAX, LEAST, FLOOR, SLOTS)
+            count_losses_of_four(v, rows, stop, there, row_amax, counts, MODE, MAX, LEAST, ROUND, FLOOR, SLOTS)
         else:
             note_tile(v, along == 0, row_amax, counts, MODE, SLOTS)
             _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_amax, out, other, row_scales, col_scales, R, C, P, MODE, APART,
@@ -194,11 +194,11 @@ def _write(v, down, t, e, along, begin, stop, rows, cols, there, row_amax, col_a
     else:
         each = begin + tl.arange(0, by_row.shape[0])
         if MODE == _LINES:
-            tl.store(row_scales + each, reciprocal(by_row), mask=(each < stop) & (along == 0))
-            tl.store(col_scales + e.to(tl.int64) * C + cols, reciprocal(by_col), mask=there)
+            tl.store(row_scales + each, by_row, mask=(each < stop) & (along == 0))
+            tl.store(col_scales + e.to(tl.int64) * C + cols, by_col, mask=there)
         else:
-            tl.store(row_scales + along.to(tl.int64) * R + each, reciprocal(by_row), mask=each < stop)
-            tl.store(col_scales + t.to(tl.int64) * C + cols, reciprocal(by_col), mask=there)
+            tl.store(row_scales + along.to(tl.int64) * R + each, by_row, mask=each < stop)
+            tl.store(col_scales + t.to(tl.int64) * C + cols, by_col, mask=there)
 
 
 def takes(x: Source, block: tuple[int, int]) -> bool:

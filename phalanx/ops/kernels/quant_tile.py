@@ -103,15 +103,37 @@ def multiplier_of(bits, MAX: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
+def scales_of(bits, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
+    """`multiplier_of` and its `reciprocal`, for many numbers: a division takes a call and its registers, and every thread needs those of its rows
+    and columns. Newton's steps from the hardware's 1 / x and from amax / MAX end at the same bits: for every fp32 amax, and 1 / x wrong by up to
+    two units in the last place. Powers of two keep 1 / x a normal number."""
+    if ROUND:
+        m = multiplier_of(bits, MAX, FLOOR)
+        return m, reciprocal(m)
+    else:
+        amax = tl.maximum(bits.to(tl.float32, bitcast=True), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        part, top = amax * 0.0625, MAX * 0.0625  # signs are chosen so that none is to be turned
+        y = tl.inline_asm_elementwise(
+            "{.reg .f32 x; neg.f32 x, $1; rcp.approx.ftz.f32 $0, x;}", "=f,f", [part], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+        y = tl.fma(tl.fma(part, y, 1.0), y, y)
+        m = y * top
+        m = tl.fma(tl.fma(part, m, top), y, m)
+        scale = amax * (1.0 / MAX)
+        scale = tl.fma(tl.fma(m, scale, 1.0), scale, scale)
+        scale = tl.fma(tl.fma(m, scale, 1.0), scale, scale)
+        return tl.where(amax == float("inf"), 0.0, tl.abs(m)), tl.where(amax == float("inf"), amax, scale)
+
+
+@triton.jit
 def reciprocal(m):
     """1 / m, rounded to the nearest."""
     return tl.div_rn(tl.zeros_like(m) + 1.0, m)
 
 
 @triton.jit
-def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
+def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, OWN: tl.constexpr = False):
     """As quant.cast, up to the cast itself, which saturates on a GPU. WIDE_RANGE: E5M2. ROUND: to the format's numbers, for the interpreter,
-    whose cast neither rounds to the nearest nor saturates."""
+    whose cast neither rounds to the nearest nor saturates. OWN: multiplied by a scale of their own amax, so that none is infinite: inf 0 is NaN."""
     if ROUND:
         finite = tl.abs(v) < float("inf")
         v = tl.minimum(tl.maximum(v, -MAX), MAX)
@@ -122,15 +144,17 @@ def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
         full = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & (-1 << drop)).to(tl.float32, bitcast=True)
         small = (((tl.abs(v) + magic) - magic).to(tl.int32, bitcast=True) | (bits & (-1 << 31))).to(tl.float32, bitcast=True)
         return tl.where(finite, tl.where(tl.abs(v) < least, small, full), float("nan"))
+    elif OWN:
+        return v
     else:
         return tl.fma(v, 0.0, v)  # v, or NaN where v is not finite
 
 
 @triton.jit
 def store_codes(v, where, stride, rows, cols, mask, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
-                TURNED: tl.constexpr = False):  # fmt: skip
-    """Codes of v to `rows` and `cols` of `where`; TURNED: transposed, to columns `rows`."""
-    codes = _code(v, MAX, WIDE_RANGE, ROUND).to(where.dtype.element_ty)
+                TURNED: tl.constexpr = False, OWN: tl.constexpr = False):  # fmt: skip
+    """Codes of v to `rows` and `cols` of `where`; TURNED: transposed, to columns `rows`; OWN: as `_code` has it."""
+    codes = _code(v, MAX, WIDE_RANGE, ROUND, OWN).to(where.dtype.element_ty)
     if ROUND:  # nor does it cast NaN
         codes = tl.where(tl.abs(v) < float("inf"), codes.to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8).to(where.dtype.element_ty, bitcast=True)
     if TURNED:
@@ -164,14 +188,14 @@ def largest_of_four(v):
 
 
 @triton.jit
-def _packed(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):
+def _packed(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, OWN: tl.constexpr):
     """Codes of four tiles, those of four rows of a column in a word: what lies side by side in the transposed matrix."""
     if ROUND:
         word = _byte(v[0], MAX, WIDE_RANGE) | (_byte(v[1], MAX, WIDE_RANGE) << 8)
         return word | (_byte(v[2], MAX, WIDE_RANGE) << 16) | (_byte(v[3], MAX, WIDE_RANGE) << 24)
     else:
-        a, b = _code(v[0], MAX, WIDE_RANGE, False), _code(v[1], MAX, WIDE_RANGE, False)
-        c, d = _code(v[2], MAX, WIDE_RANGE, False), _code(v[3], MAX, WIDE_RANGE, False)
+        a, b = _code(v[0], MAX, WIDE_RANGE, False, OWN), _code(v[1], MAX, WIDE_RANGE, False, OWN)
+        c, d = _code(v[2], MAX, WIDE_RANGE, False, OWN), _code(v[3], MAX, WIDE_RANGE, False, OWN)
         if WIDE_RANGE:
             return tl.inline_asm_elementwise(
                 "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high};}",
@@ -203,25 +227,48 @@ def _shared_multiplier(v, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR
 
 
 @triton.jit
-def _row_multiplier(v, rows, row_amax, shared, R, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
-    """What rows of a tile are multiplied by, (rows,), or `shared` where all of it is by one number."""
-    if MODE == _LINES:
-        return multiplier_of(tl.load(row_amax + rows, mask=rows < R, other=0), MAX, FLOOR)
-    elif MODE == _BLOCKS:
-        return multiplier_of(tl.max(abs_bits(v), 1), MAX, FLOOR)
-    else:
-        return shared
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _column_multiplier(v, cols, there, col_amax, shared, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
+def _largest_along(v, axis: tl.constexpr, ROUND: tl.constexpr):
+    """The bits of the largest |v| along an axis. Compared as numbers |v| costs no instruction; the interpreter is fast with bits."""
+    if ROUND:
+        return tl.max(abs_bits(v), axis)
+    else:
+        return abs_bits(tl.reduce(tl.abs(v), axis, _larger))
+
+
+@triton.jit
+def _row_bits(v, rows, row_amax, R, MODE: tl.constexpr, ROUND: tl.constexpr):
+    """Bits of the amaxes that the scales of a tile's rows are made of, (rows,); of modes where all of it shares one, none."""
+    if MODE == _LINES:
+        return tl.load(row_amax + rows, mask=rows < R, other=0)
+    elif MODE == _BLOCKS:
+        return _largest_along(v, 1, ROUND)
+    else:
+        return 0
+
+
+@triton.jit
+def _column_bits(v, cols, there, col_amax, MODE: tl.constexpr, ROUND: tl.constexpr):
     """The same of columns, of four tiles."""
     if MODE == _LINES:
-        return multiplier_of(tl.load(col_amax + cols, mask=there, other=0), MAX, FLOOR)
+        return tl.load(col_amax + cols, mask=there, other=0)
     elif MODE == _BLOCKS:
-        return multiplier_of(tl.max(abs_bits(largest_of_four(v)), 0), MAX, FLOOR)
+        return _largest_along(largest_of_four(v), 0, ROUND)
     else:
-        return shared
+        return 0
+
+
+@triton.jit
+def _scales(bits, shared, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
+    """Multipliers of lines whose amaxes have these bits, and scales; or twice `shared`."""
+    if MODE == _LINES or MODE == _BLOCKS:
+        return scales_of(bits, MAX, FLOOR, ROUND)
+    else:
+        return shared, shared
 
 
 @triton.jit
@@ -245,11 +292,11 @@ def note_tile(v, first, row_amax, counts, MODE: tl.constexpr, SLOTS: tl.constexp
 
 
 @triton.jit
-def count_losses_of_four(v, rows, R, there, row_amax, counts, MODE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr,
-                         SLOTS: tl.constexpr):  # fmt: skip
+def count_losses_of_four(v, rows, R, there, row_amax, counts, MODE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, ROUND: tl.constexpr,
+                         FLOOR: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
     for i in tl.static_range(4):
-        m = _row_multiplier(v[i], rows + i, row_amax, shared, R, MODE, MAX, FLOOR)
+        m, _ = _scales(_row_bits(v[i], rows + i, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
         scaled = v[i] * (m[:, None] if MODE == _LINES or MODE == _BLOCKS else m)
         count_losses(v[i], scaled, (rows + i < R)[:, None] & there[None, :], counts, SLOTS, MAX, LEAST)
 
@@ -258,15 +305,15 @@ def count_losses_of_four(v, rows, R, there, row_amax, counts, MODE: tl.constexpr
 def _write_rows(v, m, by_col, rows, R, cols, there, out, other, C, MODE: tl.constexpr, OTHER: tl.constexpr, TURNED: tl.constexpr,
                 MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     """Write codes of a tile whose rows are `rows` (R, C), multiplied by m. Returns what the transposed codes are cast from: multiplied by by_col."""
-    mask = (rows < R)[:, None] & there[None, :]
+    mask, own = (rows < R)[:, None] & there[None, :], MODE != _GIVEN
     if MODE == _LINES or MODE == _BLOCKS:
-        store_codes(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND)
+        store_codes(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
         scaled = v * by_col[None, :]
         if OTHER and not TURNED:
-            store_codes(scaled, other, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND)
+            store_codes(scaled, other, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
     else:
         scaled = v * m
-        store_codes(scaled, out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND)
+        store_codes(scaled, out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
     return scaled
 
 
@@ -275,17 +322,17 @@ def write_codes(v, down, rows, R, cols, there, row_amax, col_amax, out, other, C
                 MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
     """out (.., C): codes of v, four tiles, of `rows` before R, with scales shared along a row (or the whole). other: with scales shared along a
     column: (.., C) codes or, TURNED, (C, P) codes as words of four, of which this is tile `down`; P whole fours. Amaxes are bits, of GIVEN a
-    multiplier. Returns the multipliers of the tile's rows, in their order, and of its columns, or twice the one of all.
+    multiplier. Returns the scales of the tile's rows, in their order, and of its columns; of modes where all share one, twice the multiplier.
 
     What is stored in both orders is cast twice, each time with its neighbours: bytes of one cast, taken apart and put together anew, cost
     three times the instructions, and ptxas 12.8 made code of it for sm_90 that read registers before they were set.
     """
     shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
-    m0 = _row_multiplier(v[0], rows, row_amax, shared, R, MODE, MAX, FLOOR)
-    m1 = _row_multiplier(v[1], rows + 1, row_amax, shared, R, MODE, MAX, FLOOR)
-    m2 = _row_multiplier(v[2], rows + 2, row_amax, shared, R, MODE, MAX, FLOOR)
-    m3 = _row_multiplier(v[3], rows + 3, row_amax, shared, R, MODE, MAX, FLOOR)
-    by_col = _column_multiplier(v, cols, there, col_amax, shared, MODE, MAX, FLOOR)
+    m0, s0 = _scales(_row_bits(v[0], rows, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    m1, s1 = _scales(_row_bits(v[1], rows + 1, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    m2, s2 = _scales(_row_bits(v[2], rows + 2, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    m3, s3 = _scales(_row_bits(v[3], rows + 3, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    by_col, col_scales = _scales(_column_bits(v, cols, there, col_amax, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
     turned = (
         _write_rows(v[0], m0, by_col, rows, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
         _write_rows(v[1], m1, by_col, rows + 1, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
@@ -293,11 +340,11 @@ def write_codes(v, down, rows, R, cols, there, row_amax, col_amax, out, other, C
         _write_rows(v[3], m3, by_col, rows + 3, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
     )
     if OTHER and TURNED:
-        words = _packed(turned, MAX, WIDE_RANGE, ROUND)
+        words = _packed(turned, MAX, WIDE_RANGE, ROUND, MODE != _GIVEN)
         fours = down * words.shape[0] + tl.arange(0, words.shape[0])  # rows // 4, but known to be consecutive
         tl.store(other + cols.to(tl.int64)[:, None] * (P // 4) + fours[None, :], words.T, mask=there[:, None] & (fours < P // 4)[None, :])
     if MODE == _LINES or MODE == _BLOCKS:
-        return tl.reshape(tl.join(tl.join(m0, m2), tl.join(m1, m3)), (4 * m0.shape[0],)), by_col
+        return tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * s0.shape[0],)), col_scales
     else:
         return shared, shared
 
