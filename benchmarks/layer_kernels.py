@@ -150,12 +150,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     o = parser.parse_args()
     device, s = torch.device(o.device), Sizes(o.tokens, o.width, o.inner, tuple(o.heads), o.vocab)
-    lines, sums, copies = [], {"delayed": 0.0, "blocks": 0.0}, {}
+    lines: list[str] = []
+    sums, copies = {"delayed": 0.0, "blocks": 0.0}, dict[int, float]()
     for make in (lambda: casts(s, device, o.warps), lambda: others(s, device), lambda: weights(s, device)):
         for row in make():
             if row.moved not in copies:
-                a = torch.empty(row.moved // 2, dtype=torch.uint8, device=device)
-                copies[row.moved] = seconds(lambda a=a, b=torch.empty_like(a): b.copy_(a), device)
+                a, b = torch.empty(2, row.moved // 2, dtype=torch.uint8, device=device)
+                copies[row.moved] = seconds(lambda a=a, b=b: b.copy_(a), device)
             took, copy = seconds(row.call, device), copies[row.moved]
             for recipe in sums:
                 sums[recipe] += 1e3 * took * row.times * (not any(row.what.endswith(other) for other in sums if other != recipe))
