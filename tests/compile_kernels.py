@@ -115,7 +115,7 @@ def low_precision() -> list[tuple]:
             t = quant.tiles_of(source, mode)
             consts = dict(MODE=mode, OTHER=True, TURNED=True, NOTE=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=wide, ROUND=False,
                           FLOOR=2.0**-100, EVERY=16, SLOTS=32, ROWS=t.rows, COLS=t.columns)  # fmt: skip
-            found.append((kernel, dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps)))
+            found.append((quant._kernel_of(source, mode)[0], dict(**pointers, **amaxes, **outs, **sizes), consts | more, dict(num_warps=t.warps)))
             if mode in (quant_tile.GIVEN, quant_tile.BLOCKS):
                 found.append(uncounted(found[-1]))
     found.append((quant._amax, dict(x=BF, out="*i32", n="i32", steps="i32"), dict(BLOCK=quant.ALL), dict(num_warps=8)))

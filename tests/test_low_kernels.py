@@ -133,7 +133,7 @@ def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
 
 @pytest.mark.parametrize("turn", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("shape", [(48, 80), (80, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(48, 80), (80, 128), (16, 256)], ids=str)
 def test_what_swiglu_makes_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
     """Truth: SwiGLU's own kernels in fp32, rounded (which Triton's interpreter does not do) and cast: codes, scales, amaxes and counts to the bit."""
     rows, inner = shape

@@ -145,11 +145,49 @@ def _slopes(d, gate, up, x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _gate_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
+    """Gradients of gate, four tiles."""
+    d, g, u = read_four(dy, rows, cols, C, R, C), read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
+    d0, _ = _slopes(d[0], g[0], u[0], x, INTERPRETED)
+    d1, _ = _slopes(d[1], g[1], u[1], x, INTERPRETED)
+    d2, _ = _slopes(d[2], g[2], u[2], x, INTERPRETED)
+    d3, _ = _slopes(d[3], g[3], u[3], x, INTERPRETED)
+    return d0, d1, d2, d3
+
+
+@triton.jit
+def _up_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
+    """Gradients of up, which does not count into them."""
+    d, g = read_four(dy, rows, cols, C, R, C), read_four(x, rows, cols, 2 * C, R, C)
+    _, d0 = _slopes(d[0], g[0], 0.0, x, INTERPRETED)
+    _, d1 = _slopes(d[1], g[1], 0.0, x, INTERPRETED)
+    _, d2 = _slopes(d[2], g[2], 0.0, x, INTERPRETED)
+    _, d3 = _slopes(d[3], g[3], 0.0, x, INTERPRETED)
+    return d0, d1, d2, d3
+
+
+@triton.jit
+def _cast_half_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
+                          OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
+                          WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
+                          ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """As _cast_gated_grad, of C (R, 2C), C whole tiles: a tile is of gate or of up. What both read comes from the L2 cache the second time, and
+    two programs have room on a processor: tiles of blocks of 128 x 128 are too large for both."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    if 2 * along * COLS < C:
+        d0, d1, d2, d3 = _gate_slopes(dy, x, rows, cols, R, C // 2, ROUND)
+    else:
+        d0, d1, d2, d3 = _up_slopes(dy, x, rows, cols - C // 2, R, C // 2, ROUND)
+    _emit((d0, d1, d2, d3), counting, down, along, rows, cols, cols < C, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE,
+          OTHER, TURNED, NOTE, MAX, LEAST, WIDE_RANGE, ROUND, FLOOR, SLOTS)  # fmt: skip
+
+
+@triton.jit
 def _cast_gated_grad(dy, x, row_amax, col_amax, out, other, row_scales, col_scales, counts, R, C, MODE: tl.constexpr,
                      OTHER: tl.constexpr, TURNED: tl.constexpr, NOTE: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
                      WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, FLOOR: tl.constexpr, EVERY: tl.constexpr, SLOTS: tl.constexpr,
                      ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Of the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded likewise. Of BLOCKS, C is whole blocks."""
+    """Of the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded likewise."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     d = read_four(dy, rows, cols, C, R, C)
     g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
@@ -281,15 +319,17 @@ def tiles_of(x: Source, mode: int) -> Tiles:
     """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, heads for one of
     their width. More lines for amaxes of columns: fewer atomics."""
     if mode in (BLOCKS, SQUARES):  # as few warps as have registers for two programs on a processor: what a line's scale costs, each warp pays
-        return Tiles(TILE, TILE, 16 if isinstance(x, GatedGrad) else 8)
+        return Tiles(TILE, TILE, 8)
     columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
     if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
         return Tiles(64, columns, 8)
     return Tiles(32, columns, 4)
 
 
-def _kernel_of(x: Source) -> tuple[Any, tuple[Any, ...], tuple[int, int], dict[str, Any]]:
+def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, int], dict[str, Any]]:
     """The kernel, what it reads, rows and columns that its tiles cover, constants."""
+    if isinstance(x, GatedGrad) and mode == BLOCKS:
+        return _cast_half_gated_grad, (x.dy.contiguous(), x.x.contiguous()), x.shape, {}
     if isinstance(x, GatedGrad):
         return _cast_gated_grad, (x.dy.contiguous(), x.x.contiguous()), (x.dy.shape[0], x.dy.shape[1]), {}
     if isinstance(x, Gated):
@@ -309,7 +349,7 @@ def _launch(x: Source, mode: int, first: Tensor | None, second: Tensor | None, o
             scales: tuple[Tensor | None, Tensor | None] = (None, None), counts: Tensor | None = None, turn: bool = False,
             format: Format | None = None, tiles: Tiles | None = None) -> None:  # fmt: skip
     """One of the kernels above over all of x."""
-    kernel, sources, (rows, columns), more = _kernel_of(x)
+    kernel, sources, (rows, columns), more = _kernel_of(x, mode)
     programs, constants = plan(x, rows, columns, mode, format, counts, tiles or tiles_of(x, mode))
     more |= dict(OTHER=other is not None, TURNED=turn)
     kernel[(programs,)](*sources, first, second, out, other, *scales, counts, rows, columns, **constants, **more)
