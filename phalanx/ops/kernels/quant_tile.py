@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.ops.quant import Format
 
 TILE = 128
-LARGE, SAMPLED = 2**23, 16  # of tensors of so many elements, losses are counted in every so-manieth of a row of tiles
+LARGE, SAMPLED = 2**23, 64  # of tensors of so many elements, losses are counted in every so-manieth of a row of tiles
 # Whose scale: the tensor's amax, a given number, lines, 1 x 128 (128 x 1), 128 x 128. The last two only find amaxes, of the whole and of lines
 WHOLE, GIVEN, LINES, BLOCKS, SQUARES, LARGEST, LARGEST_LINES = range(7)
 _WHOLE, _GIVEN, _LINES, _BLOCKS, _SQUARES, _LARGEST, _LARGEST_LINES = (tl.constexpr(mode) for mode in range(7))  # the same for kernels
