@@ -1,10 +1,11 @@
 """How fast are casts to 8 bits and products of 8-bit codes on one GPU? Two tables, at the shapes of an 8B layer (8,192 tokens).
 
-python benchmarks/low_ops.py [--only linears|experts|casts] [--sweep] [--out FILE]
+python benchmarks/low_ops.py [--only linears|experts|casts|algorithms] [--sweep] [--out FILE]
 
 Casts in GB/s of the bytes that must be read and written at least. Products in TFLOP/s: torch's GEMMs (fast and precise sums), the same and
 an addition to an fp32 buffer as a weight's gradient needs, cuBLASLt's (ops.cublaslt) and
 ours, which add in the GEMM. --sweep tries tile sizes of ours (--only casts --sweep: those of casts and nothing else; a star marks what is used).
+--only algorithms: every way that cuBLASLt proposes for a product; the first is the one that is used.
 The same of 16 experts with 65,536 rows (2,048 features, 768 inside), beside the bf16 products that they stand for.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable
+from ctypes import byref, c_int, c_uint64, c_void_p, sizeof
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
 from phalanx.ops.activation import Gated, GatedGrad
-from phalanx.ops.cublaslt import cublaslt
+from phalanx.ops.cublaslt import MOST_WORKSPACE, WORKSPACE, Gemm, _Choice, _Plan, cublaslt, describe, layouts, scales_in_order
 from phalanx.ops.kernels import grouped, scaled_grouped_mm, scaled_mm
 from phalanx.ops.kernels import quant as kernels
 from phalanx.ops.kernels.quant_tile import Tiles as CastTiles
@@ -146,6 +148,32 @@ def product_rows(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+def algorithm_rows(device: torch.device) -> list[dict[str, Any]]:
+    """Of tensors with one scale (precise and fast sums) and of blocks, forward and a weight's gradient, which is added."""
+    found, most, lt = [], 8, cublaslt(device.index or 0)
+    if lt is None:
+        return [{"linear": "", "gemm": "", "recipe": "", "way": "", "result": "no cuBLASLt"}]
+    for (name, (outer, inner)), add in itertools.product(LINEARS.items(), (False, True)):
+        m, n, k = (outer, inner, TOKENS) if add else (TOKENS, outer, inner)
+        for recipe, blocks, fast in (("tensorwise", ((0, 0), (0, 0)), False), ("tensorwise, fast", ((0, 0), (0, 0)), True),
+                                     ("blockwise", ((1, 128), (1, 128) if add else (128, 128)), False)):  # fmt: skip
+            a, b = codes(m, k, blocks[0], device), codes(n, k, blocks[1], device)
+            y = torch.zeros(m, n, dtype=torch.float32 if add else torch.bfloat16, device=device)
+            gemm = Gemm(m, n, k, (a.codes.dtype, b.codes.dtype, y.dtype), blocks, fast, add, (256, 256, 256))
+            scales = [scales_in_order(q) for q in (a, b)]
+            description, preference, count = describe(lt._library, gemm, *(q.data_ptr() for q in scales)), c_void_p(), c_int()
+            a_at, b_at, y_at = layouts(lt._library, gemm)
+            choices, room = (_Choice * most)(), c_uint64(MOST_WORKSPACE)
+            lt._call("cublasLtMatmulPreferenceCreate", byref(preference))
+            lt._call("cublasLtMatmulPreferenceSetAttribute", preference, WORKSPACE, byref(room), sizeof(room))
+            lt._library.cublasLtMatmulAlgoGetHeuristic(lt._handle, description, b_at, a_at, y_at, y_at, preference, most, choices, byref(count))
+            for i in range(count.value):
+                chosen = _Plan(a_at, b_at, y_at, choices[i])
+                result = tried(lambda p=chosen, d=description, g=gemm, y=y, a=a, b=b: lt._run(p, d, g, y, a, b), 2.0 * m * n * k, device)
+                found.append({"linear": name, "gemm": "weight's" if add else "forward", "recipe": recipe, "way": f"number {i}", "result": result})
+    return found
+
+
 def sweep(device: torch.device) -> list[dict[str, Any]]:
     found = []
     m, n, k = 28672, 4096, TOKENS
@@ -213,13 +241,14 @@ def shown(result: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("linears", "experts", "casts"))
+    parser.add_argument("--only", choices=("linears", "experts", "casts", "algorithms"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda")
     made: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
     made["products"] = product_rows(device) if options.only in (None, "linears") else []
+    made["products"] += algorithm_rows(device) if options.only == "algorithms" else []
     made["products"] += expert_rows(device, options.sweep) if options.only in (None, "experts") else []
     for r in made["products"]:
         print(f"{r['linear']:14} {r['gemm']:17} {r['recipe']:11} {r['way']:26} {shown(r['result'])}", flush=True)
