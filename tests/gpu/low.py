@@ -110,6 +110,20 @@ def every_number(device: torch.device) -> str:
     return "to the bit"
 
 
+def no_numbers(device: torch.device) -> str:
+    """Where a value is no number: codes and scales that are none, where the plain twin's are none, and else equal."""
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            x = spread_out(272, 144)
+            x[3, 5], x[200, 130] = bad, 0.0
+            made = low_of(recipe, "auto", device).both(X, x.to(device), 0, True)
+            for i, (a, b) in enumerate(zip(made, low_of(recipe, "plain", torch.device("cpu")).both(X, x, 0, True))):
+                for what, found, truth in (("codes", a.codes.cpu().float(), b.codes.float()), ("scales", a.scales.cpu(), b.scales)):
+                    if not torch.equal(found.isnan(), truth.isnan()) or not torch.equal(found.nan_to_num(), truth.nan_to_num()):
+                        raise AssertionError(f"{recipe}, {bad}: {what} {i} differ")
+    return "as the plain twin"
+
+
 @triton.jit
 def _scales(bits, found, truth, BLOCK: tl.constexpr, MAX: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -425,7 +439,8 @@ def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
 
 
 def low_checks() -> dict[str, Callable[[torch.device], str]]:
-    found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number, "low precision, every scale": every_scale}
+    found: dict[str, Callable[[torch.device], str]] = {"low precision, every bf16 number": every_number}
+    found |= {"low precision, every scale": every_scale, "low precision, what is no number": no_numbers}
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
     found["low precision, weights kept as codes"] = kept_codes
     found["low precision, codes of tokens put in place"] = placed_codes
