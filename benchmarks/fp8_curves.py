@@ -26,7 +26,7 @@ from curves import LAST, add_rate, gaps, smoothed, trained, write_config  # type
 GPU_WIDTHS = {"intermediate_size": 1792}  # of 128, as blockwise wants; 101.3 M parameters
 CPU_WIDTHS = {"hidden_size": 128, "intermediate_size": 256}
 AGAIN = "bf16-again"  # bf16 whose norms add up in another order: how far apart two runs are that differ in rounding alone
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_search", "nvfp4_fine")
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed")
 
 
 def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float, gpu: int | None) -> dict[str, Any]:
