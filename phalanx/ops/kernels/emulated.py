@@ -91,7 +91,7 @@ def _search(x, codes, table, out, N, K, across, C, signs, TOKENS: tl.constexpr, 
     code = tl.load(codes + where, mask=there, other=0)
     best = tl.zeros((LINES, blocks), tl.float32)
     least = best + float("inf")
-    for i in tl.static_range(TRIES):
+    for i in range(TRIES):
         at = tl.where(code == NO_NUMBER, code, tl.minimum(tl.maximum(code + (i + FIRST), 1), NO_NUMBER - 1))
         m = tl.load(table + at)
         scaled = v * m[:, :, None]
