@@ -351,7 +351,8 @@ LAYOUTS = {  # no block of a scale is cut or joined in these: the same codes as 
     "blockwise, ep2 in tp2": case(2, "blockwise", "low-mixtral-wide", EXPERTS, dict(global_batch=16, micro_batch=16), tp=2, ep=2),
     "mxfp8, ep2 in tp2": case(2, "mxfp8", fp8=EXPERTS, train=dict(micro_batch=4), tp=2, ep=2, dispatch="alltoall"),
     "nvfp4, etp2 in tp2": case(2, "nvfp4", fp8=EXPERTS, tp=2, etp=2),
-    "nvfp4_mixed, etp2 in tp2": case(2, "nvfp4_mixed", fp8=EXPERTS, tp=2, etp=2),
+    "nvfp4_fine, etp2 in tp2": case(2, "nvfp4_fine", fp8=EXPERTS, tp=2, etp=2),
+    "nvfp4_mixed, ep2 in tp2": case(2, "nvfp4_mixed", fp8=EXPERTS, train=dict(micro_batch=4), tp=2, ep=2, dispatch="alltoall"),
 }  # fmt: skip
 
 
