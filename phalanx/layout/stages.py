@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+DIGITS = 9  # of costs that are compared: sums in another order must not look like progress
 
 
 def cut_stages(costs: list[float], num_stages: int) -> list[range]:
@@ -13,72 +17,93 @@ def cut_stages(costs: list[float], num_stages: int) -> list[range]:
     """
     if not 1 <= num_stages <= len(costs):
         raise ValueError(f"cannot cut {len(costs)} blocks into {num_stages} stages")
-    total = [0.0]
-    for c in costs:
-        total.append(total[-1] + c)
-    largest, _ = _best_cut(total, num_stages, max, lambda cost: cost)
-    return _best_cut(total, num_stages, operator.add, lambda cost: cost * cost if cost <= largest else float("inf"))[1]
+    total = np.array([0.0, *accumulate(costs)])
+    cost = total[:, None] - total  # [j, i]: of a stage of blocks i to j - 1
+    cost[np.triu_indices(len(total))] = np.inf
+    largest, _ = _best_cut(cost, num_stages, np.maximum)
+    return _best_cut(np.where(cost <= largest, cost * cost, np.inf), num_stages, np.add)[1]
+
+
+def _best_cut(price: np.ndarray, num_stages: int, add: Any) -> tuple[float, list[range]]:
+    """The smallest price of a cut, prices of stages added by `add`, and the cut. price[j, i]: of a stage of blocks i to j - 1.
+
+    Dynamic programming over (stages, blocks): O(num_stages * len(price)^2).
+    """
+    places = len(price) - num_stages  # where a stage may end, so that the others have a block each
+    best, choice = np.zeros(1), []  # best: of the blocks before each place
+    for stage in range(num_stages):
+        sums = add(best, price[stage + 1 : stage + 1 + places, stage : stage + len(best)])
+        best = sums.min(axis=1)
+        choice.append(sums.argmin(axis=1) + stage)
+    ends = [len(price) - 1]
+    for stage, start_of in reversed(list(enumerate(choice))):
+        ends.append(int(start_of[ends[-1] - stage - 1]))
+    return float(best[-1]), _runs(ends[::-1])
 
 
 def cut_virtual_stages(costs: list[float], num_ranks: int, per_rank: int) -> list[range]:
     """The same for ranks that hold `per_rank` stages each, stage s on rank s % num_ranks: first the costliest rank counts, then the
     costliest stage, then evenness. Starts from `cut_stages` and moves single blocks between stages as long as that helps."""
-    sizes = [len(r) for r in cut_stages(costs, num_ranks * per_rank)]
+    stages = cut_stages(costs, num_ranks * per_rank)
     if per_rank == 1:
-        return given_stages(tuple(sizes))
-    best = _unevenness(costs, sizes, num_ranks)
-    improved = True
+        return stages
+    total = np.array([0.0, *accumulate(costs)]) / (sum(costs) or 1.0)
+    ends = np.array([0, *(s.stop for s in stages)])
+    best, improved = _unevenness(np.diff(total[ends]), num_ranks), True
     while improved:
         improved = False
-        for a in range(len(sizes)):
-            for b in range(len(sizes)):
-                if a == b or sizes[a] == 1:
-                    continue
-                moved = list(sizes)
-                moved[a] -= 1
-                moved[b] += 1
-                found = _unevenness(costs, moved, num_ranks)
-                if found < best:
-                    sizes, best, improved = moved, found, True
-    return given_stages(tuple(sizes))
+        for a in range(len(stages)):
+            b = -1
+            while ends[a + 1] - ends[a] > 1:
+                found = _unevenness_after_moves(total, ends, a, num_ranks)
+                b = next((b for b in range(b + 1, len(stages)) if found[b] < best), len(stages))
+                if b == len(stages):
+                    break
+                best, improved = found[b], True
+                ends[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
+    return _runs(ends.tolist())
 
 
-def _unevenness(costs: list[float], sizes: list[int], num_ranks: int) -> tuple[float, float, float]:
-    stages = [sum(costs[i] for i in r) for r in given_stages(tuple(sizes))]
-    ranks = [sum(stages[r::num_ranks]) for r in range(num_ranks)]
-    digits = 9  # sums in another order must not look like progress
-    scale = sum(costs) or 1.0
-    return round(max(ranks) / scale, digits), round(max(stages) / scale, digits), round(sum((s / scale) ** 2 for s in [*ranks, *stages]), digits)
+Unevenness = tuple[float, ...]
+"""The costliest rank, the costliest stage, and the sum of squares of both."""
 
 
-Price = Callable[[float], float]
+def _unevenness(stages: np.ndarray, num_ranks: int) -> Unevenness:
+    ranks = stages.reshape(-1, num_ranks).sum(axis=0)
+    return tuple(np.round([ranks.max(), stages.max(), (ranks**2).sum() + (stages**2).sum()], DIGITS).tolist())
 
 
-def _best_cut(total: list[float], num_stages: int, add: Callable[[float, float], float], price: Price) -> tuple[float, list[range]]:
-    """The smallest price of a cut, each stage's price added by `add`, and the cut. `total[j]`: cost of the first j blocks.
+def _unevenness_after_moves(total: np.ndarray, ends: np.ndarray, a: int, num_ranks: int) -> list[Unevenness]:
+    """If stage a gave a block to each of the stages. total[j]: cost of the first j blocks; stage s has blocks ends[s] to ends[s + 1] - 1."""
+    last = len(ends) - 2
+    before = _after_moves_on(total[-1] - total[::-1], len(total) - 1 - ends[::-1], last - a, num_ranks)  # the same from the model's end
+    return [*before[::-1], (np.inf,), *_after_moves_on(total, ends, a, num_ranks)]
 
-    Dynamic programming over (stages, blocks): O(num_stages * len(total)^2).
-    """
-    n, never = len(total) - 1, float("inf")
-    best = [0.0] + [never] * n  # best[j]: of the first j blocks in the stages so far
-    choice: list[list[int]] = []
-    for _ in range(num_stages):
-        after, back = [never] * (n + 1), [0] * (n + 1)
-        for j in range(1, n + 1):
-            for i in range(j):
-                candidate = add(best[i], price(total[j] - total[i]))
-                if candidate < after[j]:
-                    after[j], back[j] = candidate, i
-        best = after
-        choice.append(back)
-    runs, end = [], n
-    for back in reversed(choice):
-        runs.append(range(back[end], end))
-        end = back[end]
-    return best[n], runs[::-1]
+
+def _after_moves_on(total: np.ndarray, ends: np.ndarray, a: int, num_ranks: int) -> list[Unevenness]:
+    """If stage a gave a block to each of the stages after it: those between get one and give one."""
+    now, starts, stops, more = np.diff(total[ends]), ends[:-1], ends[1:], np.arange(a + 1, len(ends) - 1)
+    gives = total[stops[a] - 1] - total[starts[a]]
+    passes = (total[stops - 1] - total[starts - 1])[more]
+    gets = (total[stops] - total[starts - 1])[more]
+    after = [*np.maximum.accumulate(now[::-1])[::-1][a + 2 :], 0.0][: len(more)]
+    most = np.maximum(np.maximum(gets, after), np.maximum.accumulate([*now[:a], gives, *passes])[a:-1])
+    # of stages and ranks, changes that add up with each stage that a block passes
+    square = (now**2).sum() - now[a] ** 2 + gives**2 - now[more] ** 2 + gets**2
+    square[1:] += np.cumsum(passes**2 - now[more] ** 2)[:-1]
+    ranks = np.zeros((len(more) + 1, num_ranks))
+    ranks[0] = now.reshape(-1, num_ranks).sum(axis=0)
+    ranks[0, a % num_ranks] += gives - now[a]
+    ranks[np.arange(1, len(more) + 1), more % num_ranks] = passes - now[more]
+    ranks = np.cumsum(ranks, axis=0)[:-1]
+    ranks[np.arange(len(more)), more % num_ranks] += gets - now[more]
+    return list(map(tuple, np.round(np.stack([ranks.max(axis=1), most, square + (ranks**2).sum(axis=1)], axis=1), DIGITS).tolist()))
+
+
+def _runs(ends: list[int]) -> list[range]:
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def given_stages(sizes: tuple[int, ...]) -> list[range]:
     """Runs of the given numbers of blocks."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [range(e - s, e) for e, s in zip(ends, sizes)]
+    return _runs([0, *accumulate(sizes)])

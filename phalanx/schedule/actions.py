@@ -67,8 +67,15 @@ class Schedule:
     def has_backward(self) -> bool:
         return any(action.kind != "F" for order in self.orders for action in order)
 
+    @cached_property
+    def _stages(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for stage, owner in enumerate(self.stage_rank):
+            found[owner] = (*found.get(owner, ()), stage)
+        return found
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+        return self._stages.get(rank, ())
 
     def consumer(self, action: Action) -> Action | None:
         """The action that reads what this one makes, or None at the end of the chain."""

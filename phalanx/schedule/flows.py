@@ -43,8 +43,8 @@ class _Places:
     needs: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
 
     def after(self, k: int) -> list[Instruction]:
-        timed = [x for entries in (self.closes[k], self.gathers[k]) for _, x in sorted(entries, key=lambda entry: entry[0])]
-        return [*self.frees[k], *self.reduces[k], *timed]
+        timed = [x for entries in (self.closes.get(k, ()), self.gathers.get(k, ())) for _, x in sorted(entries, key=lambda entry: entry[0])]
+        return [*self.frees.get(k, ()), *self.reduces.get(k, ()), *timed]
 
 
 def with_buckets(program: Sequence[Instruction], buckets: Buckets, flows: Mapping[int, Flow], early: Set[tuple[int, int]] = frozenset(),
@@ -56,10 +56,12 @@ def with_buckets(program: Sequence[Instruction], buckets: Buckets, flows: Mappin
     """
     compute = [x for x in program if isinstance(x, Forward | Backward)]
     trains = any(isinstance(x, Backward) for x in compute)
-    places = _Places()
+    places, numbers = _Places(), defaultdict[tuple[int, int], list[int]](list)
+    for k, x in enumerate(compute):
+        numbers[x.stage, x.run].append(k)
     for bucket, users in buckets.items():  # the mapping's order, the same on every data-parallel peer
         flow = flows.get(bucket, Flow())
-        uses = [k for k, x in enumerate(compute) if (x.stage, x.run) in users]
+        uses = sorted(k for user in users for k in numbers.get(user, ()))
         if not uses:
             continue
         _place_weights(places, bucket, flow, uses, ahead, keep)
@@ -117,7 +119,7 @@ def _woven(program: Sequence[Instruction], places: _Places) -> Iterator[Instruct
             due = False
         if isinstance(instruction, Forward | Backward):
             k += 1
-            yield from places.needs[k]
+            yield from places.needs.get(k, ())
             due = True
         yield instruction
     if due:

@@ -233,8 +233,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
     kept = {s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks) - sum(moved[s].values()) for s in moved}
-    in_slot = {s: kept[s] + most_moved(program.lists[pp], s, moved) for s in kept}
-    pools = pool_bytes(plan, trace.live[pp], in_slot, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
+    in_slot = most_moved(program.lists[pp], moved)
+    pools = pool_bytes(plan, trace.live[pp], {s: kept[s] + in_slot[s] for s in kept}, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
     away = peak_moved(program.lists[pp], moved)[1]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
 
@@ -326,13 +326,17 @@ def peak_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, i
     return most_here, most_away
 
 
-def most_moved(instructions: Sequence[Instruction], stage: int, moved: dict[int, dict[int, int]]) -> int:
-    """Of these bytes, the most of one micro-batch in a stage: memory of CUDA graphs that no other uses while they are away."""
-    of_each: dict[int, list[Instruction]] = {}
+def most_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> dict[int, int]:
+    """By stage, of these bytes the most of one micro-batch: memory of CUDA graphs that no other uses while they are away."""
+    most, of_each = dict.fromkeys(moved, 0), dict[tuple[int, int], list[Instruction]]()
+    if not any(nbytes for of_runs in moved.values() for nbytes in of_runs.values()):
+        return most
     for i in instructions:
-        if isinstance(i, Forward | Backward | Offload | Fetch) and i.stage == stage:
-            of_each.setdefault(i.mb, []).append(i)
-    return max((peak_moved(mine, moved)[0] for mine in of_each.values()), default=0) if any(moved[stage].values()) else 0
+        if isinstance(i, Forward | Backward | Offload | Fetch):
+            of_each.setdefault((i.stage, i.mb), []).append(i)
+    for (stage, _), mine in of_each.items():
+        most[stage] = max(most[stage], peak_moved(mine, moved)[0])
+    return most
 
 
 def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], of_heads: int) -> int:
