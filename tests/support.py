@@ -154,7 +154,8 @@ def confirm(ranks: RankPool, t: Trial) -> None:
 
 def not_as_codes(t: Trial) -> Trial:
     """The trial whose tokens travel to their experts in train.precision."""
-    return replace(t, run=replace(t.run, layout=replace(t.run.layout, dispatch=t.run.layout.exchange)), also=tuple(x for x in t.also if x not in SAVES))
+    layout = replace(t.run.layout, dispatch=t.run.layout.exchange)
+    return replace(t, run=replace(t.run, layout=layout), also=tuple(x for x in t.also if x not in SAVES))
 
 
 def same_bits(t: Trial, found: list[dict], other: list[dict]) -> None:

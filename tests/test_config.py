@@ -543,6 +543,7 @@ FORM = [
     ("layout.stages=[1,x]", "layout.stages.1", "must be int, got string", ()),
     ("train.rampup.start=2", "train.rampup.increment", "is required: int", ()),
     ("train=3", "train", "must be section", ()),
+    ("model=pretrained", "model", "must be a section with its family, got string; of a Hugging Face folder: in a Python config", ()),
 ]
 
 
@@ -714,6 +715,7 @@ def test_explain():
         "layout.tp: int, default 1\n    Tensor-parallel size: each layer's weights are cut over this many ranks; activations between "
         "blocks are cut along tokens."
     )
+    assert all(line.startswith("    ") or ": " in line for line in explain("train").splitlines())  # of a text of two lines both
     assert "optim.lr: float, default 0.0003" in explain("optim") and "optim.eps" in explain("optim")
     assert "model.rope_scaling.factor: float or null, default null" in explain("model.rope_scaling")
     assert 'one of "fp32", "bf16", "fp16", "fp64", default "fp32"' in explain("train.precision")

@@ -376,6 +376,12 @@ def test_statistics_are_in_the_metrics(tmp_path):
     assert log.count("shadow model.layers.0.mlp.down_proj: cosine 0.9") == 4
 
 
+def test_shadow_steps_end_with_the_recipe(tmp_path):
+    """The last before train.fp8.last_steps is one; of steps in train.precision there is nothing to tell."""
+    rows = trained(run_of(tmp_path / "run", dict(recipe="tensorwise", shadow_interval=2, last_steps=5)))
+    assert [r["step"] for r in rows if "fp8_shadow" in r] == [1, 2, 4, 6, 7]
+
+
 def outlier_run(folder: Path, fp8: dict | None) -> Run:
     """One feature of the values of layer 0 is a million times too large, and what it is multiplied by zero: in bf16 it changes nothing, but
     one scale per tensor leaves nothing of the other features. The rate is zero: losses differ by what products lose alone."""
