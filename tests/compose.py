@@ -113,6 +113,8 @@ def together(chosen: Sequence[Feature], feature: Feature) -> bool:
         return False  # measuring each way to recompute takes minutes
     if one.optim.get("moments") == "fp8" and (one.layout.get("tp", 1) > 2 or any(f.kind == "odd" for f in everyone)):
         return False  # ranks cut runs of 32
+    if one.optim.get("moments") == "fp8" and any(f.also == "resume" for f in everyone):
+        return False  # by a third step too many elements are rounded otherwise (`other_numbers`); tests/test_low.py resumes
     if one.unit > 32 and one.layout.get("tp", 1) > 2:
         return False  # sequences of thousands of tokens
     return all(exclude(feature, f) is None for f in chosen)
@@ -178,8 +180,8 @@ def trouble(ranks: RankPool, features: Sequence[Feature]) -> str:
 
 
 def other_numbers(t: Trial) -> list[Trial]:
-    """With moments in FP8 the last bit of a gradient decides how a number is rounded (ops/moments.py), so in one run of a hundred an element
-    differs: what is wrong fails with other averages too."""
+    """With moments in FP8 the last bit of a gradient decides how a number is rounded (ops/moments.py), so now and then an element of a
+    run differs: what is wrong fails with other averages too."""
     return [replace(t, run=replace(t.run, optim=replace(t.run.optim, beta1=0.8)))] if t.run.optim.moments == "fp8" else []
 
 

@@ -238,15 +238,23 @@ def equal_enough(ranks: RankPool, t: Trial, alone: Trial, found: list[dict], tru
 
 
 def stay_near(t: Trial, found: list[dict], alone: dict, ideal: dict[str, np.ndarray]) -> None:
-    """No tensor's first gradient is further from float64 than twice what one process in the same precision is, and a rounding."""
+    """No tensor's first gradient is further from float64 than twice what one process in the same precision is, and a rounding.
+
+    Other codes of 8 or 4 bits are other noise, by which a small tensor may be far off by chance: of these four times, but all together half more.
+    """
     room = NEAR_FP8 if t.run.train.fp8 else NEAR[t.run.train.precision]
-    times = 4 if t.run.train.kernels == "triton" else 2  # Triton's interpreter cuts numbers to bf16, a GPU rounds
+    times = 4 if t.run.train.kernels == "triton" or t.run.train.fp8 else 2  # Triton's interpreter cuts numbers to bf16, a GPU rounds
+    every = []
     grads = assemble([r["grads"][0] for r in found])
     largest = max(np.linalg.norm(g) for g in ideal.values())
     for name, exact in ideal.items():
         size = max(np.linalg.norm(exact), 1e-2 * largest)
         off, usual = (np.linalg.norm(g[name] - exact) / size for g in (grads, alone["grads"][0]))
         assert off <= times * usual + room, f"gradient of {name} is off by {off:.3g}, on one process by {usual:.3g}"
+        every.append((off, usual))
+    off, usual = np.sqrt(np.mean(np.square(every), 0))
+    low = t.run.train.fp8 and t.run.train.kernels != "triton"
+    assert off <= 1.5 * usual + room or not low, f"all gradients are off by {off:.3g}, on one process by {usual:.3g}"
     for result in found:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=4 * room, err_msg="losses")
 

@@ -132,7 +132,7 @@ def explain(key: str) -> str:
 
 
 def _default_text(key: tree.Key) -> str:
-    if tree.sections(key.hint) and not key.default:
+    if tree.sections(key.hint) and (not key.default or dataclasses.is_dataclass(key.default)):
         return ""
     return ", required" if key.default is tree.REQUIRED else f", default {json.dumps(_plain(key.default))}"
 
