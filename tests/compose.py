@@ -7,6 +7,7 @@ tries the seeds 1000 to 1999 and prints what failed, with the fewest of its feat
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import traceback
@@ -18,8 +19,9 @@ from functools import reduce
 from typing import Any
 
 from phalanx.base.errors import ConfigError
+from phalanx.ops.quant import RECIPES
 from tests.pool import RankPool
-from tests.support import SAVES, broken, close_pool, confirm, mended, pool
+from tests.support import broken, close_pool, confirm, mended, pool
 from tests.support_features import (
     DENSE,
     EXPERTS,
@@ -38,12 +40,25 @@ from tests.support_features import (
 )  # fmt: skip
 
 HEADS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")
+
+
+def in_low(name: str, kind: str = "", **fp8: Any) -> Feature:
+    return Feature(name, "Precision", kind, fp8=fp8, unit=16)
+
+
+def as_codes(exchange: str) -> Feature:
+    return Feature(f"ep, {exchange} of codes", "Layout", "dispatch", EXPERTS, layout={"ep": 2, "dispatch": f"{exchange}_fp8"},
+                   fp8={"recipe": "delayed"}, unit=16)  # fmt: skip
+
+
 MORE = (
     model("5 layers", kind="layers", num_hidden_layers=5),
     model("3 layers", kind="layers", num_hidden_layers=3),
     model("2 key-value heads", HEADS, "kv", num_key_value_heads=2),
     model("heads of 10 features", HEADS, "odd", head_dim=10),
     model("uneven widths", FAMILIES, "odd", vocab_size=67, intermediate_size=21),
+    model("heads of 12 features", HEADS, "odd", head_dim=12),
+    model("widths of 3 blocks", FAMILIES, "odd", vocab_size=67, intermediate_size=192, moe_intermediate_size=192),
     model("each token to 3 experts", EXPERTS, "experts", num_experts_per_tok=3, topk_group=2),
     model("two further tokens", ("deepseek_v3",), num_nextn_predict_layers=2),
     ranks("tp=4", "", tp=4),
@@ -54,6 +69,7 @@ MORE = (
     ranks("room for experts", "", EXPERTS, expert_room=1.0),
     ranks("dp=2", "", dp=2),
     ranks("dp=4", "", dp=4),
+    *map(as_codes, ("allgather", "push", "alltoall")),
     sharded("prefetch 3", "", 2, prefetch=3),
     Feature("5 micro-batches", "Data", micro=5),
     Feature("15 tokens", "Data", "length", train={"seq_length": 15}),
@@ -63,9 +79,14 @@ MORE = (
     made_again("frozen embedding", ROTARY, "freeze", freeze=["*embed_tokens*"]),
     made_again("recompute attention and MLP", recompute_ops=["attention", "mlp"]),
     made_again("offload 2", kind="", offload_layers=2),
+    in_low("the first step in 8 bits", "last", last_steps=9),  # of 10
+    in_low("two steps in 8 bits", "last", last_steps=8),
+    in_low("linears that lose fall back", max_lost=1e-3),
+    in_low("linears that differ fall back", min_cosine=0.999, shadow_interval=1),
+    Feature("moments in FP8", "Optimizer", "moments", optim={"moments": "fp8"}, unit=32),
 )
 NARROW = {"fp32", "bf16", "fp16", "Triton kernels"}  # compared less closely: seldom taken
-INEXACT = {"moments in FP8"}  # the last bit of a gradient decides how a moment is rounded (ops/moments.py): now and then one element differs
+CUT = {"moments in FP8"}  # of FEATURES: runs of 32 that ranks cut are near, not the same; MORE has it with rows that are whole runs
 
 
 def draw(seed: int) -> tuple[Feature, ...]:
@@ -73,9 +94,9 @@ def draw(seed: int) -> tuple[Feature, ...]:
     pick = random.Random(seed)
     chosen: list[Feature] = [pick.choice(FEATURES[: len(FAMILIES)])]
     count, most = 1 + pick.randint(3, 8), pick.choice([2, 4, 4, 4, 8])
-    others = [f for f in (*FEATURES[len(FAMILIES) :], *MORE) if f.name not in INEXACT]
+    others = [*(f for f in FEATURES[len(FAMILIES) :] if f.name not in CUT), *MORE]
     for feature in pick.sample(others, len(others)):
-        rare = feature.name in NARROW or feature.unit > 32
+        rare = feature.name in NARROW or feature.unit > 32 or (feature.budget and merged((*chosen, feature)).fp8)
         if len(chosen) < count and together(chosen, feature) and not (rare and pick.random() < 0.9) and world_of(*chosen, feature) <= most:
             chosen.append(feature)
     return tuple(chosen)
@@ -83,11 +104,17 @@ def draw(seed: int) -> tuple[Feature, ...]:
 
 def together(chosen: Sequence[Feature], feature: Feature) -> bool:
     everyone = (*chosen, feature)
-    if any(f.fp8 for f in everyone) and any(f.kind in ("odd", "length") or f.budget for f in everyone):
-        return False  # scales need whole blocks; measuring each way to recompute what emulates FP8 takes a minute
+    if any(f.fp8.get(key, value) != value for f in chosen for key, value in feature.fp8.items()):
+        return False  # two values of one setting
     one = merged(everyone)
-    if one.near and any(f.also in SAVES for f in everyone):
-        return False  # what is saved is compared exactly
+    if one.train.get("offload_layers", 0) > 1 and any(f.budget for f in everyone):
+        return False  # with all layers on the host half-way may be less than what a choice needs
+    if one.fp8 and (one.unit > 32 or one.families == ("deepseek_v3",)) and any(f.budget for f in everyone):
+        return False  # measuring each way to recompute takes minutes
+    if one.optim.get("moments") == "fp8" and (one.layout.get("tp", 1) > 2 or any(f.kind == "odd" for f in everyone)):
+        return False  # ranks cut runs of 32
+    if one.optim.get("moments") == "fp8" and any(f.also == "resume" for f in everyone):
+        return False  # by a third step too many elements are rounded otherwise (`other_numbers`); tests/test_low.py resumes
     if one.unit > 32 and one.layout.get("tp", 1) > 2:
         return False  # sequences of thousands of tokens
     return all(exclude(feature, f) is None for f in chosen)
@@ -96,12 +123,18 @@ def together(chosen: Sequence[Feature], feature: Feature) -> bool:
 def merged(features: Sequence[Feature]) -> Feature:
     """All as one feature, whose budget is left to `composed`."""
     one = reduce(both, features)
-    return replace(one, budget=False, near=one.near or other_codes(one))
+    return replace(one, budget=False, near=one.near or other_codes(one) or (any(f.kind == "odd" for f in features) and cut_blocks(one)))
 
 
 def other_codes(one: Feature) -> bool:
     """Whether scales of experts' rows are shared by others than on one process: where ranks with other tokens have the same experts, too."""
     return bool(one.fp8) and set(one.families) <= set(EXPERTS) and any(one.layout.get(axis, 1) > 1 for axis in ("tp", "cp", "ep", "etp"))
+
+
+def cut_blocks(one: Feature) -> bool:
+    """Whether ranks of odd widths cut blocks of scales otherwise than one process."""
+    recipe = RECIPES[one.fp8.get("recipe", "tensorwise")]
+    return bool(one.fp8) and max(*recipe.tokens, *recipe.weight) > 1 and one.layout.get("tp", 1) > 1
 
 
 def both(a: Feature, b: Feature) -> Feature:
@@ -136,11 +169,20 @@ def trouble(ranks: RankPool, features: Sequence[Feature]) -> str:
         return ""
     except Exception:  # a plan that cannot be made
         return traceback.format_exc(limit=-8)
-    try:
-        confirm(ranks, t)
-    except Exception:
-        return traceback.format_exc(limit=-8)
-    return ""
+    text = ""
+    for each in (t, *other_numbers(t)):
+        try:
+            confirm(ranks, each)
+            return ""
+        except Exception:
+            text = traceback.format_exc(limit=-8)
+    return text
+
+
+def other_numbers(t: Trial) -> list[Trial]:
+    """With moments in FP8 the last bit of a gradient decides how a number is rounded (ops/moments.py), so now and then an element of a
+    run differs: what is wrong fails with other averages too."""
+    return [replace(t, run=replace(t.run, optim=replace(t.run.optim, beta1=0.8)))] if t.run.optim.moments == "fp8" else []
 
 
 def smaller(features: Sequence[Feature], fails: Callable[[Sequence[Feature]], Any]) -> tuple[Feature, ...]:
@@ -180,4 +222,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is first imported
     main()

@@ -194,6 +194,9 @@ def test_checkpoint_list(warm, tmp_path):
     (tmp_path / "run1/checkpoints/step-00000200.tmp-x").mkdir()
     [line] = warm.phalanx("checkpoint", "list", str(tmp_path / "run1")).stdout.splitlines()
     assert "step-00000100" in line and "manifest" in line and "good" not in line
+    for verb in (("generate", "--prompt", "a"), ("checkpoint", "verify")):
+        none = warm.phalanx(*verb, str(tmp_path / "run1/checkpoints/step-00000101"))
+        assert none.returncode == 4 and "there is no checkpoint" in none.stderr and "near it: " in none.stderr, none.stderr
     gone = warm.phalanx("checkpoint", "list", str(tmp_path / "rnu1"))
     assert gone.returncode == 4 and f"near it: {tmp_path}/run1" in gone.stderr and "Traceback" not in gone.stderr
 
@@ -207,6 +210,8 @@ def test_data_prepare_and_show(warm, tmp_path):
     assert done.returncode == 0 and "documents=1" in done.stdout, done.stderr
     done = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
     assert "document 0, 19 tokens: Arma virumque cano" in done.stdout, done.stderr
+    other = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", "null:300")
+    assert "warning: " not in done.stdout and "made with another tokenizer" in other.stdout and "document 0, 19 tokens" in other.stdout
     gone = warm.phalanx("data", "show", str(tmp_path / "b"))
     assert gone.returncode == 3 and "Traceback" not in gone.stderr and gone.stderr.startswith("data error: ")
 

@@ -31,6 +31,7 @@ MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
+RECIPES = Path(__file__).parent.parent / "recipes"
 LATENT = "model.family=deepseek_v3 model.first_k_dense_replace=4"
 GROUPED = "model.family=deepseek_v3 model.first_k_dense_replace=1 model.n_routed_experts=8 model.num_experts_per_tok=2 model.n_group=4 model.topk_group=2"
 LAPTOP = Facts(files=False)
@@ -369,6 +370,9 @@ LARGE = [
     ("train.global_batch=1000000000", 2, "train.global_batch", "must be <= 16384 * micro_batch * dp", 2**16),
     ("layout.pp=9223372036854775808", 1, "layout.pp", "must be an integer <= 2147483647", 2**31 - 1),
     ("layout.pp=2", 2**63, "--ranks", "must be <= 1048576", 2**20),
+    ("layout.cp=2 train.global_batch=1000000000", 4, "train.global_batch", "must be <= 16384 * micro_batch * dp", 2**16),
+    (f"{FP8}=delayed train.fp8.history=2147483647", 1, "train.fp8.history", "must be an integer <= 1048576", 2**20),
+    ("train.guard.sigmas=6 train.guard.window=2147483647", 1, "train.guard.window", "must be an integer <= 1048576", 2**20),
     ("optim.warmup_steps=2147483648", 1, "optim.warmup_steps", "must be an integer <= 2147483647", 2**31 - 1),
 ]  # fmt: skip
 
@@ -382,6 +386,30 @@ def test_absurd_numbers_are_told_at_once(overrides, world, field, rule, limit):
         assert check_limits(load_run(None, overrides.split(), BASE), limit) == []
     else:
         assert check_limits(load_run(None, [*overrides.split(), f"{field}={limit}"], BASE), world) == []
+
+
+COUNTED = {"num_experts_per_tok": 2**8, "n_shared_experts": 2**6, "num_nextn_predict_layers": 2**6, "num_hidden_layers": 2**10}
+NAMED_ONLY = ("vocab_size", "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "max_window_layers",
+              "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "n_group", "topk_group")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_every_size_of_a_model_has_a_limit(family):
+    """A million and one is refused of each of them, at once; of what is counted layer by layer and token by token, less."""
+    run = load_run(RECIPES / f"tiny_{family}.yaml")
+    keys = [k for k in tree.keys(type(run.model), "model.") if "int" in k.type and k.name not in NAMED_ONLY]
+    assert len(keys) >= 6
+    for key in keys:
+        large = tree.replace_at(run, key.path, COUNTED.get(key.name, 2**20) + 1)
+        assert [p.field for p in check_limits(large, 1)] == [key.path]
+
+
+def test_a_ramp_may_count_many_samples():
+    """More than other numbers, but what 64 bits hold."""
+    ramp = ["train.rampup.start=16", "train.rampup.increment=16"]
+    for samples, fields in ((2**48, []), (2**48 + 1, ["train.rampup.samples"])):
+        run = load_run(RECIPES / "tiny_llama.yaml", [*ramp, f"train.rampup.samples={samples}"])
+        assert [p.field for p in check_limits(run, 1)] == fields
 
 
 sizes = st.integers(min_value=-2, max_value=40)
@@ -543,6 +571,7 @@ FORM = [
     ("layout.stages=[1,x]", "layout.stages.1", "must be int, got string", ()),
     ("train.rampup.start=2", "train.rampup.increment", "is required: int", ()),
     ("train=3", "train", "must be section", ()),
+    ("model=pretrained", "model", "must be a section with its family, got string; of a Hugging Face folder: in a Python config", ()),
 ]
 
 
@@ -714,6 +743,9 @@ def test_explain():
         "layout.tp: int, default 1\n    Tensor-parallel size: each layer's weights are cut over this many ranks; activations between "
         "blocks are cut along tokens."
     )
+    for section in (f.name for f in dataclasses.fields(Run) if tree.sections(tree.hints(Run)[f.name])):
+        lines = explain(section).splitlines()
+        assert len(lines) > 4 and all(line.startswith((f"{section}.", "    ")) for line in lines)  # of a text of several lines each
     assert "optim.lr: float, default 0.0003" in explain("optim") and "optim.eps" in explain("optim")
     assert "model.rope_scaling.factor: float or null, default null" in explain("model.rope_scaling")
     assert 'one of "fp32", "bf16", "fp16", "fp64", default "fp32"' in explain("train.precision")

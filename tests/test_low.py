@@ -26,6 +26,7 @@ from phalanx.ops.kernels import OPS
 from phalanx.ops.low_matmul import DY
 from phalanx.ops.quant import E2M1, E4M3, E5M2, RECIPES, Scaled, block_amax, cast, dequantize, multipliers, quantize, scaled_product
 from phalanx.optim.config import OptimConfig
+from phalanx.pipeline.graphs import Eager
 from phalanx.train.build import build, init_weights
 from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.train.main import train
@@ -306,6 +307,30 @@ def test_shadows_tell_the_same_in_every_layout(ranks, layout):
             np.testing.assert_allclose(found, truth, rtol=1e-9)
 
 
+def turns(rank: int, world: int, run: Run) -> tuple[list[tuple[bool, set[str]]], list[str]]:
+    """Of steps in the recipe, one of the last, and in the recipe again, the second linear fallen back: whether the turn was new, and whose
+    values were cast."""
+    plan = make_plan(run, world)
+    state = build(plan, mesh := Mesh(plan.grid, rank))
+    init_weights(state)
+    state.train()
+    names, found = state.low.names, []
+    state.low.fall_back(names[1:2])
+    for step, over in enumerate((False, True, False, False)):
+        new = state.low.turn(over)
+        told = train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3, shadow=step == 3).low
+        found.append((new, {name for name, values in zip(names, told[..., -1].sum(1).tolist()) if values}))
+    return found, list(names)
+
+
+@pytest.mark.parametrize("recipe, layout", [("tensorwise", dict(sharding=3)), ("delayed", dict(sharding=1)), ("rowwise", dict(sharding=0))])
+def test_linears_turn_to_bf16_and_back(ranks, recipe, layout):
+    """A run that goes back to a step before its last ones is in the recipe again; a linear that fell back never is, a shadow step or not."""
+    for found, names in ranks.run("tests.test_low:turns", 2, low_run(recipe, **layout)):
+        rest = set(names) - {names[1]}
+        assert found == [(False, rest), (True, set()), (True, rest), (False, rest)] and rest
+
+
 # ---- runs ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +399,21 @@ def test_statistics_are_in_the_metrics(tmp_path):
     assert all(0.97 < cosine < 1 - 1e-6 and 1e-3 < error < 0.3 for s in shadows.values() for cosine, error in s.values())
     log = (tmp_path / "run/log.txt").read_text()
     assert log.count("shadow model.layers.0.mlp.down_proj: cosine 0.9") == 4
+
+
+@pytest.mark.parametrize("fp8, step", [(dict(last_steps=8), 5), (dict(max_lost=2e-4), None)], ids=["last steps", "fell back"])
+def test_graphs_of_other_products_are_forgotten(tmp_path, monkeypatch, fp8, step):
+    """Before the step that has other products, and at no other."""
+    forgot: list[int] = []
+    monkeypatch.setattr(Eager, "forget", lambda self: forgot.append(0))
+    rows = trained(run_of(tmp_path / "run", dict(recipe="tensorwise", **fp8)))
+    assert len(forgot) == (sum("fp8_fell_back" in r for r in rows) if step is None else 1) > 0
+
+
+def test_shadow_steps_end_with_the_recipe(tmp_path):
+    """The last before train.fp8.last_steps is one; of steps in train.precision there is nothing to tell."""
+    rows = trained(run_of(tmp_path / "run", dict(recipe="tensorwise", shadow_interval=2, last_steps=5)))
+    assert [r["step"] for r in rows if "fp8_shadow" in r] == [1, 2, 4, 6, 7]
 
 
 def outlier_run(folder: Path, fp8: dict | None) -> Run:

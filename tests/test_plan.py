@@ -287,6 +287,15 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("sharding", [1, 2, 3])
+@pytest.mark.parametrize("fp8", [dict(shadow_interval=2), dict(max_lost=0.5)], ids=str)
+def test_weights_kept_as_codes_have_room_for_their_values(fp8, sharding):
+    """Truth: the forecast for train.fp8.last_steps, which a real step has below; without any of them nothing comes back."""
+    run = small("bf16", sharding=sharding, bucket_mb=0)
+    forecast = [rank_uses(make_plan(coded(run, recipe="tensorwise", **c), 2), 1)[0][0].memory["weights"] for c in (fp8, dict(last_steps=1), {})]
+    assert forecast[0] == forecast[1] > forecast[2]
+
+
 @pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (run, _) in LAYOUTS.items()})))
 def test_bytes_agree_with_a_real_step(ranks, name):
     run, world = LAYOUTS[name]

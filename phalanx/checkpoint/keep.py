@@ -76,7 +76,7 @@ def none_good(root: str | Path, problems: list[str]) -> CheckpointError:
 def candidates(path: str | Path) -> list[Path]:
     """The checkpoints that a user means, the best first: one itself, or those of a run's folder or of its `checkpoints` folder, newest first."""
     path = place(path)
-    if (path / NAME).exists() or COMMITTED.fullmatch(path.name):
+    if (path / NAME).exists() or (COMMITTED.fullmatch(path.name) and path.exists()):
         return [path]
     for root in (path / "checkpoints", path):
         found = list_checkpoints(root)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from phalanx.data.index import Corpus
+    from phalanx.data.tokenizer_base import Tokenizer
 
 
 MANY = 100_000  # documents that are looked at for lengths and duplicates ...
@@ -33,13 +34,25 @@ def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0
 
     corpus = Corpus(prefix)
     names = load_tokenizer(tokenizer) if tokenizer else None
-    lines = [repr(corpus), *_glance(corpus)]
+    lines = [repr(corpus), *_other_tokenizer(prefix, names), *_glance(corpus)]
     for d in range(start, min(start + documents, corpus.num_documents)):
         first, stop = corpus.document_start(d), corpus.document_start(d + 1)
         ids = corpus.tokens(first, min(stop, first + 200)).tolist()
         more = " ..." if stop - first > 200 else ""
         lines.append(f"tokens {first}..{stop - 1}: document {d}, {stop - first} tokens: {names.decode(ids) if names else ids}{more}")
     return "\n".join(lines)
+
+
+def _other_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> list[str]:
+    """A warning where texts of these tokens would not be what was read."""
+    from phalanx.data.prepare import check_tokenizer
+
+    try:
+        if tokenizer is not None:
+            check_tokenizer(prefix, tokenizer)
+    except DataError as error:
+        return [f"warning: {error}"]
+    return []
 
 
 def _glance(corpus: Corpus) -> list[str]:

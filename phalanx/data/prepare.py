@@ -347,7 +347,7 @@ def _done(places: Mapping[str, str], settings: str, overwrite: bool) -> Summary 
     for place, note in zip(places.values(), notes):
         there = [place + suffix for suffix in (".bin", ".bins", ".idx") if os.path.exists(place + suffix)]
         if there and note.get("settings") != settings:
-            raise DataError(f"{there[0]} exists, made of other inputs or with other settings; choose another name, or overwrite it")
+            raise DataError(f"{there[0]} exists, made of other inputs or with other settings; choose another name, or --overwrite")
     if not all(note and os.path.exists(place + ".idx") for place, note in zip(places.values(), notes)):
         return None
     whole = {**notes[0], "part": ""}

@@ -149,8 +149,8 @@ def _refuse(bad: Bad, part: Part, row: int, offset: int, reading: Reading, count
     elif part.path.endswith(TABLES):
         name += f"row {row}: "
     if "at offset" in str(bad):
-        raise DataError(f"{name}{bad}; errors='replace' or 'skip' go on")
-    raise DataError(f"{name}{bad} (at byte {offset + bad.at}); errors='skip' goes on")
+        raise DataError(f"{name}{bad}; --errors replace or skip goes on")
+    raise DataError(f"{name}{bad} (at byte {offset + bad.at}); --errors skip goes on")
 
 
 def _records(part: Part, reading: Reading) -> Iterator[tuple[int, int, Any]]:

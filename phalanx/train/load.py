@@ -20,6 +20,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, TypeAdapter, ValidationError, create_model
@@ -35,6 +36,7 @@ from phalanx.train.config import Run
 from phalanx.train.synonyms import SYNONYMS
 
 COMMAND_LINE = "command line"
+INDENT = "    "
 
 
 @dataclass
@@ -122,15 +124,15 @@ def explain(key: str) -> str:
         raise ConfigError([Problem("explain", key, "is not a config key", {}, valid, COMMAND_LINE)])
     if any(tree.sections(k.hint) for k in found):
         below = [k for k in known if k.path.startswith(f"{key}.")]
-        return "\n".join(f"{k.path}: {k.type}{_default_text(k)}\n    {k.doc}".rstrip() for k in below)
+        return "\n".join(f"{k.path}: {k.type}{_default_text(k)}\n{indent(k.doc, INDENT)}".rstrip() for k in below)
     maps = [(k.path, typing.get_args(m)[1]) for k in found for m in tree.members(k.hint) if typing.get_origin(m) is dict]
     inside = [k for path, value in maps for section in tree.sections(value) for k in tree.keys(section, f"{path}.NAME.")]
-    texts = dict.fromkeys(f"{k.path}: {k.type}{_default_text(k)}\n    {k.doc}".rstrip() for k in (*found, *inside))
+    texts = dict.fromkeys(f"{k.path}: {k.type}{_default_text(k)}\n{indent(k.doc, INDENT)}".rstrip() for k in (*found, *inside))
     return "\n".join(texts)
 
 
 def _default_text(key: tree.Key) -> str:
-    if tree.sections(key.hint) and not key.default:
+    if tree.sections(key.hint) and (not key.default or dataclasses.is_dataclass(key.default)):
         return ""
     return ", required" if key.default is tree.REQUIRED else f", default {json.dumps(_plain(key.default))}"
 
@@ -408,6 +410,9 @@ def _problem(data: dict[str, Any], error: Any) -> Problem:
         family = value.get("family") if isinstance(value, dict) else value
         rule = "is required: one of " if kind == "union_tag_not_found" else "must be one of "
         return Problem(f"{path}.family", family, rule + ", ".join(f'"{n}"' for n in names), {}, _close(str(family), names) or names)
+    if hint == tree.hints(Run)["model"]:
+        rule = "must be a section with its family, got " + yaml_type(value) + "; of a Hugging Face folder: in a Python config, model_config_from_hf"
+        return Problem(path, value, rule)
     if kind == "literal_error":
         return Problem(path, value, f"must be {tree.type_text(hint)}", {}, _close_literals(value, hint))
     return Problem(path, value, f"must be {tree.type_text(hint)}, got {yaml_type(value)}", {}, _casts(value, hint, owner, steps[-1]))

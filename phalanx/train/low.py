@@ -73,12 +73,14 @@ class LowState:
             family.renew()
 
     def begin(self) -> None:
-        """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used."""
+        """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used;
+        a linear that fell back uses none, though its bucket may have them."""
+        gone = self.off > 0
         self._stale = set(self.lows) - {f.bucket.id for f in self.coded}
         self.renew()
         for family in () if self.over else self.kept:
-            self.counts[:, W] += family.counts
-            self.amax[:, W].copy_(torch.maximum(self.amax[:, W], family.seen))
+            self.counts[:, W] += torch.where(gone[:, None, None], 0, family.counts)
+            self.amax[:, W].copy_(torch.maximum(self.amax[:, W], torch.where(gone, 0, family.seen)))
 
     def refresh(self, bucket: int) -> None:
         """A bucket's weights are here: make their codes, once per step."""
