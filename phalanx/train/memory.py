@@ -234,7 +234,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
     }
     kept = {s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks) - sum(moved[s].values()) for s in moved}
     in_slot = most_moved(program.lists[pp], moved)
-    pools = pool_bytes(plan, trace.live[pp], {s: kept[s] + in_slot[s] for s in kept}, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
+    in_slot = {s: kept[s] + most for s, most in in_slot.items()}
+    pools = pool_bytes(plan, trace.live[pp], in_slot, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
     away = peak_moved(program.lists[pp], moved)[1]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
 
