@@ -438,6 +438,14 @@ def test_suggestions_start_no_new_problem_where_they_can():
     assert broken.valid == (8,)
 
 
+@pytest.mark.parametrize("others", [[], ["train.global_batch=6"], ["layout.pp=3"]], ids=["alone", "batch", "pp"])
+def test_sizes_that_are_offered_are_those_of_the_ranks(others):
+    """tp=6 and 8 divide 24 heads, and 6 does for 6 heads of keys and values; 4 ranks have neither, whatever else is wrong."""
+    heads = ["model.num_attention_heads=24", "model.num_key_value_heads=6", "model.hidden_size=384", "layout.tp=7"]
+    found = [p for p in check(load_run(None, [*heads, *others], BASE), replace(LAPTOP, world_size=4)) if p.field == "layout.tp"]
+    assert len(found) == 3 and all(p.valid and set(p.valid) <= {1, 2} for p in found)
+
+
 # ---- the machine ---------------------------------------------------------------------------------------------------------------
 
 
