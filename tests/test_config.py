@@ -110,7 +110,7 @@ RULES = [
     (f"{GROUPED} model.num_nextn_predict_layers=1 model.mtp_loss_weight=-1", 1, "model.mtp_loss_weight", -1, "[0, inf)", set(), (0.3,)),
     (f"{GROUPED} model.mtp_loss_weight=0.1", 1, "model.mtp_loss_weight", 0.1, "has no effect without", {"model.num_nextn_predict_layers"}, (0.3,)),
     (f"{GROUPED} model.num_nextn_predict_layers=1 layout.pp=8", 8, "layout.pp", 8, "stages without a block", {"layout.virtual_stages", "blocks (layers + 3)"}, (4,)),
-    (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (2, 4)),
+    (f"{LATENT} layout.tp=3", 3, "layout.tp", 3, "must divide num_attention_heads", {"model.num_attention_heads"}, (1,)),
     # what is made again in backward (71)
     ('train.freeze=["*norm*","*nrom*"]', 1, "train.freeze", ["*norm*", "*nrom*"], "must fit names of tensors", {"fits none", "tensors"}, (["*norm*"],)),
     ('train.freeze=["*"]', 1, "train.freeze", ["*"], "must leave something to train", {"tensors"}, ([],)),
@@ -436,6 +436,14 @@ def test_suggestions_start_no_new_problem_where_they_can():
     run = load_run(None, ["layout.tp=6", "model.num_attention_heads=8", "train.micro_batch=8", "train.global_batch=8", "model.hidden_size=64"], BASE)
     [broken] = [p for p in check(run, replace(LAPTOP, world_size=8)) if p.rule == "must divide world_size"]
     assert broken.valid == (8,)
+
+
+@pytest.mark.parametrize("others", [[], ["train.global_batch=6"], ["layout.pp=3"]], ids=["alone", "batch", "pp"])
+def test_sizes_that_are_offered_are_those_of_the_ranks(others):
+    """tp=6 and 8 divide 24 heads, and 6 does for 6 heads of keys and values; 4 ranks have neither, whatever else is wrong."""
+    heads = ["model.num_attention_heads=24", "model.num_key_value_heads=6", "model.hidden_size=384", "layout.tp=7"]
+    found = [p for p in check(load_run(None, [*heads, *others], BASE), replace(LAPTOP, world_size=4)) if p.field == "layout.tp"]
+    assert len(found) == 3 and all(p.valid and set(p.valid) <= {1, 2} for p in found)
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from phalanx.comm.dry import DryAxis, ring_bytes
 from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import train_loader
 from phalanx.layout.config import LayoutConfig
-from phalanx.layout.estimate import Allocations, FusedAttention, measure
+from phalanx.layout.estimate import Allocations, FusedAttention, KnownShapes, measure
 from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.nn.env import Env
@@ -361,6 +361,32 @@ def test_allocations_count_a_storage_once_and_forget_it():
         assert seen.live == 4000 and seen.peak == 8000
         del b
         assert seen.live == 0
+
+
+def test_ops_of_known_shapes_are_not_asked_again():
+    """What is made anew looks as before and is other memory; views, changes in place and other inputs go to the op itself."""
+    x, y = torch.empty(6, 4, device="meta"), torch.empty(4, 6, dtype=torch.bfloat16, device="meta").t()
+
+    def once(x):
+        new = [x + y, x * 2, x > 0, x.sum(0), x.transpose(0, 1).contiguous(), *torch.max(x, 1), x.to(torch.bfloat16), torch.empty_like(y)]
+        return new, [x.view(4, 6), x[1:], x.add_(1), *x.split(2)]
+
+    with KnownShapes() as known, Allocations() as seen:
+        first, views = once(x)
+        size, live = len(known._made), seen.live
+        second, again = once(x)
+        assert len(known._made) == size and seen.live == 2 * live
+        others, _ = once(x.double())
+    storages = {t.untyped_storage()._cdata for t in first + second}
+    assert len(storages) == len(first + second) and all(t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in views + again)
+    assert [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in first + views] == [
+        (t.shape, t.stride(), t.dtype, t.storage_offset()) for t in second + again]  # fmt: skip
+    assert others[0].dtype == torch.float64 and again[2] is x
+
+
+def test_a_stage_without_flops_is_planned():
+    run = load_run("recipes/tiny_llama.yaml", ["layout.pp=2", "layout.stages=[1,5]", "train.recompute=full"])
+    assert "embedding: block" in plan_text(run, 2)
 
 
 @pytest.mark.parametrize("dtype, sums", [(torch.bfloat16, 3 * 2), (torch.float32, 0)])

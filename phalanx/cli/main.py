@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -110,6 +111,7 @@ def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str
         raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
     from phalanx.train.plan_text import plan_text
 
+    gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
     click.echo(plan_text(ready.run, ready.ranks, wanted))
 
 

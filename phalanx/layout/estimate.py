@@ -6,7 +6,7 @@ Knows tensors and buckets, no model: who is measured, and how often it is alive 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.autograd import Function
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Grid
@@ -37,9 +36,9 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and _key(t) not in given and _key(t) not in self._known:
+        given = {_key(t) for t in _tensors((args, kwargs))}
+        for t in _tensors(out):
+            if _key(t) not in given and _key(t) not in self._known:
                 self._add(t.untyped_storage())
         return out
 
@@ -56,6 +55,64 @@ class Allocations(TorchDispatchMode):
 
 def _key(t: Tensor) -> int:
     return t.untyped_storage()._cdata
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those of an op's arguments, or of its results."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, list | tuple | dict):
+        for x in given.values() if isinstance(given, dict) else given:
+            yield from _tensors(x)
+
+
+class KnownShapes(TorchDispatchMode):
+    """On the meta device, makes what an op made before of inputs like these: of new memory, with that size, stride and dtype.
+
+    Kernels of that device are in Python and take ten times as long; blocks in FP8 have thousands of ops.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = (func, _like(args), _like(kwargs))
+        try:
+            known = self._made.get(call)
+        except TypeError:  # an argument that has no hash
+            return func(*args, **kwargs)
+        if known:
+            return _new(*known[0]) if len(func._schema.returns) == 1 else tuple(_new(*each) for each in known)
+        out = func(*args, **kwargs)
+        if known is None:
+            outputs = out if isinstance(out, tuple) else (out,)
+            new = _only_new(func, [*_tensors((args, kwargs))], outputs)
+            self._made[call] = [(t.shape, t.stride(), t.dtype) for t in outputs] if new else []
+        return out
+
+
+def _like(given: Any) -> Any:
+    """What an op's outputs can follow from, with a hash."""
+    if isinstance(given, Tensor):
+        return Tensor, given.shape, given.stride(), given.dtype, given.device
+    if isinstance(given, list | tuple):
+        return type(given), *map(_like, given)
+    return tuple((name, _like(x)) for name, x in given.items()) if isinstance(given, dict) else (type(given), given)
+
+
+def _only_new(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
+    """Whether a call's outputs are tensors of the meta device with memory of their own, and nothing else was changed."""
+    if func._schema.is_mutable or not all(isinstance(t, Tensor) and t.is_meta for t in (*inputs, *outputs)):
+        return False
+    if any(t.untyped_storage().nbytes() != _new(t.shape, t.stride(), t.dtype).untyped_storage().nbytes() for t in outputs):
+        return False  # parts of something
+    return len({*map(_key, (*inputs, *outputs))}) == len({*map(_key, inputs)}) + len(outputs)
+
+
+def _new(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 class _FusedAttention(Function):

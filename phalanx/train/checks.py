@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -395,11 +396,13 @@ def suggest(run: Run, facts: Facts, broken: Problem, found: list[Problem]) -> Pr
     if _name(broken) not in before:
         quick, before = facts, _names(found)
     tries = Tries(run, quick, broken, before)
-    clean = _both_sides(broken.value, [v for v in broken.valid if tries.clean(v)])
-    if not clean and type(broken.value) is int:
-        clean = _both_sides(broken.value, [v for v in _outward(broken.value) if tries.clean(v)])
-    good = clean or _both_sides(broken.value, [v for v in (*broken.valid, *_outward(broken.value)) if tries.ends(v)])
-    return replace(broken, valid=tuple(good))
+    near = _outward(broken.value)
+    every = (*broken.valid, *near)
+    possible = [v for v in every if not near or not broken.field.startswith("layout.") or (v and facts.world_size % v == 0)]  # of sizes
+    grades: list[tuple[Sequence[Any], Callable[[Any], bool]]]
+    grades = [(broken.valid, tries.clean), (near, tries.clean), (every, tries.fits), (possible, tries.ends)]
+    offers = (_both_sides(broken.value, [v for v in values if good(v)]) for values, good in grades)
+    return replace(broken, valid=tuple(next((offer for offer in offers if offer), ())))
 
 
 @dataclass(frozen=True)
@@ -422,9 +425,15 @@ class Tries:
         """The problem is gone."""
         return _name(self.broken) not in self.after(value)
 
+    def fits(self, value: Any) -> bool:
+        """It breaks no rule of its field, whatever the old value broke beside this one, and no other of the layout that was kept."""
+        after = self.after(value)
+        own, new = (name for name, _ in after if name == self.broken.field), (name for name, _ in after - self.before)
+        return not any(own) and not any(name.startswith("layout.") for name in new)
+
     def clean(self, value: Any) -> bool:
-        """The problem is gone and no other has come."""
-        return self.ends(value) and self.after(value) <= self.before
+        """It fits, and no other problem has come."""
+        return self.fits(value) and self.after(value) <= self.before
 
 
 def _outward(value: Any, far: int = 48) -> list[int]:

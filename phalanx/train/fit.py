@@ -159,7 +159,7 @@ def traced(plan: Plan, number: int) -> Traced:
     trace.ran.clear()
     trace.sent = lambda: sum(dry.sent.values())
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]
-    with saved_tensors_hooks(trace.save, lambda t: t), trace.counter, FusedAttention():
+    with dry.known, saved_tensors_hooks(trace.save, lambda t: t), trace.counter, FusedAttention():
         run_block(dry.block, dry.new_input().requires_grad_(), dry.batch)
     trace.only_filled(plan.rows_filled)
     each: dict[str, list[Price]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -17,7 +17,7 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.dry import DryAxis
 from phalanx.comm.shared import sums_bytes
 from phalanx.layout.buckets import Bucket
-from phalanx.layout.estimate import FusedAttention, Use, bucket_bytes, measure, summed_bytes
+from phalanx.layout.estimate import FusedAttention, KnownShapes, Use, bucket_bytes, measure, summed_bytes
 from phalanx.layout.grid import Coords
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
@@ -116,6 +116,7 @@ class DryBlock:
     batch: Batch
     axes: ModelAxes
     new_input: Callable[[], torch.Tensor]
+    known: KnownShapes = field(default_factory=KnownShapes)
 
     @staticmethod
     def of(plan: Plan, number: int, tape: Tape | None = None) -> DryBlock:
@@ -131,7 +132,7 @@ class DryBlock:
         dtype = precision(run.train.precision).compute
         size = (batch.num_tokens // grid.tp, run.model.hidden_size) if number else (0,)
         dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
-        with torch.no_grad(), FusedAttention():
+        with torch.no_grad(), dry.known, FusedAttention():
             for p in block.parameters():
                 low = getattr(p, "low", None)
                 if low is not None and env.codes_travel:
@@ -158,7 +159,8 @@ class DryBlock:
         return {name: float(sum(n for axis in group for n in axis.sent.values())) for name, group in self._axes.items()}  # type: ignore[attr-defined]
 
     def use(self, grad_dtype: torch.dtype) -> BlockUse:
-        use = measure(lambda x: run_block(self.block, x, self.batch), self.new_input, self.block.parameters(), grad_dtype)
+        with self.known:
+            use = measure(lambda x: run_block(self.block, x, self.batch), self.new_input, self.block.parameters(), grad_dtype)
         return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.tape.reran))
 
 
@@ -233,8 +235,8 @@ def _rank_use(plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, pro
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
     kept = {s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks) - sum(moved[s].values()) for s in moved}
-    in_slot = most_moved(program.lists[pp], moved)
-    in_slot = {s: kept[s] + most for s, most in in_slot.items()}
+    back = most_moved(program.lists[pp], moved)
+    in_slot = {s: kept[s] + back[s] for s in kept}
     pools = pool_bytes(plan, trace.live[pp], in_slot, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
     away = peak_moved(program.lists[pp], moved)[1]
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))

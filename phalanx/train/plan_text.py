@@ -182,8 +182,8 @@ def again_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
             more = sum(s.price.flops for s in mine)
             less = gib(sum(s.bytes for s in mine))
             for n, what in enumerate(runs_alike(plan, stage, savings)):
-                numbers = (less, f"{more / 1e9:.4g}", f"{100 * more / flops:.1f} %") if n == 0 else ("", "", "")
-                rows.append((str(pp), str(stage), what, *numbers) if n == 0 else ("", "", what, *numbers))
+                of_all = f"{100 * more / flops:.1f} %" if flops else "-"  # the embedding alone has none
+                rows.append((str(pp), str(stage), what, less, f"{more / 1e9:.4g}", of_all) if n == 0 else ("", "", what, "", "", ""))
     return table(rows, left=(2,))
 
 
