@@ -27,6 +27,7 @@ from phalanx.ops.low_matmul import DY
 from phalanx.ops.quant import E2M1, E4M3, E5M2, RECIPES, Scaled, block_amax, cast, dequantize, multipliers, quantize, scaled_product
 from phalanx.optim.config import OptimConfig
 from phalanx.pipeline.graphs import Eager
+from phalanx.train import loop
 from phalanx.train.build import build, init_weights
 from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.train.main import train
@@ -410,10 +411,13 @@ def test_graphs_of_other_products_are_forgotten(tmp_path, monkeypatch, fp8, step
     assert len(forgot) == (sum("fp8_fell_back" in r for r in rows) if step is None else 1) > 0
 
 
-def test_shadow_steps_end_with_the_recipe(tmp_path):
-    """The last before train.fp8.last_steps is one; of steps in train.precision there is nothing to tell."""
+def test_shadow_steps_end_with_the_recipe(tmp_path, monkeypatch):
+    """The last before train.fp8.last_steps is one; steps in train.precision have nothing to tell, and are not done twice."""
+    done: list[bool] = []
+    monkeypatch.setattr(loop, "train_step", lambda *args: done.append(args[-1]) or train_step(*args))
     rows = trained(run_of(tmp_path / "run", dict(recipe="tensorwise", shadow_interval=2, last_steps=5)))
     assert [r["step"] for r in rows if "fp8_shadow" in r] == [1, 2, 4, 6, 7]
+    assert [step for step, shadow in enumerate(done, 1) if shadow] == [1, 2, 4, 6, 7]
 
 
 def outlier_run(folder: Path, fp8: dict | None) -> Run:
