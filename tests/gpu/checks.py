@@ -469,7 +469,7 @@ def graphs_check(model: str, precision: str, recompute: str, dispatch: str = "au
         found = []
         for graphs in ("off", "on") if device.type == "cuda" else ("off", "off"):
             run = base_run(model, 3, precision=precision, recompute=recompute, cuda_graphs=graphs, **train)
-            widths = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96) if low_steps else {}  # units of codes
+            widths = dict(head_dim=16, intermediate_size=96) if low_steps else {}  # whole units of codes
             run = replace(run, model=replace(run.model, initializer_range=0.1, **widths), layout=replace(run.layout, bucket_mb=0, dispatch=dispatch))
             state = build(make_plan(run, 1), Mesh(Grid(), device=device))
             init_weights(state)
