@@ -70,7 +70,7 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     upper.legend(frameon=False)
     lower.axhline(0, color="black", linewidth=0.5)
     lower.set_ylabel("gap to bf16, %")
-    lower.set_ylim(-2, 2)
+    lower.set_ylim(-2.5, 2.5)
     lower.set_xlabel("step")
     figure.savefig(path)
 
