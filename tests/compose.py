@@ -27,6 +27,7 @@ from tests.support_features import (
     EXPERTS,
     FAMILIES,
     FEATURES,
+    KEYS,
     ROTARY,
     Feature,
     Trial,
@@ -127,8 +128,11 @@ def merged(features: Sequence[Feature]) -> Feature:
 
 
 def other_codes(one: Feature) -> bool:
-    """Whether scales of experts' rows are shared by others than on one process: where ranks with other tokens have the same experts, too."""
-    return bool(one.fp8) and set(one.families) <= set(EXPERTS) and any(one.layout.get(axis, 1) > 1 for axis in ("tp", "cp", "ep", "etp"))
+    """Whether scales are not those of one process: experts' rows share them with others where ranks with other tokens have the same experts,
+    too; of a key-value head that several ranks have, each casts its part of the gradient."""
+    shared = set(one.families) <= set(KEYS) and one.layout.get("tp", 1) > one.model.get("num_key_value_heads", 2)
+    experts = set(one.families) <= set(EXPERTS) and any(one.layout.get(axis, 1) > 1 for axis in ("tp", "cp", "ep", "etp"))
+    return bool(one.fp8) and (shared or experts)
 
 
 def cut_blocks(one: Feature) -> bool:
