@@ -118,6 +118,8 @@ def together(chosen: Sequence[Feature], feature: Feature) -> bool:
         return False  # by a third step too many elements are rounded otherwise (`other_numbers`); tests/test_low.py resumes
     if one.unit > 32 and one.layout.get("tp", 1) > 2:
         return False  # sequences of thousands of tokens
+    if one.train.get("precision") == "fp16" and one.model.get("intermediate_size", 0) > 128:
+        return False  # gradients overflow at the first loss scale, on one process too: that step is skipped
     return all(exclude(feature, f) is None for f in chosen)
 
 
