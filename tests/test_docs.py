@@ -1,7 +1,8 @@
 """The documentation does what it says: blocks marked `run` are run page by page, and every key, verb and link in it exists.
 
 A block's first line: ```bash run [exit=N] is run (exit 0 unless stated); ```yaml file=NAME and ```python file=NAME are written to
-NAME first; other blocks are only read by people.
+NAME first; ```text output is what the block before it prints: its lines come in this order, and `...` stands for whatever is not shown.
+Other blocks are only read by people.
 """
 
 from __future__ import annotations
@@ -70,15 +71,35 @@ def test_the_commands_of_a_page(page, installed, warm, tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))  # others compile meanwhile
     path = f"{(installed if page.stem in AS_INSTALLED else warm).folder}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    said = ""
     for block in blocks(page):
         if name := block.option("file"):
             (tmp_path / name).write_text(block.text)
+        if block.option("output") is not None:
+            assert not (missing := not_printed(block.text, said)), f"{page.name} shows what was not printed: {missing!r}\n{said}"
         if block.option("run") is None:
             continue
         done = subprocess.run(["bash", "-e", "-c", block.text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
         said = f"{block.text}--- exit {done.returncode}\n{done.stdout}{done.stderr}"
         assert done.returncode == int(block.option("exit") or 0), said
         assert "Traceback" not in done.stdout + done.stderr, said
+
+
+def not_printed(shown: str, printed: str) -> str | None:
+    """The first line of `shown` that `printed` lacks after the ones before it, or None. Spaces at the end of lines don't count."""
+    lines = iter([line.rstrip() for line in printed.splitlines()])
+    for wanted in shown.splitlines():
+        pattern = ".*".join(re.escape(part) for part in wanted.rstrip().split("..."))
+        if wanted.strip() not in ("", "...") and not any(re.fullmatch(pattern, line) for line in lines):
+            return wanted
+    return None
+
+
+def test_shown_output_is_compared_line_by_line():
+    printed = "model   llama\nparameters  250,432\nstep=1 loss=6.2\nstep=2 loss=6.1\n"
+    assert not_printed("parameters  250,432\n...\nstep=2 loss=...\n", printed) is None
+    assert not_printed("parameters  250,433\n", printed) == "parameters  250,433"
+    assert not_printed("step=2 loss=...\nstep=1 loss=...\n", printed) == "step=1 loss=..."
 
 
 # ---- reading them --------------------------------------------------------------------------------------------------------------

@@ -461,6 +461,6 @@ def _with_samples(
         raise DataError(
             f"{', '.join(str(corpus.bin_path) for corpus in corpora)}: not enough data: {what} has {short.tokens} tokens, "
             f"one sample needs seq_length + 1 = {seq_length + 1} ({holds}). Use a shorter train.seq_length, another "
-            f"data.split (such as 80,20,0), files of their own in data.valid, or leave train.eval_interval unset"
+            f"data.split, files of their own in data.valid, or leave train.eval_interval unset"
         )
     return [source for source, _ in kept], [weight for _, weight in kept]
