@@ -144,6 +144,7 @@ def test_every_truncation_is_refused(tmp_path):
 )
 def test_foreign_and_damaged_index(tmp_path, offset, patch, message):
     write(tmp_path / "c")
+    (tmp_path / "c.sums").unlink()  # of another tool
     data = bytearray((tmp_path / "c.idx").read_bytes())
     data[offset : offset + len(patch)] = patch
     (tmp_path / "c.idx").write_bytes(data)

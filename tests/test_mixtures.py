@@ -532,6 +532,7 @@ def test_files_of_a_trillion_tokens(tmp_path):
     """Real files of 1e7 documents with 1e5 tokens each; the .bin is sparse, zeros but for the tokens that are written where they will be read."""
     prefix, length, count = tmp_path / "t", 10**5, 10**7
     write(prefix, [[1]])
+    (tmp_path / "t.sums").unlink()
     pointers, documents = np.arange(count, dtype=np.int64) * 2 * length, np.arange(count + 1, dtype=np.int64)
     with open(tmp_path / "t.idx", "r+b") as index:
         index.seek(18)  # after magic, version and dtype

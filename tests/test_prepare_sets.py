@@ -148,6 +148,7 @@ def test_merging_refuses_what_only_a_copy_can_do(tmp_path, lines):
     with CorpusWriter(tmp_path / "odd", np.uint16) as writer:
         writer.add_document([1, 2, 3])
         writer.add_document([4, 5])
+    (tmp_path / "odd.sums").unlink()
     raw = bytearray((tmp_path / "odd.idx").read_bytes())
     raw[34:42], raw[42:58] = np.array([2, 3], np.int32).tobytes(), np.array([6, 0], np.int64).tobytes()  # the other way round in the .bin
     (tmp_path / "odd.idx").write_bytes(raw)

@@ -290,6 +290,19 @@ def data_show(
         click.echo(data_text(what, tokenizer, documents, start))
 
 
+@data.command("verify", short_help="Compare token files with their checksums.")
+@click.argument("what", nargs=-1, required=True, metavar="PREFIX...|CONFIG [a.b=c]...")
+def data_verify(what: tuple[str, ...]) -> None:
+    """Compare token files with the checksums that were written with them, byte for byte; exits with 3 and names the bytes if any are damaged.
+
+    PREFIX: files of PREFIX.bin and PREFIX.idx. CONFIG (or a run's folder): all token files that the run reads.
+    """
+    from phalanx.cli.show import data_prefixes, is_config, verify_text
+
+    for line in verify_text(data_prefixes(what[0], what[1:]) if is_config(what[0]) else what):
+        click.echo(line)
+
+
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

@@ -39,3 +39,13 @@ def _lines(name: str) -> Callable[[int, int], None]:
             click.echo(f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {done / 1e6 / (now - start):.1f} MB/s, {left:.0f} s left", err=True)
 
     return show
+
+
+def decimal_bytes(count: float) -> str:
+    """`268 kB` of 267,512 bytes, `1.5 GB` of 1,480,000,000."""
+    units = iter(("bytes", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while count >= 999.5 and unit != "TB":
+        unit = next(units)
+        count /= 1000
+    return f"{count:.1f} {unit}" if count < 9.95 and unit != "bytes" else f"{count:.0f} {unit}"

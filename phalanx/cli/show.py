@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -34,13 +35,71 @@ def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0
 
     corpus = Corpus(prefix)
     names = load_tokenizer(tokenizer) if tokenizer else None
-    lines = [repr(corpus), *_other_tokenizer(prefix, names), *_glance(corpus)]
+    lines = [repr(corpus), *_checksums(corpus), *_other_tokenizer(prefix, names), *_glance(corpus)]
     for d in range(start, min(start + documents, corpus.num_documents)):
         first, stop = corpus.document_start(d), corpus.document_start(d + 1)
         ids = corpus.tokens(first, min(stop, first + 200)).tolist()
         more = " ..." if stop - first > 200 else ""
         lines.append(f"tokens {first}..{stop - 1}: document {d}, {stop - first} tokens: {names.decode(ids) if names else ids}{more}")
     return "\n".join(lines)
+
+
+def _checksums(corpus: Corpus) -> list[str]:
+    if corpus.is_checked:
+        return []
+    return [f"unchecked: there are no checksums of {', '.join(str(file.path) for file in corpus.bin_files if file.segments is None)}"]
+
+
+def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
+    """The token files that a config (or a run's folder) reads."""
+    from phalanx.base.errors import Problem
+    from phalanx.cli.setup import prepare_elsewhere
+    from phalanx.data.check import check_files
+    from phalanx.data.config import prefixes_of
+    from phalanx.data.text import find_text
+    from phalanx.train.checks import raise_problems
+
+    run = prepare_elsewhere(str(Path(what, "config.yaml")) if Path(what).is_dir() else what, overrides, None).run
+    problems = check_files(run.data)
+    data = None if problems else find_text(run.data, run.dir)
+    if data is None and not problems:
+        rule = "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data show CONFIG` prepare it"
+        problems = [Problem("data.text", list(run.data.text), rule)]
+    raise_problems(problems)
+    return prefixes_of(data or run.data)
+
+
+def verify_text(prefixes: Sequence[str]) -> Iterator[str]:
+    """Compare token files with their checksums; a line about each. DataError, at the end, if any are damaged."""
+    from phalanx.data.index import Corpus, strip_suffix
+
+    damaged = []
+    for prefix in dict.fromkeys(map(strip_suffix, prefixes)):
+        try:
+            corpus = Corpus(prefix)
+        except DataError as error:
+            found, lines = [str(error)], []
+        else:
+            found, lines = _compared(corpus)
+        damaged += [prefix] if found else []
+        yield from (*found, *lines)
+    if damaged:
+        raise DataError(f"{', '.join(damaged)}: damaged; restore the files from a copy, or prepare the texts again")
+
+
+def _compared(corpus: Corpus) -> tuple[list[str], list[str]]:
+    """(what is damaged, what else there is to say) of token files whose .idx is good."""
+    from phalanx.cli.progress import decimal_bytes, progress
+    from phalanx.data.checksums import compare
+
+    files = [file for file in corpus.bin_files if file.segments is not None]
+    total = sum(file.size for file in files)
+    with progress(corpus.prefix) as show:
+        found = compare(files, min(4, os.cpu_count() or 1), lambda done: show(done, total))
+    lines = _checksums(corpus)
+    if files and not found:
+        lines.append(f"{corpus.prefix}: good: {corpus.num_tokens:,} tokens, {decimal_bytes(total)} compared with checksums")
+    return found, lines
 
 
 def _other_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> list[str]:

@@ -92,3 +92,9 @@ class DataConfig:
         for name in ("paths", "text"):
             object.__setattr__(self, name, words(getattr(self, name)))
         object.__setattr__(self, "valid", {name: words(given) for name, given in self.valid.items()})
+
+
+def prefixes_of(config: DataConfig) -> list[str]:
+    """Of all token files that a run reads, each once."""
+    given = (config.paths, *(source.paths for source in config.sources.values()), *config.valid.values())
+    return list(dict.fromkeys(prefix for paths in given for prefix in prefixes_and_weights(paths)[0]))

@@ -22,9 +22,11 @@ from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
+import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from phalanx.base.errors import DataError
+from phalanx.data.checksums import SEGMENT, BinFile, HashedFile, SegmentSums, Sums, read_sums, sums_path, write_sums
 from phalanx.data.files import must_exist, replacing, sync, sync_folder, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -48,8 +50,12 @@ def strip_suffix(prefix: str | os.PathLike[str]) -> str:
 class Corpus:
     """An open pair of files, seen as one stream of `num_tokens` tokens: all sequences in file order.
 
-    Only memory maps are held, so a billion documents cost no memory of this process; opening reads the .idx once, front to
-    back. Raises DataError for a file that is missing, truncated, foreign, or does not belong to the other one.
+    Only memory maps are held, so a billion documents cost no memory of this process; opening reads the .idx front to back and
+    compares it with PREFIX.sums, where there is one. Raises DataError for a file that is missing, truncated, damaged, foreign, or does
+    not belong to the other one.
+
+    idx_xxh3    the XXH3-64 of the .idx
+    bin_files   the .bin files with the checksums of their segments, if they have any
     """
 
     def __init__(self, prefix: str | os.PathLike[str]):
@@ -64,6 +70,8 @@ class Corpus:
         self._lengths = np.frombuffer(self._index, np.int32, self.num_sequences, HEADER.size)
         self._pointers = np.frombuffer(self._index, np.int64, self.num_sequences, lengths_end)
         self._documents = np.frombuffer(self._index, np.int64, num_indices, lengths_end + 8 * self.num_sequences)
+        self.idx_xxh3 = self._hash_index()
+        self.bin_files = self._check_sums(read_sums(self.prefix))
         self._maps = [_map(path, np.uint8, 0, size) for path, size in self.bins]
         self._ends = np.cumsum([size for _, size in self.bins]).tolist()
         self._check_documents()
@@ -75,6 +83,11 @@ class Corpus:
     def is_plain(self) -> bool:
         """Whether the sequences fill the .bin one after another, as our own files do."""
         return self._offsets is None and self._first == 0
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there are checksums of all its files."""
+        return all(file.segments is not None for file in self.bin_files)
 
     def __repr__(self) -> str:
         return f"Corpus({self.prefix!r}, {self.num_tokens} tokens, {self.num_documents} documents, {self.dtype})"
@@ -139,6 +152,31 @@ class Corpus:
         if hasattr(mmap, "MADV_DONTNEED"):
             self._index.madvise(mmap.MADV_DONTNEED)
 
+    def _hash_index(self) -> str:
+        found, whole = xxhash.xxh3_64(), memoryview(self._index)
+        for at in range(0, len(whole), SEGMENT):
+            found.update(whole[at : at + SEGMENT])
+            self._release()
+        return found.hexdigest()
+
+    def _check_sums(self, sums: Sums | None) -> tuple[BinFile, ...]:
+        """The .bin files with what PREFIX.sums says of them. DataError if the .idx is not the one that it was written with."""
+        path = sums_path(self.prefix)
+        known = (None,) * len(self.bins) if sums is None else sums.bins
+        if sums is not None and sums.idx != self.idx_xxh3:
+            raise DataError(
+                f"{self.idx_path}: damaged: its checksum is {self.idx_xxh3}, expected {sums.idx} by {path.name}: restore it from a copy, or "
+                f"prepare the texts again; if another tool has written {Path(self.prefix).name} since, remove {path}"
+            )
+        if len(known) != len(self.bins):
+            raise DataError(f"{path}: of other token files: it has checksums of {len(known)} .bin files, {self.bin_path} is {len(self.bins)}")
+        found = tuple(BinFile(file, size, segments, path) for (file, size), segments in zip(self.bins, known))
+        for file in found:
+            if file.segments is not None and (expected := sum(segment.size for segment in file.segments)) != file.size:
+                kind = "truncated" if file.size < expected else "too long"
+                raise DataError(f"{file.path}: {kind}: {file.size} bytes, expected {expected} by {path.name}")
+        return found
+
     def _check_documents(self) -> None:
         indices = self._documents
         ends = (int(indices[0]), int(indices[-1]))
@@ -186,10 +224,10 @@ def check_vocab(corpus: Corpus, vocab_size: int, start: int = 0, stop: int | Non
 
 
 class CorpusWriter:
-    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does; a context manager.
+    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, and their checksums beside them; a context manager.
 
     Nothing is seen under the final names before the block ends well, and nothing is left behind when it does not. Lengths and
-    document indices are spooled to disk, so memory is bounded by one document.
+    document indices are spooled to disk, so memory is bounded by one document. idx_xxh3: of the .idx, once it is written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike):
@@ -201,6 +239,8 @@ class CorpusWriter:
         self._bin_path, self._idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
         self._bin_temporary, self._idx_temporary = temporary_name(self._bin_path), temporary_name(self._idx_path)
+        self._bin_sums = SegmentSums()
+        self.idx_xxh3 = ""
 
     def __enter__(self) -> CorpusWriter:
         self._bin: IO[bytes] = open(self._bin_temporary, "wb")
@@ -224,7 +264,7 @@ class CorpusWriter:
                 f"{self._bin_path}: document {self.num_documents} has ids {ids.min()}..{ids.max()}, "
                 f"{self.dtype} holds {limits.min}..{limits.max}"
             )
-        self._bin.write(ids.astype(self.dtype).tobytes())
+        self._write_bin(ids.astype(self.dtype).tobytes())
         self._lengths.write(np.asarray(lengths, dtype=np.int32).tobytes())
         self.num_sequences += len(lengths)
         self.num_tokens += len(ids)
@@ -241,17 +281,24 @@ class CorpusWriter:
             self._bin_temporary.unlink(missing_ok=True)
             self._idx_temporary.unlink(missing_ok=True)
 
+    def _write_bin(self, data: Any) -> None:
+        self._bin.write(data)
+        self._bin_sums.update(data)
+
     def _publish(self) -> None:
         sync(self._bin)
         with open(self._idx_temporary, "wb") as idx:
-            self._write_index(idx)
+            hashed = HashedFile(idx)
+            self._write_index(hashed)
             sync(idx)
+        self.idx_xxh3 = hashed.xxh3
         self._idx_path.unlink(missing_ok=True)  # a crash between the renames must not leave an old .idx beside the new .bin
         os.replace(self._bin_temporary, self._bin_path)
+        write_sums(sums_path(self.prefix), Sums(self.idx_xxh3, (self._bin_sums.finish(),)))
         os.replace(self._idx_temporary, self._idx_path)
         sync_folder(self._bin_path.parent)
 
-    def _write_index(self, idx: IO[bytes]) -> None:
+    def _write_index(self, idx: HashedFile) -> None:
         code = next(c for c, name in CODES.items() if name == self.dtype.name)
         idx.write(HEADER.pack(MAGIC, 1, code, self.num_sequences, self.num_documents + 1))
         self._lengths.seek(0)

@@ -26,7 +26,8 @@ import numpy as np
 
 from phalanx.base.errors import DataError
 from phalanx.data import shards
-from phalanx.data.config import DataConfig, prefixes_and_weights
+from phalanx.data.checksums import SUFFIX
+from phalanx.data.config import DataConfig, prefixes_of
 from phalanx.data.files import replacing, sync_folder
 from phalanx.data.index import strip_suffix
 from phalanx.data.readers import SUFFIXES, Errors, Part, Reading, cut, find_files, texts
@@ -101,7 +102,7 @@ def prepare(
     piece_bytes: int = PIECE_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
-    """Turn texts into PREFIX.bin, PREFIX.idx and PREFIX.json; nothing appears before all of it is written.
+    """Turn texts into PREFIX.bin, PREFIX.idx, their checksums PREFIX.sums and the record PREFIX.json; nothing appears before all of it is written.
 
     inputs: files, globs, folders that are searched for `suffixes`, each perhaps .gz or .zst, and Hugging Face datasets on disk. A
     .jsonl file holds a document a line, a .parquet or .arrow file one a row, under `key` (`a.b`: b inside a; several keys: their
@@ -184,9 +185,8 @@ def check_tokenizers(config: DataConfig) -> None:
     if config.tokenizer is None:
         return
     tokenizer = load_tokenizer(config.tokenizer)
-    for given in (config.paths, *(source.paths for source in config.sources.values()), *config.valid.values()):
-        for prefix in prefixes_and_weights(given)[0]:
-            check_tokenizer(prefix, tokenizer)
+    for prefix in prefixes_of(config):
+        check_tokenizer(prefix, tokenizer)
 
 
 def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any]:
@@ -359,11 +359,11 @@ def _done(places: Mapping[str, str], settings: str, overwrite: bool) -> Summary 
 
 def _publish(made: Path, place: str, summary: Summary) -> None:
     """Move finished token files to their place: the manifest first, the index, without which nothing is seen, last."""
-    for suffix in (".idx", ".bin", ".bins"):
+    for suffix in (".idx", ".bin", ".bins", SUFFIX):
         Path(place + suffix).unlink(missing_ok=True)
     with replacing(place + ".json") as file:
         file.write(json.dumps(asdict(summary), indent=2).encode())
-    for suffix in (".bin", ".bins", ".idx"):
+    for suffix in (".bin", ".bins", SUFFIX, ".idx"):
         if os.path.exists(f"{made}{suffix}"):
             os.replace(f"{made}{suffix}", place + suffix)
     sync_folder(Path(place).parent)

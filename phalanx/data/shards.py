@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from phalanx.base.errors import DataError
+from phalanx.data.checksums import BinFile, Segment, Sums, cut, sums_path, write_sums
 from phalanx.data.files import replacing
 from phalanx.data.index import CHUNK, MAX_LENGTH, Corpus, CorpusWriter, write_bins
 from phalanx.data.mixture import make_key, permute
@@ -27,8 +28,11 @@ SHUFFLE = 0x5F  # names this use of the seed
 
 
 def write_piece(path: Path, note: dict[str, Any], lengths: NDArray[np.int64], hashes: bytes | bytearray, tokens: bytes | bytearray) -> None:
-    """A file with a note, where documents begin and end in tokens, 8 bytes of hash for each, and the tokens. It appears whole or not at all."""
-    text = json.dumps(note).encode()
+    """A file with a note, where documents begin and end in tokens, 8 bytes of hash for each, and the tokens. It appears whole or not at all.
+
+    The checksums of the tokens are part of the note: they are of what was in memory, so they see whatever happens to the piece too.
+    """
+    text = json.dumps({**note, "segments": cut(tokens)}).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as file:
         file.write(SIZES.pack(len(text), len(lengths)))
@@ -45,18 +49,20 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 class Piece:
-    """An open piece: `offsets` (documents + 1), `hashes` (documents) and `tokens`, memory-mapped."""
+    """An open piece: `offsets` (documents + 1), `hashes` (documents) and `tokens`, memory-mapped; `segments`: checksums of the tokens."""
 
     def __init__(self, path: Path, dtype: DTypeLike):
         raw = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         size, documents = SIZES.unpack(raw[: SIZES.size].tobytes())
         begin = SIZES.size + size
         self.path = path
+        known = json.loads(raw[SIZES.size : begin].tobytes()).get("segments")  # a piece of an older version has none
         self.offsets = raw[begin : begin + 8 * (documents + 1)].view(np.int64)
         begin += 8 * (documents + 1)
         self.hashes = raw[begin : begin + 8 * documents].view(np.uint64)
         self.start = begin + 8 * documents
         self.tokens = raw[self.start :].view(dtype)
+        self.segments = cut(raw[self.start :]) if known is None else [Segment(*entry) for entry in known]
 
 
 @dataclass
@@ -88,14 +94,15 @@ class Assembler(CorpusWriter):
         self.num_documents += len(ends)
         self.num_tokens += int(lengths.sum(dtype=np.int64))
 
-    def copy_tokens(self, path: Path, start: int, count: int) -> None:
-        """Bytes start..start+count-1 of a file, by the kernel (which shares them where the file system can)."""
+    def copy_tokens(self, path: Path, start: int, segments: Sequence[Segment]) -> None:
+        """The segments of a file that begin at byte `start`, by the kernel (which shares them where the file system can)."""
         self._bin.flush()
         with open(path, "rb") as source:
-            copy_bytes(source.fileno(), self._bin.fileno(), start, count)
+            copy_bytes(source.fileno(), self._bin.fileno(), start, sum(segment.size for segment in segments))
+        self._bin_sums.extend(segments)
 
     def write_tokens(self, tokens: NDArray[Any]) -> None:
-        self._bin.write(tokens.data)
+        self._write_bin(tokens.data)
 
     def count(self) -> Count:
         return Count(self.num_documents, self.num_tokens, {f"2**{bits - 1}": int(n) for bits, n in enumerate(self._by_bits) if n and bits})
@@ -123,7 +130,7 @@ def _in_order(pieces: Iterable[Piece], writers: Sequence[Assembler], limits: NDA
         lengths = np.diff(piece.offsets)
         if len(writers) == 1:
             writers[0].add_documents(lengths)
-            writers[0].copy_tokens(piece.path, piece.start, piece.tokens.nbytes)
+            writers[0].copy_tokens(piece.path, piece.start, piece.segments)
             continue
         where = _part_of(piece.hashes, limits)
         for n, writer in enumerate(writers):
@@ -157,7 +164,7 @@ def merge(made: Path, place: str, shards: Sequence[str | os.PathLike[str]], copy
     """Token files of several, in the order given: (documents, tokens). DataError unless all store ids alike.
 
     Writes MADE.idx and MADE.bins, which names the .bin files relative to the folder of `place`. copy: MADE.bin, by the kernel; where
-    the file system can share blocks, it does.
+    the file system can share blocks, it does. Either way the checksums of the shards are those of the whole.
     """
     corpora = [Corpus(shard) for shard in shards]
     for corpus in corpora[1:]:
@@ -172,17 +179,24 @@ def merge(made: Path, place: str, shards: Sequence[str | os.PathLike[str]], copy
                 _copy_corpus(corpus, writer)
     if not copy:
         made.with_name(made.name + ".bin").unlink()
-        write_bins(Path(f"{made}.bins"), Path(place).parent, [file for corpus in corpora for file in corpus.bins])
+        files = [file for corpus in corpora for file in corpus.bin_files]
+        write_bins(Path(f"{made}.bins"), Path(place).parent, [(file.path, file.size) for file in files])
+        write_sums(sums_path(made), Sums(writer.idx_xxh3, tuple(file.segments for file in files)))
     return writer.num_documents, writer.num_tokens
 
 
 def _copy_corpus(corpus: Corpus, writer: Assembler) -> None:
     if corpus.is_plain:
-        for path, size in corpus.bins:
-            writer.copy_tokens(path, 0, size)
+        for file in corpus.bin_files:
+            writer.copy_tokens(file.path, 0, segments_now(file) if file.segments is None else file.segments)
         return
     for s in range(corpus.num_sequences):
         writer.write_tokens(corpus.sequence(s))
+
+
+def segments_now(file: BinFile) -> list[Segment]:
+    """Of a file without checksums, as it is read today."""
+    return cut(np.memmap(file.path, np.uint8, mode="r")) if file.size else []
 
 
 def copy_bytes(source: int, target: int, start: int, count: int) -> None:

@@ -27,6 +27,7 @@ class Source(Protocol):
 
     name, tokens: for people. windows: samples before the source starts over (an epoch); None if it never does.
     packings: how its documents were packed, of each of its corpora; none: windows are cut out of a stream.
+    corpora: the token files that it reads.
     """
 
     @property
@@ -37,6 +38,8 @@ class Source(Protocol):
     def windows(self) -> int | None: ...
     @property
     def packings(self) -> tuple[Packing, ...]: ...
+    @property
+    def corpora(self) -> tuple[Corpus, ...]: ...
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The windows that these samples are."""
@@ -88,6 +91,10 @@ class FileSource:
     @property
     def packings(self) -> tuple[Packing, ...]:
         return ()
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        return (self.corpus,)
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return locate(numbers, self.windows, self.key)
@@ -144,6 +151,10 @@ class PackedSource:
     def packings(self) -> tuple[Packing, ...]:
         return (self.packing,)
 
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        return (self.corpus,)
+
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return locate(numbers, self.windows, self.key)
 
@@ -190,6 +201,10 @@ class JoinedSource:
     @property
     def packings(self) -> tuple[Packing, ...]:
         return tuple(packing for part in self.parts for packing in part.packings)
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        return tuple(part.corpus for part in self.parts)
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return locate(numbers, self.windows, self.key)
@@ -244,6 +259,10 @@ class MockSource:
 
     @property
     def packings(self) -> tuple[Packing, ...]:
+        return ()
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
         return ()
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.base.errors import DataError
+from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.files import replacing
 from phalanx.data.prepare import prepare
@@ -24,7 +25,7 @@ SHUFFLE = 0  # seed of the order of documents: the validation part at the end is
 NAME = "text"
 LITTLE = 64 << 20  # bytes
 MAX_WORKERS = 8
-SUFFIXES = (".json", ".idx", ".bin")
+SUFFIXES = (".json", ".idx", ".bin")  # and checksums, but files of an older version go on being used without
 
 
 def use_text(
@@ -54,7 +55,7 @@ def use_text(
         if not _complete(prefix):
             say(f"prepare {', '.join(config.text)} into {prefix}")
             prefix.parent.mkdir(exist_ok=True)
-            for suffix in SUFFIXES:
+            for suffix in (*SUFFIXES, SUMS):
                 prefix.with_suffix(suffix).unlink(missing_ok=True)  # of a start that was killed between the files
             how: Any = {"key": config.json_keys, "errors": config.text_errors, "shuffle": SHUFFLE, "workers": _workers(files)}
             made = prepare(files, prefix, tokenizer, **how, progress=progress)

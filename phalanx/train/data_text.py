@@ -13,6 +13,7 @@ from phalanx.data.check import check_files
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader, valid_loaders
+from phalanx.data.sources import Source
 from phalanx.data.text import find_text
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.train.config import Run
@@ -34,8 +35,10 @@ def open_loaders(run: Run, data: DataConfig) -> tuple[Loader, dict[str, Loader]]
 
 
 def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
-    """Tokens available and used, epochs and weight of each source of the run; the same of each validation set per evaluation."""
+    """Tokens available and used, epochs and weight of each source of the run; the same of each validation set per evaluation. A last
+    column says which are read from files without checksums, if any are."""
     rows = [("source", "tokens", "used", "epochs", "weight")]
+    unchecked = [_unchecked([source]) for source in loader.sources] + [_unchecked(other.sources) for other in valid.values()]
     for use in loader.use(total_samples(run)):
         rows.append((use.name, _number(use.tokens), f"{use.used_tokens:,}", _epochs(use.epochs), f"{use.share:.4g}"))
     for name, other in valid.items():
@@ -44,6 +47,8 @@ def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
         there = None if None in tokens else sum(t for t in tokens if t is not None)
         epochs = samples / other.num_samples if other.num_samples else None
         rows.append((f"validation {name}", _number(there), f"{samples * run.train.seq_length:,}", _epochs(epochs), ""))
+    if any(unchecked):
+        rows = [(*row, mark) for row, mark in zip(rows, ("checksums", *unchecked))]
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = ("  ".join(cell.rjust(w) if c else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths))) for row in rows)
     return "\n".join([*(line.rstrip() for line in lines), *packing_lines(loader, valid)])
@@ -63,6 +68,10 @@ def plan_data(run: Run) -> str:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
     data = find_text(run.data, run.dir)
     return "data.text is not prepared yet; `phalanx train` does it first" if data is None else data_table(run, *open_loaders(run, data))
+
+
+def _unchecked(sources: Sequence[Source]) -> str:
+    return "" if all(corpus.is_checked for source in sources for corpus in source.corpora) else "unchecked"
 
 
 def _number(value: int | None) -> str:

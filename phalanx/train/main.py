@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.base.devices import find_device
-from phalanx.base.errors import CheckpointError, DamagedCheckpoint, NumericalStop
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, NumericalStop
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.agree import agree, together
@@ -29,6 +29,7 @@ from phalanx.checkpoint.places import place
 from phalanx.checkpoint.trust import open_to_all
 from phalanx.comm.heartbeat import Heartbeat
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
+from phalanx.data.background import BackgroundCheck
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import check_tokenizers
 from phalanx.data.text import use_text
@@ -50,6 +51,9 @@ from phalanx.train.resume import check_resume, facts
 from phalanx.train.saves import Saves, checkpoints_of, numbers_of
 
 SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
+
+GOLDEN = 0.618034  # its multiples are spread evenly between whole numbers
+FINISH_S = 300.0  # for what the background check has left at the end of a run
 
 
 class StopRequest:
@@ -110,10 +114,12 @@ def train(run: Run, placement: Placement) -> None:
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         counters, start = start_state(state, now, log)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        data = after.enter_context(background_check(loaders, placement, counters.step, log))
 
         def began(step: int) -> None:
             heartbeat.at_step(step)
             failures.began(step)
+            data.look()
 
         loop.began, loop.saves.saver.look = began, heartbeat.look
         heartbeat.stood_still = lambda seconds: log.warn(f"this process stood still for {seconds:.1f} s: it was stopped, or its machine was")
@@ -121,7 +127,24 @@ def train(run: Run, placement: Placement) -> None:
         if lock is not None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
         loop.run()
+        finish_check(data, state)
         log.info(f"done step={counters.step} folder={folder}")
+
+
+def background_check(loaders: tuple[Loader, dict[str, Loader]], placement: Placement, step: int, log: Log) -> BackgroundCheck:
+    """On one rank of each machine, whose copy of the files may be its own. Machines and starts begin at different places."""
+    loader, valid = loaders
+    sources = [source for each in (loader, *valid.values()) for source in each.sources] if placement.local_rank == 0 else []
+    first = (placement.rank + step) * GOLDEN % 1
+    return BackgroundCheck((corpus for source in sources for corpus in source.corpora), first, log.warn)
+
+
+def finish_check(data: BackgroundCheck, state: State) -> None:
+    """What is left of the background check. DataError on all ranks if any found damage."""
+    limit_s = min(FINISH_S, state.plan.run.train.timeout_s / 2)  # the other ranks wait in a collective
+    found = [problem for problem in agree(state.mesh.world, lambda: data.finish(limit_s)) if problem]
+    if found:
+        raise DataError("\n".join(dict.fromkeys(found)))
 
 
 def join(run: Run, placement: Placement) -> Mesh:
