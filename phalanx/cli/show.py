@@ -76,11 +76,9 @@ def verify_text(prefixes: Sequence[str]) -> Iterator[str]:
     damaged = []
     for prefix in dict.fromkeys(map(strip_suffix, prefixes)):
         try:
-            corpus = Corpus(prefix)
+            found, lines = _compared(Corpus(prefix))
         except DataError as error:
-            found, lines = [str(error)], []
-        else:
-            found, lines = _compared(corpus)
+            found, lines = [str(error)], list[str]()
         damaged += [prefix] if found else []
         yield from (*found, *lines)
     if damaged:

@@ -37,7 +37,7 @@ def open_loaders(run: Run, data: DataConfig) -> tuple[Loader, dict[str, Loader]]
 def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
     """Tokens available and used, epochs and weight of each source of the run; the same of each validation set per evaluation. A last
     column says which are read from files without checksums, if any are."""
-    rows = [("source", "tokens", "used", "epochs", "weight")]
+    rows: list[tuple[str, ...]] = [("source", "tokens", "used", "epochs", "weight")]
     unchecked = [_unchecked([source]) for source in loader.sources] + [_unchecked(other.sources) for other in valid.values()]
     for use in loader.use(total_samples(run)):
         rows.append((use.name, _number(use.tokens), f"{use.used_tokens:,}", _epochs(use.epochs), f"{use.share:.4g}"))
