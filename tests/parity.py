@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 from phalanx.base.batch import IGNORE, Batch
-from phalanx.base.rng import fill_normal_
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
-from phalanx.train.build import State, build, write_slot
+from phalanx.train.build import State, build
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, update
+from phalanx.train.verify import allowed, random_weights
 
 SEQ, VOCAB = 16, 131
 
@@ -116,18 +116,6 @@ def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list
     return [sample_batch(list(range(i, i + size)), documents, length).cut(mesh.part) for i in range(first, first + n // dp, size)]
 
 
-def set_weights(state: State) -> None:
-    """Random values for every tensor, norms and biases too: ones and zeros would hide errors."""
-    for flat in state.buffers.flat:
-        for slot in flat.bucket.slots:
-            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype)
-            for piece in slot.spec.pieces:
-                view = piece.of(storage)
-                fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
-                view.add_(1.0 if piece.init.kind == "ones" else 0.0)
-            write_slot(flat, slot, storage)
-
-
 Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]
 
 
@@ -149,7 +137,7 @@ def run_layout(rank: int, world: int, run: Run, steps: int, documents: bool | st
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    set_weights(state)
+    random_weights(state)
     mesh.watch.on, mesh.watch.drop = watch or drop is not None, drop
     state.train()
     losses, norms, grads = [], [], []
@@ -192,7 +180,7 @@ def same_tensors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], wha
     assert found.keys() == truth.keys()
     largest = max(np.abs(t).max() for t in truth.values())
     for name, expected in truth.items():
-        bound = 1e-9 * max(np.abs(expected).max(), 1e-6 * largest)
+        bound = allowed(np.abs(expected).max(), largest)
         off = np.abs(found[name] - expected).max()
         assert off <= bound, f"{what} {name} is off by {off:.3g} (bound {bound:.3g})"
 

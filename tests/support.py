@@ -55,7 +55,7 @@ from phalanx.train.replicas import check_replicas
 from phalanx.train.saves import numbers_of
 from phalanx.train.shadow import apart
 from phalanx.train.step import accumulate, evaluate_step, shadow_of, update
-from tests.parity import assemble, compare, parts_of, set_weights, step_batches
+from tests.parity import assemble, compare, parts_of, random_weights, step_batches
 from tests.pool import RankPool, warm_imports
 from tests.support_features import CORPUS, FEATURES, Feature, Trial, exclude, trial
 
@@ -304,7 +304,7 @@ def shadow_kept(state: State, batches: list) -> dict:
 def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
     plan = make_plan(t.run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    set_weights(state)
+    random_weights(state)
     state.buffers.publish()
     if "init" in t.also and folder is not None:
         save_to(state, folder.parent / "init" / str(world))

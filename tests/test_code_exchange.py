@@ -206,7 +206,7 @@ def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[in
     """(axis, op) -> (calls, bytes handed in) of forward and backward of the second step: the first is done once more, to find scales."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    parity.set_weights(state)
+    parity.random_weights(state)
     state.train()
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for step in range(2):

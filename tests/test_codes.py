@@ -136,7 +136,7 @@ def codes_of(rank: int, world: int, run: Run) -> dict[str, torch.Tensor]:
     """Codes and scales of every matrix after a step, as a rank's products use them."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    parity.set_weights(state)
+    parity.random_weights(state)
     state.train()
     for step in range(2):
         update(state, accumulate(state, parity.step_batches(run, mesh, step, False)), lr=1e-2)

@@ -28,7 +28,7 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.load import load_run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate
-from tests.parity import base_run, sample_batch, set_weights, step_batches
+from tests.parity import base_run, random_weights, sample_batch, step_batches
 from tests.test_models import all_logits
 
 # ---- how sequences are cut -------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def logits_twice(rank: int, world: int, run: Run) -> list[np.ndarray]:
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    set_weights(state)
+    random_weights(state)
     batch = sample_batch([5, 6], documents=True)
     first = batch.documents == 0
     other = replace(batch, tokens=torch.where(first, (batch.tokens + 7) % 131, batch.tokens))
@@ -321,7 +321,7 @@ def traffic(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int,
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    set_weights(state)
+    random_weights(state)
     state.train()
     batches = step_batches(run, mesh, 0, False)
     mesh.watch.on = True
@@ -386,7 +386,7 @@ def test_the_prefetcher_cuts():
 def evaluated(rank: int, world: int, run: Run) -> dict[str, float]:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    set_weights(state)
+    random_weights(state)
     return evaluate(state, valid_loaders(run.data, seq_length=run.train.seq_length, seed=1, vocab_size=run.model.vocab_size))
 
 

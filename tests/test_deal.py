@@ -20,7 +20,7 @@ from phalanx.train.build import build
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate
-from tests.parity import SEQ, base_run, sample_batch, set_weights, step_batches
+from tests.parity import SEQ, base_run, random_weights, sample_batch, step_batches
 
 
 def held(lengths, shares: list[Share], count: int) -> list[int]:
@@ -173,7 +173,7 @@ def sent(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, in
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    set_weights(state)
+    random_weights(state)
     state.train()
     batches = step_batches(run, mesh, 0, "packed")
     mesh.watch.on = True

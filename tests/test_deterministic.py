@@ -21,7 +21,7 @@ from phalanx.train.memory import rank_uses
 from phalanx.train.oom import held
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, update
-from tests.parity import MODELS, SEQ, assemble, set_weights, step_batches
+from tests.parity import MODELS, SEQ, assemble, random_weights, step_batches
 
 # --- the tree ---------------------------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ def one_rank(rank: int, world: int, run: Run, steps: int) -> dict:
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    set_weights(state)
+    random_weights(state)
     state.train()
     numbers = []
     for step in range(steps):

@@ -18,7 +18,7 @@ from phalanx.train.config import Run
 from phalanx.train.memory import rank_uses
 from phalanx.train.plan import make_plan
 from tests.checkpoints import load_here, save_here
-from tests.parity import assemble, base_run, parts_of, set_weights, truth_of
+from tests.parity import assemble, base_run, parts_of, random_weights, truth_of
 
 GLOBS = ["*attn*", "model.layers.0.*", "*embed_tokens*"]
 
@@ -59,7 +59,7 @@ def test_a_frozen_bias_of_a_router_stays(ranks):
 def save_on_rank(rank: int, world: int, run: Run, root: Path) -> list:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    set_weights(state)
+    random_weights(state)
     for shard in state.optimizer.shards:
         shard.m.fill_(3.0)
     state.buffers.publish()

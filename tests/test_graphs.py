@@ -28,7 +28,7 @@ from phalanx.train.build import State, build, uncaptured_ops
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
-from tests.parity import base_run, sample_batch, set_weights, step_batches
+from tests.parity import base_run, random_weights, sample_batch, step_batches
 
 NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
 STEPS = 4  # the first without graphs, the second captures
@@ -189,7 +189,7 @@ def trained(rank: int, world: int, run: Run, documents: str | bool, graphs: bool
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    set_weights(state)
+    random_weights(state)
     state.train()
     assert type(state.stages.runner) is Eager
     recorder = Recorder()

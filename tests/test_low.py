@@ -279,7 +279,7 @@ def run_shadow(rank: int, world: int, run: Run, drop: bool = False) -> np.ndarra
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    parity.set_weights(state)
+    parity.random_weights(state)
     state.train()
     batches = parity.step_batches(run, mesh, 0, False)
     if drop:

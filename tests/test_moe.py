@@ -17,14 +17,14 @@ from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.routing import routing_text, routing_values
 from phalanx.train.step import accumulate, evaluate_step, tell, update
-from tests.parity import SEQ, assemble, base_run, parts_of, set_weights, step_batches
+from tests.parity import SEQ, assemble, base_run, parts_of, random_weights, step_batches
 
 
 def routed(rank: int, world: int, run: Run, undecided: bool = False) -> dict:
     """One step: gradients, routing and the state that follows the load. `undecided`: routers are zero, so low numbers win for every token."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    set_weights(state)
+    random_weights(state)
     if undecided:
         clear_routers(state)
     state.train()
@@ -72,7 +72,7 @@ def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndar
     """By layer the rows that this rank's experts multiplied, and the routing of the step. Of an expert cut over etp one rank counts."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state, rows = build(make_plan(run, world), mesh), {}
-    set_weights(state)
+    random_weights(state)
     state.train()
     for layer in state.routed:
         rows[layer.layer] = 0
@@ -122,7 +122,7 @@ def by_hand(run: Run, scope: str) -> tuple[tuple[float, float], torch.Tensor]:
     """The balancing losses of a step, before their coefficients and summed over tokens; and the gradient to the only router of the losses, each
     micro-batch weighted as a step weighs it."""
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
-    set_weights(state)
+    random_weights(state)
     layer, seen = state.routed[0], []
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     batches = step_batches(run, state.mesh, 0, False)
@@ -169,7 +169,7 @@ def evaluated(rank: int, world: int, run: Run) -> float:
     """The loss of a step's tokens without training, every token at the same experts."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    set_weights(state)
+    random_weights(state)
     clear_routers(state)
     loss, tokens = evaluate_step(state, step_batches(run, mesh, 0, False))
     return (loss / tokens).item()
@@ -214,7 +214,7 @@ def test_tally_starts_again(ranks):
     """What one step counted is not in the next."""
     run = variant()
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
-    set_weights(state)
+    random_weights(state)
     state.train()
     for step in range(2):
         accumulate(state, step_batches(run, state.mesh, step, False))
@@ -225,7 +225,7 @@ def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[in
     """(axis, op) -> (calls, bytes handed in) of one step's forward and backward."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    set_weights(state)
+    random_weights(state)
     state.train()
     mesh.watch.on = True
     accumulate(state, step_batches(run, mesh, 0, False))

@@ -23,7 +23,7 @@ from phalanx.optim.schedules import learning_rate
 from phalanx.train.build import build
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, train_step
-from tests.parity import base_run, sample_batch, set_weights
+from tests.parity import base_run, random_weights, sample_batch
 
 SHAPES = {"embed.weight": (13, 5), "norm.weight": (5,), "up.weight": (7, 5), "up.bias": (7,), "down.weight": (5, 7)}
 CONFIG = OptimConfig(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.3, lr_scale={"embed*": 0.1, "*.bias": 2.0, "*": 1.0})
@@ -251,7 +251,7 @@ def test_clipping(share):
         run = base_run("llama", global_batch=2)
         plan = make_plan(replace(run, optim=OptimConfig(clip_grad=clip)), 1)
         state = build(plan, Mesh(Grid()))
-        set_weights(state)
+        random_weights(state)
         state.train()
         batches = [sample_batch([1], False), sample_batch([2], False)]
         accumulate(state, batches)

@@ -28,7 +28,7 @@ from phalanx.train.config import Run
 from phalanx.train.data_text import data_table, row_of
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, update
-from tests.parity import MODELS, VOCAB, assemble, base_run, parts_of, same_tensors, set_weights
+from tests.parity import MODELS, VOCAB, assemble, base_run, parts_of, random_weights, same_tensors
 
 # ---- which documents share a sequence -----------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ def step_of(rank: int, world: int, run: Run, kind: str) -> dict:
     """A step on the packed micro-batch, or on its documents: padded rows of one micro-batch, or each as a micro-batch of its own."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    set_weights(state)
+    random_weights(state)
     state.train()
     if kind == "packed":
         batches = [packed_batch()]

@@ -18,7 +18,7 @@ from phalanx.train.build import build
 from phalanx.train.config import RampConfig, Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import accumulate, evaluate_step, update
-from tests.parity import base_run, compare, set_weights, step_batches, truth_of
+from tests.parity import base_run, compare, random_weights, step_batches, truth_of
 
 
 def programs(number: int):
@@ -84,7 +84,7 @@ def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[
     """Where weights and gradients of each run lie whenever it computes, over three steps and an evaluation; whether any bucket shares."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    set_weights(state)
+    random_weights(state)
     state.train()
     seen: dict[tuple, set[int]] = {}
 

@@ -6,16 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.base.batch import IGNORE
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
+from phalanx.data.loader import micro_batch_samples, train_loader
 from phalanx.layout.config import LayoutConfig
 from phalanx.train.checks import Facts, check
 from phalanx.train.config import Run
 from phalanx.train.load import load_run
 from phalanx.train.plan import grid_of, make_plan
-from phalanx.train.verify import compare, fewer_ranks, follow, shrink, verify
+from phalanx.train.shrink import MAX_RANKS, shrink, small_copies
+from phalanx.train.structures import cuts_inside
+from phalanx.train.verify import compare, follow, verify, with_fewer_labels
 from recipes import gpt3_175b, gpt_oss_120b, llama3_8b, llama3_70b, mixtral_8x7b, qwen3_235b_a22b
+from tests.pool import RanksFailed
 from tests.sample import covering, features, rest_in_soak
+from tests.verify_patches import PLANTED, planted
 
 USERS = {
     "llama3_8b on 8": (llama3_8b.run(), 8),
@@ -68,7 +74,17 @@ def rank_sites(rank: int, world: int, run: Run) -> list[Site]:
 
 @pytest.mark.parametrize("name", rest_in_soak(USERS, covering({name: features(run) for name, (run, _) in USERS.items()})))
 def test_small_copies_are_valid_and_pass(ranks, name):
-    small = shrink(*USERS[name])
+    is_valid_and_passes(ranks, shrink(*USERS[name]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", USERS)
+def test_further_small_copies_are_valid_and_pass(ranks, name):
+    for small in small_copies(*USERS[name]).copies[1:]:
+        is_valid_and_passes(ranks, small)
+
+
+def is_valid_and_passes(ranks, small):
     facts = Facts(world_size=small.world, local_ranks=small.world, files=False)
     checked = replace(small.run, layout=replace(small.run.layout, bucket_mb=1))  # 0, a bucket per block, is for us alone
     assert [str(p) for p in check(checked, facts) if "device" not in p.field] == []
@@ -91,9 +107,66 @@ def test_shrinking_keeps_the_structure():
     assert shrink(few, world).run.model.num_key_value_heads < shrink(few, world).run.layout.tp
     odd = replace(run, model=replace(run.model, vocab_size=128257, tie_word_embeddings=True))
     assert shrink(odd, world).run.model.vocab_size % 2 == 1 and shrink(odd, world).run.model.tie_word_embeddings
-    assert fewer_ranks([4, 8, 1, 4]) == [2, 2, 1, 2] and fewer_ranks([1, 64, 1, 1]) == [1, 8, 1, 1] and fewer_ranks([3, 3, 1, 1]) == [2, 3, 1, 1]
-    assert fewer_ranks([4, 8, 2, 8]) == [2, 1, 2, 2]
-    assert fewer_ranks([4, 8, 1, 4], data=4) == [2, 4, 1, 2] and fewer_ranks([4, 8, 2, 8], data=4) == [2, 2, 2, 2]
+
+
+def test_axes_of_small_copies():
+    def axes(*sizes):
+        dense = load_run("recipes/tiny_llama.yaml", ["model.num_hidden_layers=16", "model.num_attention_heads=16", "model.num_key_value_heads=8"])
+        pp, dp, cp, tp = sizes
+        run = replace(dense, layout=LayoutConfig(pp=pp, cp=cp, tp=tp), train=replace(dense.train, micro_batch=2, global_batch=8 * dp))
+        found = small_copies(run, pp * dp * cp * tp)
+        assert all(copy.world <= MAX_RANKS for copy in found.copies)
+        grids = [grid_of(copy.run, copy.world) for copy in found.copies]
+        return [(g.pp, g.dp, g.cp, g.tp) for g in grids], [s.name for s in found.lost]
+
+    assert axes(4, 8, 1, 4)[0][0] == (2, 2, 1, 2) and axes(1, 64, 1, 1)[0] == [(1, 8, 1, 1)] and axes(2, 2, 1, 2)[0] == [(2, 2, 1, 2)]
+    three = axes(4, 8, 1, 4)[0]
+    assert any(pp > 2 for pp, *_ in three) and any(tp > 2 for *_, tp in three)  # what halving loses, others have
+    four, lost = axes(4, 8, 2, 8)
+    assert four[0] == (2, 1, 2, 2) and any(dp > 1 for _, dp, _, _ in four) and "data-parallel ranks" not in lost
+
+
+@pytest.mark.trust(8, "phalanx verify said nothing of what its small copy lacked", "it ends with the structures that were kept and given up")
+def test_small_copies_say_what_they_lack():
+    run, world = USERS["llama3_70b on 128"]
+    found = small_copies(run, world)
+    text = " ".join(found.report.split())
+    assert "structures kept: pipeline stages; tensor-parallel ranks;" in text and "a tensor-parallel cut inside a sequence;" in text
+    assert "given up (for want of ranks: 8 at most): three or more data-parallel ranks; GPU kernels" in text
+    with_fp8 = load_run("recipes/tiny_llama.yaml", ["train.fp8.recipe=tensorwise", "train.precision=bf16"])
+    assert "train.fp8 (small sizes have no whole blocks of scales" in " ".join(small_copies(with_fp8, 1).report.split())
+    on_cpu = small_copies(load_run("recipes/tiny_gpt2.yaml", ["train.device=cpu"]), 1)
+    assert on_cpu.report.endswith("structures given up: none")
+
+
+BATCHES = [(tp, micro_batch) for tp in (2, 4, 8, 16) for micro_batch in (1, 2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize("tp, micro_batch", BATCHES)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_cut_inside_a_sequence_stays_inside_one(tp, micro_batch, cp):
+    run = load_run("recipes/tiny_gpt2.yaml", ["model.num_attention_heads=16"])
+    train = replace(run.train, micro_batch=micro_batch, global_batch=micro_batch * 8)
+    run = replace(run, layout=LayoutConfig(tp=tp, cp=cp, pp=2), train=train)
+    inside = cuts_inside(micro_batch, train.seq_length, cp, tp)
+    for copy in small_copies(run, tp * cp * 2 * 4).copies:
+        small = grid_of(copy.run, copy.world)
+        if small.tp > 1:
+            assert cuts_inside(copy.run.train.micro_batch, copy.run.train.seq_length, small.cp, small.tp) == inside
+        assert (copy.run.train.micro_batch > 1) == (micro_batch > 1)
+
+
+def test_labels_differ_between_ranks_and_micro_batches():
+    """Means over ranks or micro-batches instead of tokens show in every copy, however many samples a rank has."""
+    for name, (run, world) in USERS.items():
+        small = shrink(run, world)
+        train, dp = small.run.train, grid_of(small.run, small.world).dp
+        loader = train_loader(small.run.data, seq_length=train.seq_length, seed=1, vocab_size=small.run.model.vocab_size, samples=99)
+        lists = [micro_batch_samples(0, train.global_batch, train.micro_batch, dp, rank) for rank in range(dp)]
+        parts = [[[sample / train.global_batch for sample in samples] for samples in of] for of in lists]
+        counts = [[int((with_fewer_labels(loader.batch(s), p).labels != IGNORE).sum()) for s, p in zip(*of)] for of in zip(lists, parts)]
+        assert len({sum(of) for of in counts}) == dp, name
+        assert all(len(set(of)) > 1 for of in counts if len(of) > 1) or train.global_batch // (train.micro_batch * dp) == 1, name
 
 
 def test_shrinking_keeps_groups_that_shard():
@@ -103,7 +176,10 @@ def test_shrinking_keeps_groups_that_shard():
 
     groups = dict(sharding=3, shard_group=8, shard_across="optimizer")
     assert of(llama3_8b.run(), 64, **groups) == (8, 2, "optimizer")
-    assert of(llama3_70b.run(), 256, **groups) == (16, 2, "optimizer")
+    many = replace(llama3_70b.run(), layout=replace(llama3_70b.run().layout, **groups))
+    copies = small_copies(many, 256)
+    assert any(copy.run.layout.shard_group == 2 for copy in copies.copies) and max(copy.world for copy in copies.copies) == 8
+    assert not any("shard" in s.name for s in copies.lost)
     assert of(llama3_8b.run(), 8, sharding=3, shard_group=8) == (8, None, "nothing")  # one group is all ranks
     assert of(mixtral_8x7b.run(), 64, sharding=3, shard_group=8) == (8, 2, "nothing")
 
@@ -119,7 +195,7 @@ def test_shrinking_keeps_how_experts_are_spread():
     dense, experts, model = view(replace(mixtral, layout=LayoutConfig(tp=8, ep=8)), 64)
     assert (dense, experts) == ((1, 2, 4), (2, 4, 1))  # ep 8 lies within tp 8
     assert (model.num_local_experts, model.num_experts_per_tok) == (4, 2)
-    assert view(replace(mixtral, layout=LayoutConfig(tp=4, ep=8)), 64)[:2] == ((1, 2, 4), (1, 8, 1))  # across tp and dp, as it was
+    assert view(replace(mixtral, layout=LayoutConfig(tp=4, ep=8)), 64)[:2] == ((1, 4, 2), (2, 4, 1))  # across tp and dp, as it was
     assert view(replace(mixtral, layout=LayoutConfig(etp=2, ep=8)), 64)[1] == (2, 2, 2)
     dense, experts, model = view(qwen3_235b_a22b.run(), 64)
     assert experts[1] > 1 and model.num_experts == 2 * experts[1] and 1 < model.num_experts_per_tok < model.num_experts
@@ -145,8 +221,10 @@ def test_dropped_collectives_of_experts_are_found(ranks):
 def test_verify_has_the_small_run_started():
     started, said = [], []
     verify(*USERS["gpt3_175b on 128"], start=lambda *args: started.append(args), steps=3, say=said.append)
-    ((run, world, steps),) = started
+    run, world, steps = started[0]
     assert world == 8 and steps == 3 and run.model.num_hidden_layers < 96 and "width 12288" in said[0]
+    assert len(started) == len(small_copies(*USERS["gpt3_175b on 128"]).copies) == len(said) - 1
+    assert said[1].startswith("verified   8 ranks") and said[-1].startswith("structures kept: pipeline stages;")
 
 
 def test_dropping_the_sum_of_norm_gradients_names_a_norm(ranks):
@@ -188,3 +266,46 @@ def rank_hole(rank: int, world: int, run: Run):
         return compare(run, rank, world, 1)
     finally:
         module.boxes_of = real
+
+
+def rank_compare_planted(rank: int, world: int, run: Run, name: str):
+    with planted(name):
+        return compare(run, rank, world, 2)
+
+
+def finds(ranks, name: str, run: Run, world: int) -> bool:
+    """Whether the comparison of this run on its ranks differs with the error, or cannot even be made."""
+    try:
+        return not ranks.run("tests.test_verify:rank_compare_planted", world, run, name)[0].ok
+    except RanksFailed:
+        return True
+
+
+def copies_find(ranks, name: str, run: Run, world: int) -> bool:
+    return any(finds(ranks, name, copy.run, copy.world) for copy in small_copies(run, world).copies)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_errors_are_found(ranks, name):
+    """Each changes what its own run computes; the small copies of that run and of a larger one show it."""
+    error = PLANTED[name]
+    assert ranks.run("tests.test_verify:rank_compare", error.world, error.own[0], 2)[0].ok, "the run differs without the error"
+    assert finds(ranks, name, *error.own), "the error changes nothing"
+    assert copies_find(ranks, name, *error.own), "not found in small copies of the run"
+    assert copies_find(ranks, name, *error.larger), "not found in small copies of a larger run"
+
+
+SAMPLE = (
+    "learned positions of rank 0 on every tp rank", "dropout by places of rank 0 on every tp rank", "key-value heads of another group of tp ranks",
+    "middle pipeline ranks send twice as much", "keys of the cp rank on the other side", "mean over data-parallel ranks instead of tokens",
+)  # fmt: skip
+
+
+@pytest.mark.trust(
+    8, "phalanx verify of tp=4 where positions and dropout went by a rank's own places", "the error is found: cuts stay inside sequences"
+)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_some_planted_errors_are_found(ranks, name):
+    """In the small copies of a larger run: these need a structure that halving every axis would lose."""
+    assert copies_find(ranks, name, *PLANTED[name].larger)

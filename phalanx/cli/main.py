@@ -82,7 +82,8 @@ def prepare_text(ready: Any) -> None:
 def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int) -> None:
     """Compare the run's layout with one process: losses and every gradient, in float64.
 
-    The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits with 1.
+    The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits with 1. Ends with the
+    structures of the run that the small copies had, and those that they lacked.
     """
     from phalanx.cli.setup import Ready, arguments, prepare_elsewhere
 
