@@ -249,7 +249,8 @@ def small_model(run: Run, layout: LayoutConfig, layers: int, seq_length: int) ->
     own = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
     own_dim = head_dim + 2 if own and head_dim == 4 else head_dim if own else None
     scaling = small_scaling(run, model.rope_scaling, seq_length)
-    more = {"max_position_embeddings": min(model.max_position_embeddings, seq_length - 1)} if scaling and scaling.rope_type == "dynamic" else {}
+    beyond = run.train.seq_length > model.max_position_embeddings  # dynamic scaling stretches the base for such sequences
+    more: dict[str, Any] = {"max_position_embeddings": seq_length - 1} if beyond else {}
     if isinstance(model, DeepseekV3Config):
         small = replace(model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_attention_heads=heads, **more)
         return small_latent(small, scaling, layers)
