@@ -24,7 +24,7 @@ class OptimConfig:
     """Dtype of Adam's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at every step; or fp8, which takes a
     quarter: E4M3, a power of two for every 32, the second moment as its root, rounded up or down at random."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; norms and biases have none."""
+    """Decoupled weight decay of matrices and embeddings; norms, biases and attention sinks have none."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
