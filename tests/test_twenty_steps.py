@@ -1,7 +1,7 @@
 """Twenty steps of each family against transformers with torch.optim.AdamW: which tensors have weight decay, clipping, learning rates.
 
-Float64 on both sides. Gradients are clipped in every step, the learning rate warms up and falls along a cosine, the output
-projection of attention has a learning rate of its own (optim.lr_scale). Which tensors decay is decided here by their names, not by what our parameters say.
+Float64 on both sides. Gradients are clipped in every step, the learning rate warms up and falls along a cosine, the output projection of
+attention has a learning rate of its own (optim.lr_scale). Which tensors decay is decided here by their names, not by what our parameters say.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tests.parity import SEQ, assemble, base_run, parts_of, sample_batch, step_b
 
 STEPS, BATCH = 20, 4
 OPTIM = OptimConfig(
-    lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.3, clip_grad=0.5, schedule="cosine", warmup_steps=5, lr_scale={"*o_proj*": 0.25, "*attn.c_proj*": 0.25},
+    lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.3, clip_grad=0.5, schedule="cosine", warmup_steps=5,
+    lr_scale={"*o_proj*": 0.25, "*attn.c_proj*": 0.25},
 )  # fmt: skip
 MODELS = {
     "llama": test_models.CASES["llama: GQA, wide heads, llama3 scaling"],
