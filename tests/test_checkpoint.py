@@ -380,8 +380,16 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     tied = tiny_run(tie_word_embeddings=True)
     assert "set model.tie_word_embeddings=true" in error(tiny_run(), hf_folder(tmp_path / "c", tied))
     assert "set model.tie_word_embeddings=false" in error(tied, hf_folder(tmp_path / "d"))
-    copy = {"lm_head.weight": torch.ones(11, 8)}
-    assert error(tied, hf_folder(tmp_path / "e", tied, extra=copy)) == "no error"
+    folder = hf_folder(tmp_path / "e", tied)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    assert error(tied, folder) == "no error"
+    save_file({**tensors, "lm_head.weight": embedding + 1}, folder / "model.safetensors")
+    assert "differs from its model.embed_tokens.weight" in (text := error(tied, folder)) and "tie_word_embeddings=false" in text
+    del tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding}, folder / "model.safetensors")
+    assert error(tied, folder) == "no error"
     os.truncate(tmp_path / "a/hf/model.safetensors", 500)
     assert "cannot be read" in error(tiny_run(), tmp_path / "a/hf")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, exists, missing_checkpoint, problem
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.hf import FAMILIES, read_config, unknown_family
+from phalanx.checkpoint.hf import FAMILIES, unknown_family
+from phalanx.checkpoint.hf_files import read_config
 from phalanx.checkpoint.places import is_remote
 
 

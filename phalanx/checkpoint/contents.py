@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.checkpoint.hf_files import hf_index
 from phalanx.checkpoint.holdings import KINDS
 from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import hf_index, state_index, weight_receipts
+from phalanx.checkpoint.load import state_index, weight_receipts
 from phalanx.checkpoint.manifest import NAME, Manifest, read_manifest
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import key_of

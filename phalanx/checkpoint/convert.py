@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import EnumMeta
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,8 +26,8 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.fp8 import with_scaled
 from phalanx.checkpoint.gather import Held, plan_files
-from phalanx.checkpoint.hf import read_config
-from phalanx.checkpoint.load import adapt, fitting
+from phalanx.checkpoint.hf_files import adapt, read_config, same_values
+from phalanx.checkpoint.load import fitting
 from phalanx.checkpoint.manifest import inside
 from phalanx.checkpoint.megatron import MegatronPart, with_megatron
 from phalanx.checkpoint.mxfp4 import with_packed
@@ -100,7 +101,8 @@ def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted
         index = {n.removeprefix(prefix): Stored(shape, [Part("", n, Box.full(shape))]) for n, shape in named.items()}
         told = read_config(config)
         index = with_scaled(with_packed(with_megatron(index, wanted, told, str(given)), str(given)), told, str(given))
-        index = fitting(adapt(index, wanted, str(config)), wanted, str(given))
+        same = partial(same_values, files=lambda file: source)
+        index = fitting(adapt(index, wanted, str(config), same), wanted, str(given))
         folder = new_folder(out)
         held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, told)) for n, s in index.items()]
         files = plan_files([held], MAX_FILE_BYTES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.fp8 import block_of
-from phalanx.checkpoint.manifest import missing
+from phalanx.checkpoint.hf_files import depths_in, folder_of, has_weights, hf_index, read_config, read_json, same_in, two_heads
+from phalanx.checkpoint.tensors import Index
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig, Qwen3MoEConfig
@@ -55,23 +56,52 @@ GPT2_ONLY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder."""
-    path = (Path(folder) if isinstance(folder, str) else folder) / "config.json"
-    if not path.parent.is_dir():
-        raise CheckpointError(missing(path.parent, "folder"))
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return found
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face folder as transformers reads it: the model, and what else the folder holds."""
+
+    path: Path
+    """The folder itself; of one of our checkpoints its `weights`."""
+    model: ModelConfig
+    config: dict[str, Any]
+    """config.json as it stands."""
+    index: Index | None
+    """The tensors of its files, under the names they have there; None: a folder without weights."""
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """generation_config.json; empty where there is none."""
+        path = self.path / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        """Special tokens that the folder names: its generation_config.json has the last word, as in transformers."""
+        return {k: v for found in (self.config, self.generation) for k, v in found.items() if k in TOKEN_IDS and v is not None}
+
+
+def read_folder(path: str | Path) -> ModelFolder:
+    """The model of a Hugging Face folder (or of one of our checkpoints), by its config.json and the tensors of its files.
+
+    A head that differs from the embedding is kept although the config ties both, and modules of multi-token prediction that no file holds
+    are not made: transformers does the same. Code named in the folder is never run. CheckpointError names everything that is not supported.
+    """
+    folder = folder_of(path)
+    config = read_config(folder)
+    model = from_hf(config, str(folder / "config.json"))
+    if not has_weights(folder):
+        return ModelFolder(folder, model, config, None)
+    index = hf_index(folder)
+    if getattr(model, "tie_word_embeddings", False) and two_heads(index, same_in(folder)):
+        model = replace(model, tie_word_embeddings=False)
+    if isinstance(model, DeepseekV3Config) and model.num_nextn_predict_layers and not depths_in(index):
+        model = replace(model, num_nextn_predict_layers=0)
+    return ModelFolder(folder, model, config, index)
 
 
 def model_config_from_hf(folder: str | Path) -> ModelConfig:
-    """The model of a Hugging Face folder. Code named in it is never run. CheckpointError names everything that is not supported."""
-    return from_hf(read_config(folder), str(Path(folder) / "config.json"))
+    """The model of a Hugging Face folder, as `read_folder` finds it."""
+    return read_folder(folder).model
 
 
 def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,16 +13,15 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
-from phalanx.checkpoint.fp8 import with_scaled
-from phalanx.checkpoint.hf import ModelConfig, differences, read_config
+from phalanx.checkpoint.hf import ModelConfig, differences
+from phalanx.checkpoint.hf_files import AHEAD, HEAD, Shapes, adapt, folder_of, same_in, stored_in
 from phalanx.checkpoint.holdings import KINDS, Item, kept_to_load, masters_to_load, state_to_load
-from phalanx.checkpoint.manifest import NAME, Manifest, inside, missing, read_checked, read_manifest
-from phalanx.checkpoint.mxfp4 import with_packed
+from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import key_of
 from phalanx.checkpoint.storage import Receipt
-from phalanx.checkpoint.tensors import Index, Part, Stored, check_files, fill, open_tensors, receipt_of
+from phalanx.checkpoint.tensors import Index, Part, Stored, check_files, fill
 from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
@@ -31,13 +29,7 @@ from phalanx.layout.box import Box
 from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 
-Shapes = dict[str, tuple[int, ...]]
 SHOWN = 200  # lines of problems of tensors in one error; names that differ in numbers alone share a line
-HEAD = "lm_head.weight"
-PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
-COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")  # of the embedding and the head, beside published MTP modules
-AHEAD = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old Hugging Face files carry along
 
 
 def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh,
@@ -168,17 +160,21 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
     of another shape: nothing is ever left at random values. Moments are not touched. What one of our checkpoints holds is compared
     with its checksums; a folder of others has none.
     """
-    path = place(path)
-    folder = path / "weights" if (path / NAME).is_file() else path
+    folder = folder_of(path)
     items = masters_to_load(buffers)
     wanted = wanted_names(mesh, items)
     receipts = together(mesh.world, lambda: weight_receipts(folder))
-    index = together(mesh.world, lambda: fitting(adapt(stored_in(folder, receipts), wanted, str(folder)), wanted, str(folder)))
+    index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts))
     for f in buffers.flat:
         f.master.zero_()
     threads = threads_of_rank(mesh.world)
     agree(mesh.world, lambda: fill([(item, index[item.name]) for item in items], folder, receipts, threads))
     _publish(buffers)
+
+
+def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | None) -> Index:
+    index = adapt(stored_in(folder, receipts), wanted, str(folder), same_in(folder, receipts))
+    return fitting(index, wanted, str(folder))
 
 
 def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
@@ -196,66 +192,3 @@ def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
 def _publish(buffers: Buffers) -> None:
     buffers.publish()
     buffers.ready()
-
-
-def stored_in(folder: Path, receipts: dict[str, Receipt] | None) -> Index:
-    """Every tensor of a Hugging Face folder, quantised ones as what they stand for."""
-    config = read_config(folder) if (folder / "config.json").is_file() else {}
-    return with_scaled(with_packed(hf_index(folder, receipts), str(folder)), config, str(folder))
-
-
-def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:
-    """Every tensor of a Hugging Face folder, from the headers of its files."""
-    index: Index = {}
-    for file in hf_files(folder):
-        if not (folder / file).is_file():
-            raise CheckpointError(f"{folder / file} is missing")
-        with open_tensors(folder / file, receipt_of(receipts, folder, file)) as tensors:
-            for key in tensors.keys():
-                if key in index:
-                    raise CheckpointError(f"{folder}: {key} is in {index[key].parts[0].file} and in {file}")
-                shape = tensors.shape(key)
-                index[key] = Stored(shape, [Part(file, key, Box.full(shape))])
-    return index
-
-
-def hf_files(folder: Path) -> list[str]:
-    """Names of the safetensors files: those of the index, or the single one. A name that leaves the folder is refused."""
-    if not folder.is_dir():
-        raise CheckpointError(missing(folder, "folder"))
-    table = folder / "model.safetensors.index.json"
-    if not table.is_file():
-        if (folder / "model.safetensors").is_file():
-            return ["model.safetensors"]
-        raise CheckpointError(f"{folder} holds neither model.safetensors nor {table.name} (pickled .bin and .pt files are not read)")
-    try:
-        files = sorted({str(file) for file in json.loads(table.read_text())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{table} is damaged: {error}") from error
-    odd = [f for f in files if not inside(f) or "/" in f]
-    if odd:
-        raise CheckpointError(f"{table} names files outside its folder: {', '.join(map(repr, odd))}")
-    return files
-
-
-def adapt(index: Index, wanted: Shapes, where: str) -> Index:
-    """The index under the model's names: a missing base prefix added, constants and copies dropped, the head settled."""
-    kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS) and not COPY.fullmatch(name)}
-    prefix = next((p for p in PREFIXES if any(n.startswith(p) for n in wanted)), "")
-    if prefix and not any(n.startswith(prefix) for n in kept):
-        kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}
-    if HEAD in wanted and HEAD not in kept:
-        raise CheckpointError(f"{where} has no {HEAD}: it uses the input embedding as head; set model.tie_word_embeddings=true")
-    if HEAD in kept and HEAD not in wanted:
-        _check_tied(where)
-        del kept[HEAD]
-    return kept
-
-
-def _check_tied(where: str) -> None:
-    """A head beside a tied embedding is a copy of it; of an untied model it is weights that must not get lost."""
-    config = read_config(where) if (Path(where) / "config.json").is_file() else {}
-    if config.get("model_type", "gpt2") != "gpt2" and not config.get("tie_word_embeddings", False):
-        raise CheckpointError(f"{where} has a {HEAD} of its own; set model.tie_word_embeddings=false")
-
-

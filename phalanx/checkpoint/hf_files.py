@@ -1,0 +1,170 @@
+"""Files of a Hugging Face folder: config.json, and the tensors of its safetensors files under the names that a model asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.fp8 import with_scaled
+from phalanx.checkpoint.manifest import inside
+from phalanx.checkpoint.mxfp4 import with_packed
+from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.storage import Receipt
+from phalanx.checkpoint.tensors import CheckedFile, Index, Open, Part, PlainFile, Stored, lately, open_tensors, receipt_of
+from phalanx.layout.box import Box
+
+Shapes = dict[str, tuple[int, ...]]
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
+COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")  # of the embedding and the head, beside published MTP modules
+AHEAD = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old Hugging Face files carry along
+COMPARED = 1 << 24  # numbers of two tensors that are compared at once
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder."""
+    path = (Path(folder) if isinstance(folder, str) else folder) / "config.json"
+    if not path.parent.is_dir():
+        raise CheckpointError(missing(path.parent, "folder"))
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file; CheckpointError names a file that is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors files, or says that it does."""
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+def stored_in(folder: Path, receipts: dict[str, Receipt] | None) -> Index:
+    """Every tensor of a Hugging Face folder, quantised ones as what they stand for."""
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
+    return with_scaled(with_packed(hf_index(folder, receipts), str(folder)), config, str(folder))
+
+
+def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:
+    """Every tensor of a Hugging Face folder, from the headers of its files."""
+    index: Index = {}
+    for file in hf_files(folder):
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file} is missing")
+        with open_tensors(folder / file, receipt_of(receipts, folder, file)) as tensors:
+            for key in tensors.keys():
+                if key in index:
+                    raise CheckpointError(f"{folder}: {key} is in {index[key].parts[0].file} and in {file}")
+                shape = tensors.shape(key)
+                index[key] = Stored(shape, [Part(file, key, Box.full(shape))])
+    return index
+
+
+def hf_files(folder: Path) -> list[str]:
+    """Names of the safetensors files: those of the index, or the single one. A name that leaves the folder is refused."""
+    if not folder.is_dir():
+        raise CheckpointError(missing(folder, "folder"))
+    table = folder / "model.safetensors.index.json"
+    if not table.is_file():
+        if (folder / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        raise CheckpointError(f"{folder} holds neither model.safetensors nor {table.name} (pickled .bin and .pt files are not read)")
+    try:
+        files = sorted({str(file) for file in json.loads(table.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{table} is damaged: {error}") from error
+    odd = [f for f in files if not inside(f) or "/" in f]
+    if odd:
+        raise CheckpointError(f"{table} names files outside its folder: {', '.join(map(repr, odd))}")
+    return files
+
+
+def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool]) -> Index:
+    """The index under the model's names: a missing base prefix added, constants, copies and empty tensors dropped, the head settled.
+
+    where   the folder with the config.json, for messages
+    same    whether two stored tensors hold the same numbers
+    """
+    kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS) and not COPY.fullmatch(name)}
+    kept = {name: s for name, s in kept.items() if name in wanted or 0 not in s.shape}  # transformers writes shared experts of width 0
+    prefix = next((p for p in PREFIXES if any(n.startswith(p) for n in wanted)), "")
+    if prefix and not any(n.startswith(prefix) for n in kept):
+        kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}
+    if HEAD in wanted and HEAD not in kept:
+        raise CheckpointError(f"{where} has no {HEAD}: it uses the input embedding as head; set model.tie_word_embeddings=true")
+    if HEAD in kept and HEAD not in wanted:
+        head = kept.pop(HEAD)
+        _check_tied(where)
+        embedding = next((name for name in EMBEDDINGS if name in wanted), HEAD)
+        if embedding not in kept:  # the two are one tensor, saved under the other name
+            kept[embedding] = head
+        elif not same(kept[embedding], head):
+            differs = f"{where} has a {HEAD} that differs from its {embedding}, although its config.json ties the two"
+            raise CheckpointError(f"{differs}; set model.tie_word_embeddings=false to keep both, as transformers does")
+    return kept
+
+
+def _check_tied(where: str) -> None:
+    """A head beside a tied embedding is a copy of it; of an untied model it is weights that must not get lost."""
+    config = read_config(where) if (Path(where) / "config.json").is_file() else {}
+    if not config.get("tie_word_embeddings", config.get("model_type", "gpt2") == "gpt2"):
+        raise CheckpointError(f"{where} has a {HEAD} of its own; set model.tie_word_embeddings=false")
+
+
+def same_in(folder: Path, receipts: dict[str, Receipt] | None = None) -> Callable[[Stored, Stored], bool]:
+    """What compares two tensors of a folder."""
+
+    def opener(name: str) -> CheckedFile | PlainFile:
+        return open_tensors(folder / name, receipt_of(receipts, folder, name))
+
+    def same(a: Stored, b: Stored) -> bool:
+        with lately(opener) as files:
+            return same_values(a, b, files)
+
+    return same
+
+
+@torch.no_grad()
+def same_values(a: Stored, b: Stored, files: Open) -> bool:
+    """Whether two stored tensors hold the same numbers; read some rows at a time, up to the first that differ."""
+    if a.shape != b.shape:
+        return False
+    rows = max(1, COMPARED // max(1, a.shape[1] if len(a.shape) > 1 else 1))
+    for first in range(0, a.shape[0] if a.shape else 0, rows):
+        where = (slice(first, min(first + rows, a.shape[0])), *(slice(0, n) for n in a.shape[1:]))
+        left, right = (stored.parts[0].read(files, where) for stored in (a, b))
+        if not torch.equal(left.double(), right.double()):
+            return False
+    return True
+
+
+def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
+    """Whether the files of a folder whose config ties head and embedding have two different ones: then transformers ties them not."""
+    names = [*EMBEDDINGS, *(name.removeprefix(prefix) for name in EMBEDDINGS for prefix in PREFIXES)]
+    embedding = next((index[name] for name in names if name in index), None)
+    return HEAD in index and embedding is not None and not same(embedding, index[HEAD])
+
+
+def depths_in(index: Index) -> int:
+    """How many modules of multi-token prediction the files of a folder hold."""
+    return len({found[1] for name in index if (found := AHEAD.fullmatch(name))})
+
+
+def folder_of(path: str | Path) -> Path:
+    """The Hugging Face folder meant by a path: of one of our checkpoints its `weights`."""
+    found = place(path)
+    return found / "weights" if (found / "manifest.json").is_file() else found
