@@ -92,7 +92,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     if not has_weights(folder):
         return ModelFolder(folder, model, config, None)
     index = hf_index(folder)
-    if getattr(model, "tie_word_embeddings", False) and two_heads(index, same_in(folder)):
+    if isinstance(model, LlamaConfig) and model.tie_word_embeddings and two_heads(index, same_in(folder)):
         model = replace(model, tie_word_embeddings=False)
     if isinstance(model, DeepseekV3Config) and model.num_nextn_predict_layers and not depths_in(index):
         model = replace(model, num_nextn_predict_layers=0)
