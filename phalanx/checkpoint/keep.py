@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
-from phalanx.checkpoint.manifest import NAME, missing, read_manifest
+from phalanx.checkpoint.manifest import NAME, missing, parse, read_manifest
 from phalanx.checkpoint.places import is_remote, place
 from phalanx.checkpoint.storage import Storage, remove_tree
 
@@ -37,11 +37,49 @@ def step_of(path: Path) -> int:
 def list_checkpoints(root: str | Path) -> list[Path]:
     """Committed checkpoints in a folder, oldest step first. They may be damaged; half-written ones have other names.
 
+    A folder that was renamed, or a link, whose manifest is of another step than its name is left out: `misnamed` tells of it.
     In object storage, where nothing can be renamed, one without a manifest is half-written.
     """
+    return [path for path in _named(root) if held_step(path) in (None, step_of(path))]
+
+
+def misnamed(root: str | Path) -> list[str]:
+    """What `list_checkpoints` leaves out, and why: a sentence about each."""
+    told = []
+    for path in _named(root):
+        held = held_step(path)
+        if held not in (None, step_of(path)):
+            linked = f", a link to {path.readlink()}," if not is_remote(path) and path.is_symlink() else ""
+            told.append(f"{path}{linked} is not used: its manifest is of step {held}; to use it, rename it to {step_name(held or 0)}")
+    return told
+
+
+def ignored(path: str | Path) -> list[str]:
+    """`misnamed` of the folders that `candidates` looks into."""
+    path = place(path)
+    return [] if (path / NAME).exists() or not path.is_dir() else [*misnamed(path / "checkpoints"), *misnamed(path)]
+
+
+def held_step(path: Path) -> int | None:
+    """The step that a checkpoint's manifest is of; None if that cannot be read."""
+    try:
+        return parse(path).step
+    except CheckpointError:
+        return None
+
+
+def _named(root: str | Path) -> list[Path]:
     root = place(root)
     found = [p for p in (root.iterdir() if root.is_dir() else ()) if COMMITTED.fullmatch(p.name) and p.is_dir()]
     return sorted((p for p in found if not is_remote(p) or (p / NAME).exists()), key=step_of)
+
+
+def newest_first(root: str | Path) -> list[Path]:
+    """The checkpoints that a run may continue from. CheckpointError if there are only such as have another step's name."""
+    found = list_checkpoints(root)[::-1]
+    if not found and (told := misnamed(root)):
+        raise CheckpointError(f"no checkpoint in {root} can be used:\n" + "\n".join(told))
+    return found
 
 
 def problem_of(path: Path) -> str | None:
@@ -64,6 +102,7 @@ def latest(root: str | Path) -> Path | None:
         if problem is None:
             return path
         problems.append(problem)
+    problems += misnamed(root)
     if problems:
         raise none_good(root, problems)
     return None
@@ -79,9 +118,8 @@ def candidates(path: str | Path) -> list[Path]:
     if (path / NAME).exists() or (COMMITTED.fullmatch(path.name) and path.exists()):
         return [path]
     for root in (path / "checkpoints", path):
-        found = list_checkpoints(root)
-        if found:
-            return found[::-1]
+        if found := newest_first(root):
+            return found
     raise CheckpointError(f"there is no checkpoint in {path}" if path.is_dir() else missing(path))
 
 

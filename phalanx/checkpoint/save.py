@@ -26,7 +26,7 @@ from phalanx.checkpoint.gather import File, Held, gather, plan_files
 from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
 from phalanx.checkpoint.holdings import KINDS, Item, kept_to_save, state_to_save, weights_to_save
 from phalanx.checkpoint.host import HostCopies
-from phalanx.checkpoint.keep import Keep, remove_leftovers, retain, step_name
+from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import is_remote, place
@@ -224,11 +224,23 @@ def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path |
     return folder, warnings
 
 
+def _put_aside(final: Path, storage: Storage) -> str:
+    """A checkpoint of another step, or a link, that has the name of the one to be written; CheckpointError where nothing can be renamed."""
+    aside = final.with_name(f"{final.name}.holds-{step_name(held_step(final) or 0)}")
+    try:
+        storage.rename(final, aside)
+    except OSError as error:
+        raise CheckpointError(f"{final} holds step {held_step(final)}: move it away, so that step {step_of(final)} can be saved ({error})") from error
+    return f"{final} held another step: it is {aside.name} now"
+
+
 def _make_folder(final: Path, needed: int, target: Target) -> tuple[str | None, list[str]]:
     target.check()
     storage = target.storage
     warnings = remove_leftovers(final.parent, storage)
-    if final.exists() and not verify(final):
+    if final.exists() and held_step(final) not in (None, step_of(final)):
+        warnings.append(_put_aside(final, storage))
+    elif final.exists() and not verify(final):
         return None, warnings  # committed folders are never written to
     folder = storage.begin(final)
     free = storage.free(folder)

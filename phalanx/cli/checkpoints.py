@@ -9,6 +9,15 @@ from phalanx.cli.verbs import Verbs
 OUT = click.option("-o", "--out", required=True, metavar="FOLDER", help="A new (or empty) folder to write to.")
 
 
+def tell_ignored(*paths: str) -> None:
+    """Say which folders of a run are not taken for its checkpoints, and why."""
+    from phalanx.checkpoint.keep import ignored
+
+    for path in paths:
+        for line in ignored(path):
+            click.echo(f"warning: {line}", err=True)
+
+
 @click.group(cls=Verbs)
 def checkpoint() -> None:
     """Look into checkpoints, compare them, make others of them.
@@ -34,6 +43,7 @@ def verify(path: str) -> None:
     from phalanx.checkpoint.keep import candidates
     from phalanx.checkpoint.manifest import verify as problems_of
 
+    tell_ignored(path)
     found = candidates(path)[0]
     problems = problems_of(found)
     if problems:
@@ -48,6 +58,7 @@ def diff(a: str, b: str) -> None:
     """Print every difference between the checkpoints A and B: config, counters, tensors. Exits with 1 if there is one."""
     from phalanx.checkpoint.tools import diff as differences
 
+    tell_ignored(a, b)
     found = False
     for line in differences(a, b):
         found = True
@@ -64,6 +75,7 @@ def average(paths: tuple[str, ...], out: str) -> None:
     """Write the mean of the weights of the checkpoints PATHS as a Hugging Face folder."""
     from phalanx.checkpoint.tools import average as mean
 
+    tell_ignored(*paths)
     click.echo(f"{mean(list(paths), out)} is the mean of {len(paths)}")
 
 
@@ -76,6 +88,7 @@ def reshard(path: str, out: str, files: int, file_mb: int) -> None:
     """Write the checkpoint PATH anew, as FOLDER/step-..., in another number of files. (Loading never needs it.)"""
     from phalanx.checkpoint.tools import reshard as write_anew
 
+    tell_ignored(path)
     click.echo(str(write_anew(path, out, files, file_mb << 20)))
 
 
@@ -86,6 +99,7 @@ def pin(path: str, remove: bool) -> None:
     """Keep the checkpoint PATH whatever `checkpoint.keep_last` says."""
     from phalanx.checkpoint.keep import find, pin_of
 
+    tell_ignored(path)
     found = find(path)
     if remove:
         pin_of(found).unlink(missing_ok=True)
@@ -103,6 +117,7 @@ def export(path: str, out: str, dtype: str | None) -> None:
     from phalanx.checkpoint.convert import REPORT
     from phalanx.checkpoint.convert import export as write
 
+    tell_ignored(path)
     click.echo(f"{write(path, out, dtype)} compared with the masters: {REPORT}")
 
 

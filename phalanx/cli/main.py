@@ -15,7 +15,7 @@ import click
 from phalanx import __version__
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
-from phalanx.cli.checkpoints import checkpoint, export, import_
+from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
 from phalanx.cli.verbs import Verbs
 
 CONFIG = click.argument("config", metavar="CONFIG")
@@ -126,6 +126,7 @@ def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed
     """Continue a prompt with the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder."""
     from phalanx.train.generate import generate as make_text
 
+    tell_ignored(checkpoint)
     click.echo(make_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed))
 
 

@@ -192,17 +192,18 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
 
 def checkpoints_text(run: str) -> str:
     """One line per checkpoint of a run folder (or of its checkpoints folder), oldest first."""
-    from phalanx.checkpoint.keep import list_checkpoints, pin_of, problem_of
+    from phalanx.checkpoint.keep import ignored, list_checkpoints, pin_of, problem_of
     from phalanx.checkpoint.places import missing, place
 
     folder = place(run)
     if not folder.is_dir():
         raise CheckpointError(missing(folder))
     found = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
+    told = ignored(folder)
     if not found:
-        return f"no checkpoint in {folder / 'checkpoints'}"
+        return "\n".join([f"no checkpoint in {folder / 'checkpoints'}", *told])
     lines = [f"{path}  {_size(path):.1f} MiB  {problem_of(path) or 'good'}" for path in found]
-    return "\n".join(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found))
+    return "\n".join([*(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found)), *told])
 
 
 def _size(folder: Path) -> float:

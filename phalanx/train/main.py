@@ -20,7 +20,7 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, N
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.agree import agree, together
-from phalanx.checkpoint.keep import candidates, list_checkpoints, none_good, step_of
+from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
@@ -168,7 +168,7 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
     never a fresh start. now: facts() of this run.
     """
     run = state.plan.run
-    own = choose(state, lambda: list_checkpoints(checkpoints_of(run))[::-1])
+    own = choose(state, lambda: newest_first(checkpoints_of(run)))
     if own and run.checkpoint.resume == "never":
         raise CheckpointError(f"{own[0]} exists and checkpoint.resume=never: choose another dir, or checkpoint.resume=auto to continue")
     load = run.checkpoint.load
@@ -200,8 +200,8 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
     """Load the first of these checkpoints that is good in every byte; each damaged one is named. If none is, the run does not start."""
     run, problems = state.plan.run, list[str]()
     if state.mesh.rank == 0:
-        for warning in filter(None, map(open_to_all, (sources[0].parent, sources[0]))):
-            log.warn(warning)
+        for warning in filter(None, (*map(open_to_all, (sources[0].parent, sources[0])), *misnamed(sources[0].parent))):
+            log.once(warning)
     for path in sources:
         try:
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
