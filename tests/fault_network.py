@@ -27,7 +27,7 @@ import pytest
 from phalanx.base.placement import Placement
 from phalanx.comm.heartbeat import NO_STORE
 from phalanx.train.config import Run
-from tests.fault_runs import HANG_S, _fork, end, said, until_step
+from tests.fault_runs import HANG_S, SECRET, _fork, end, said, until_step
 from tests.pool import free_port, join_network
 
 SET_INTERFACE, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
@@ -110,7 +110,7 @@ def begin_on(hosts: Hosts, run: Run, world: int) -> list[int]:
     store = f"tcp://10.88.0.1:{free_port()}"
     sides = [2 * rank // world for rank in range(world)]
     first = [partial(enter, hosts.names[side], hosts.devices[side]) for side in sides]
-    return [_fork(run, Placement(rank, rank, world, store), first[rank]) for rank in range(world)]
+    return [_fork(run, Placement(rank, rank, world, store, SECRET), first[rank]) for rank in range(world)]
 
 
 def enter(name: str, device: str) -> None:

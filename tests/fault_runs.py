@@ -50,6 +50,7 @@ from tests.test_loop import make_run, rows_of
 
 DROPOUT = GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16,
                      dropout=0.1, attention_dropout=0.1)  # fmt: skip
+SECRET = "0123456789abcdef" * 2  # of every run here
 LIMIT_S = 120.0
 Fault = Callable[[Run, int, random.Random, float], int]  # (run, ranks, pick, seconds of the undisturbed run) -> how many were made
 
@@ -95,7 +96,7 @@ def begin(run: Run, world: int, before: Callable[[], None] = lambda: None, victi
     for said_before in Path(run.dir).parent.glob("output-*.txt"):
         said_before.unlink()
     first = [before if victim in (None, rank) else lambda: None for rank in range(world)]
-    return [_fork(run, Placement(rank, rank, world, store), first[rank]) for rank in range(world)]
+    return [_fork(run, Placement(rank, rank, world, store, SECRET), first[rank]) for rank in range(world)]
 
 
 def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:

@@ -13,11 +13,12 @@ import pytest
 
 from phalanx.base.errors import ConfigError, DataError, PeerLost
 from phalanx.base.log import Log, describe, pairs
-from phalanx.base.placement import Placement
+from phalanx.base.placement import SECRET, Placement
 from phalanx.cli.setup import prepare
 from phalanx.launch.env import first_host, read_placement
-from phalanx.launch.local import environment, forwarded_signals, start
-from phalanx.launch.outcome import Outcome, RankFailed, verdict
+from phalanx.launch.local import forwarded_signals, rank_environment, start
+from phalanx.launch.network import loopback
+from phalanx.launch.outcome import Ended, Outcome, RankFailed, verdict
 from tests.pool import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -237,7 +238,7 @@ def test_two_ranks_run(jobs):
     start("phalanx_test_jobs:note", {"folder": str(jobs)}, ranks=2)
     notes = [(jobs / str(rank)).read_text().split() for rank in range(2)]
     assert [n[:3] for n in notes] == [["0", "0", "2"], ["1", "1", "2"]] and notes[0][4] != notes[1][4]
-    assert all(int(n[3]) >= 1 for n in notes) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
+    assert all(int(n[3]) >= 1 for n in notes) and SECRET not in os.environ
 
 
 def test_two_ranks_meet(jobs):
@@ -369,36 +370,40 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_what_ranks_inherit(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with environment(10_000):
-        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and os.environ["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in os.environ
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with environment(2):
-        assert os.environ["OMP_NUM_THREADS"] == "7"
+def test_what_ranks_inherit():
+    """Few threads unless the user says otherwise, loopback as their network whatever the user says, and a secret that is new each time."""
+    first, second = rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 10_000), rank_environment({"OMP_NUM_THREADS": "7"}, 2)
+    assert first["OMP_NUM_THREADS"] == "1" and second["OMP_NUM_THREADS"] == "7"
+    assert first["GLOO_SOCKET_IFNAME"] == first["NCCL_SOCKET_IFNAME"] == loopback() != "eth0"
+    assert len(first[SECRET]) >= 32 and first[SECRET] != second[SECRET]
 
 
 def test_verdict_finds_the_rank_that_began():
-    def code_and_text(outcomes, exits, world=3):
-        failed = verdict(world, outcomes, exits)
+    def code_and_text(outcomes, *ended, world=3):
+        failed = verdict(world, outcomes, ended)
         return failed and (failed.exit_code, str(failed))
 
     lost, data, late = Outcome(0, 6, "peer lost: rank 1 is gone", 1.0), Outcome(1, 3, "data error: x", 2.0), Outcome(2, 4, "checkpoint error: y", 3.0)
-    stopped = Outcome(0, 75, "preempted: step 3 is saved", 1.0)
-    assert code_and_text([], {}) is None
-    assert code_and_text([lost, data, late], {0: 6}) == (3, "rank 1 of 3: data error: x")
-    assert code_and_text([lost], {0: 6, 1: -9}) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL")
+    stopped, bug = Outcome(0, 75, "preempted: step 3 is saved", 1.0), Outcome(1, 1, "KeyError: 3", 2.0)
+    killed = (6, "peer lost: rank 1 of 3 was killed by SIGKILL")
+    assert code_and_text([]) is None
+    assert code_and_text([lost, data, late], Ended(0, 6, 1.0)) == (3, "rank 1 of 3: data error: x")
+    assert code_and_text([lost], Ended(0, 6, 1.0), Ended(1, -9, 2.0)) == killed
     seen = Outcome(0, 6, "peer lost: rank 1 (host a, process 7) is silent: stopped; last seen in step 3 at x.py:1 in f; a collective failed", 1.0)
-    assert code_and_text([seen], {0: 6, 1: -9}) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL, last seen in step 3 at x.py:1 in f")
-    assert code_and_text([], {0: -15, 1: -9}) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL")  # the agent ended rank 0
-    assert code_and_text([], {0: -15}) == (6, "peer lost: rank 0 of 3 was killed by SIGTERM")
-    assert code_and_text([Outcome(1, 1, "KeyError: 3", 2.0)], {0: -15, 1: 1}) == (1, "rank 1 of 3: KeyError: 3")
-    assert code_and_text([data, Outcome(0, 3, "data error: x"), Outcome(2, 3, "data error: x")], {}) == (3, "data error: x")  # all say it
-    assert code_and_text([lost], {0: 6}) == (6, "rank 0 of 3: peer lost: rank 1 is gone")
-    assert code_and_text([stopped], {}, 1) == (75, "preempted: step 3 is saved")
-    assert code_and_text([], {2: 9}) == (9, "rank 2 of 3 ended with status 9 and said nothing")
-    assert code_and_text([stopped, Outcome(1, 1, "KeyError: 3", 2.0)], {1: 1}) == (1, "rank 1 of 3: KeyError: 3")
+    assert code_and_text([seen], Ended(0, 6), Ended(1, -9)) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL, last seen in step 3 at x.py:1 in f")
+    assert code_and_text([], Ended(1, -9, 1.0), Ended(0, -9, 0.5, by_launcher=True)) == killed
+    assert code_and_text([], Ended(2, -11, 2.0), Ended(1, -9, 1.0)) == killed  # the first by time
+    assert code_and_text([data], Ended(0, -9, 3.0)) == (3, "rank 1 of 3: data error: x")
+    assert code_and_text([data], Ended(0, -9, 1.0)) == (6, "peer lost: rank 0 of 3 was killed by SIGKILL")
+    assert code_and_text([bug], Ended(0, -6, 3.0)) == (1, "rank 1 of 3: KeyError: 3")  # NCCL and gloo abort when a peer is lost
+    assert code_and_text([bug], Ended(0, -6, 1.0)) == (6, "peer lost: rank 0 of 3 was killed by SIGABRT")
+    assert code_and_text([], Ended(0, -15)) == (6, "peer lost: rank 0 of 3 was killed by SIGTERM")
+    assert code_and_text([bug], Ended(0, -15, 1.0), Ended(1, 1, 2.0)) == (1, "rank 1 of 3: KeyError: 3")
+    assert code_and_text([data, Outcome(0, 3, "data error: x"), Outcome(2, 3, "data error: x")]) == (3, "data error: x")  # all say it
+    assert code_and_text([lost], Ended(0, 6)) == (6, "rank 0 of 3: peer lost: rank 1 is gone")
+    assert code_and_text([stopped], world=1) == (75, "preempted: step 3 is saved")
+    assert code_and_text([], Ended(2, 9)) == (9, "rank 2 of 3 ended with status 9 and said nothing")
+    assert code_and_text([stopped, bug], Ended(1, 1, 2.0)) == (1, "rank 1 of 3: KeyError: 3")
 
 
 # ---- worlds that others started ------------------------------------------------------------------------------------------------
@@ -412,13 +417,14 @@ SLURM = {
 
 def test_torchrun_and_slurm_worlds():
     assert read_placement({}) == (None, [])
-    assert read_placement(TORCHRUN) == (Placement(3, 1, 4, "env://"), [])
+    assert read_placement(TORCHRUN) == (Placement(3, 1, 4, "tcp://node7:29500"), [])
+    assert read_placement({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}) == (Placement(3, 1, 4, "env://"), [])
     assert read_placement({"RANK": "0", "WORLD_SIZE": "1"}) == (Placement(0, 0, 1, ""), [])
     assert read_placement(SLURM) == (Placement(5, 1, 8, "tcp://gpu03:19567"), [])
     assert read_placement({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"})[0] == Placement(5, 1, 8, "tcp://x:9")
     batch_script = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}
     assert read_placement(batch_script) == (None, [])
-    assert read_placement({**SLURM, **TORCHRUN})[0] == Placement(3, 1, 4, "env://")  # torchrun inside an allocation
+    assert read_placement({**SLURM, **TORCHRUN})[0] == Placement(3, 1, 4, "tcp://node7:29500")  # torchrun inside an allocation
 
 
 @pytest.mark.parametrize(
@@ -430,6 +436,8 @@ def test_torchrun_and_slurm_worlds():
         ({k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}, "WORLD_SIZE", None, {k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT", None, {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}),
         ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID", 8, {"SLURM_NTASKS": 8}),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT", "http", {}),
+        ({**TORCHRUN, SECRET: "guess me"}, SECRET, "(not shown)", {"length": 8}),
     ],
 )
 def test_impossible_worlds(env, name, value, because):

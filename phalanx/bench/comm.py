@@ -24,7 +24,7 @@ FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}  # times
 def bench_comm(placement: Placement, device: str, sizes: list[float], repeats: int, out: str | None) -> None:
     """One rank of the benchmark. sizes: MiB of the whole (gathered, or not yet scattered) buffer. Rank 0 prints and writes `out`."""
     here = local_device(device, placement.local_rank)
-    init_world(placement.rank, placement.world_size, placement.init_method, here, TIMEOUT_S)
+    init_world(placement.rank, placement.world_size, placement.init_method, here, TIMEOUT_S, placement.secret)
     mesh = Mesh(Grid(pp=placement.world_size), placement.rank, here, TIMEOUT_S)
     mesh.warm_up()
     rows = [row for mib in sizes for row in measure_size(mesh, round(mib * 2**20), repeats)]

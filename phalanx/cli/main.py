@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
 from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
 from phalanx.cli.verbs import Verbs
+from phalanx.launch.early import deaf, listen_early
 
 CONFIG = click.argument("config", metavar="CONFIG")
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[a.b=c]...")
@@ -56,6 +56,7 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     Results go to the config's `dir`. Ctrl-C or SIGTERM saves and exits with 75. Under torchrun or srun it joins their ranks.
     Any key of the config can be set here: layout.tp=2 optim.lr=1e-4 (`phalanx explain KEY` says what it means).
     """
+    listen_early()
     from phalanx.cli.setup import arguments, prepare
 
     ready = prepare(config, overrides, ranks)
@@ -410,14 +411,15 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
     from phalanx.launch.local import start
-    from phalanx.launch.worker import find, stop_early
+    from phalanx.launch.network import settle
+    from phalanx.launch.worker import find
 
+    listen_early()
     if ready.placement is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     else:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, stop_early)
-        find(target)(ready.placement or Placement(), **values)
+        find(target)(settle(ready.placement or Placement(), os.environ), **values)
+    deaf()
 
 
 def main(argv: list[str] | None = None) -> None:

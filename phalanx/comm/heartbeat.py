@@ -1,7 +1,8 @@
 """Heartbeat: each rank tells the others now and then where it stands, so that those who lose a peer can say who it was and where it stood.
 
-A thread of each rank writes a line of JSON to the store that the ranks met at. It is read when a collective has failed, and by rank 0's thread
-now and then, to find a rank that the others wait for. Knows the stack of the main thread, and of training the step and its time as told.
+A thread of each rank writes a line of JSON to the store that the ranks met at, signed (comm/meeting.py). It is read when a collective has failed,
+and by rank 0's thread now and then, to find a rank that the others wait for. Knows the stack of the main thread, and of training the step and its
+time as told. Without a secret of the run there is no signed store, and ranks that hang are found by time-outs alone.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from phalanx.base.errors import PeerLost, Preempted
 from phalanx.comm.calls import Call, Calls, culprit
+from phalanx.comm.meeting import SignedStore
 from phalanx.comm.pace import Pace, Slow, slow_ranks
 
 T = TypeVar("T")
@@ -68,13 +68,18 @@ class Heartbeat:
     timeout_s     of collectives: beats are a twentieth of it apart, at most a second
     calls         of this rank; told when it waits for long, or has lost a peer
     stage         of the pipeline
+    store         where ranks say it; None: nothing is said, and nobody is named
     slow          on rank 0: ranks that the others wait for, by what all say of their steps
+    unsigned      on rank 0: is told how many messages in the store are not of this run's ranks, when they have doubled
     stood_still   is told the seconds for which not even the thread of this process ran
     """
 
-    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None, stage: int = 0):
+    def __init__(self, rank: int, world: int, timeout_s: float, calls: Calls | None = None, stage: int = 0, store: SignedStore | None = None):
+        self._shared = store if world > 1 else None
         self.calls, self.stage = calls or Calls(), stage
         self.slow: dict[int, tuple[str, Slow]] = {}
+        self.unsigned: Callable[[int], None] = lambda count: None
+        self._unsigned_said = 0
         self.stood_still: Callable[[float], None] = lambda seconds: None
         self._steps: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS)
         self._places: deque[str] = deque(maxlen=PACE_BEATS)
@@ -89,18 +94,17 @@ class Heartbeat:
         self._main = threading.main_thread().ident
 
     def __enter__(self) -> Heartbeat:
-        if self.world > 1:
+        if self._shared is not None:
             try:
-                self._store = _get_default_store().clone()  # type: ignore[attr-defined]
+                self._store = self._shared.clone(PATIENCE_S)
             except (RuntimeError, dist.DistError) as error:
                 raise PeerLost(f"{NO_STORE}; {error}") from error
-            self._store.set_timeout(timedelta(seconds=PATIENCE_S))
             self._thread.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        if self.world == 1:
+        if self._shared is None:
             return
         self._thread.join(PATIENCE_S)
         if error is None or isinstance(error, Preempted):
@@ -114,8 +118,13 @@ class Heartbeat:
 
     def _leave_together(self) -> None:
         """Until all are here: connections that are closed may lose what was last sent, and the store goes with its rank."""
-        self._store.add("leaving", 1)
-        while self._store.add("leaving", 0) < self.world:
+        here = [f"leaving/{rank}" for rank in range(self.world)]
+        self._store.set(here[self._me.rank], "done")
+        if self._me.rank == 0:
+            while not (self._store.has(here) and len(self._store.read(here)) == self.world):
+                time.sleep(0.02)
+            self._store.set("left", "all")
+        while self._store.get("left") is None:
             time.sleep(0.02)
 
     def at_step(self, step: int) -> None:
@@ -157,6 +166,9 @@ class Heartbeat:
         """Slow is who was so in two looks."""
         beats = [beat for beat in self._all() if beat.pace]
         found = slow_ranks([beat.pace for beat in beats if beat.pace])
+        if self._store.refused >= max(1, 2 * self._unsigned_said):
+            self._unsigned_said = self._store.refused
+            self.unsigned(self._unsigned_said)
         self.slow = {beat.rank: (beat.who, found[beat.rank]) for beat in beats if beat.rank in found and beat.rank in self._slow_before}
         self._slow_before = found
 
@@ -168,7 +180,7 @@ class Heartbeat:
 
     def look(self) -> None:
         """While this rank waits for something that may take long, such as others' writing: PeerLost if one has been silent for timeout_s."""
-        if self.world == 1 or time.monotonic() < self._looked + self.interval:
+        if self._shared is None or time.monotonic() < self._looked + self.interval:
             return
         now = self._looked = time.monotonic()
         self._heard.setdefault(0, (-1, now))  # its store may be what is silent
@@ -213,12 +225,11 @@ class Heartbeat:
         said = [json.loads(text) for text in self._read("heartbeat").values()]
         return [Beat(**{**beat, "pace": Pace(**beat["pace"]) if beat["pace"] else None}) for beat in said]
 
-    def _read(self, what: str) -> dict[int, bytes]:
-        """By rank, what each has said of it: asked for all at once where all have and the store can."""
+    def _read(self, what: str) -> dict[int, str]:
+        """By rank, what each has said of it."""
         keys = [f"{what}/{rank}" for rank in range(self.world)]
-        if self._store.has_extended_api() and self._store.check(keys):
-            return dict(enumerate(self._store.multi_get(keys)))
-        return {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
+        said = self._store.read(keys)
+        return {rank: said[key] for rank, key in enumerate(keys) if key in said}
 
 
 def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[Call]]] = dict) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
+from phalanx.comm.meeting import SignedStore, open_store, recognise
 from phalanx.comm.shared import Shared
 from phalanx.comm.symmetric import Symmetric
 from phalanx.comm.waits import Waits
@@ -24,40 +25,32 @@ from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 
-MEETING = "meet://"  # scheme of init_method: a store that waits at host:port, and a name under which to use it
 
-
-def open_meeting(host: str) -> tuple[Any, int]:
-    """A store where the ranks of one machine can meet, and its port: taken now and kept, so that nobody else can have it meanwhile.
-
-    The store is there as long as the first value lives.
-    """
-    store = dist.TCPStore(host, 0, None, True, wait_for_workers=False)
-    return store, store.port
-
-
-def _meet(init_method: str, timeout: timedelta) -> Any:
-    address, _, name = init_method.removeprefix(MEETING).partition("/")
-    host, _, port = address.rpartition(":")
-    return dist.PrefixStore(name, dist.TCPStore(host, int(port), None, False, timeout))
-
-
-def init_world(rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float) -> None:
+def init_world(rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float, secret: str = "") -> SignedStore | None:
     """Join the world: NCCL for GPUs, gloo for CPUs. A world of one needs none.
 
-    `init_method` is one of torch's, or MEETING host:port/name of a store that `open_meeting` made; each attempt needs a name of its own.
+    init_method   as of `open_store`
+    secret        of the run; no rank of another secret is let in. Without one on any rank there is no SignedStore to be returned
     """
     if world_size == 1 or dist.is_initialized():
-        return
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "rank": rank, "world_size": world_size}
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    began = time.monotonic()
     try:
-        if init_method.startswith(MEETING):
-            dist.init_process_group(backend, store=_meet(init_method, options["timeout"]), **options)
-        else:
-            dist.init_process_group(backend, init_method=init_method, **options)
-    except (RuntimeError, dist.DistError) as error:
+        store = open_store(init_method, rank, world_size, timeout)
+        signed = recognise(dist.PrefixStore("phalanx", store), rank, world_size, secret, began + timeout_s - time.monotonic())
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), timeout=timeout, rank=rank, world_size=world_size)
+    except (RuntimeError, dist.DistError, PeerLost) as error:
+        if "unsupported gloo device" in str(error):
+            raise ConfigError([no_tls()]) from error
         raise PeerLost(f"rank {rank} of {world_size} could not join the others at {init_method} within {timeout_s:g} s: {error}") from error
+    return signed
+
+
+def no_tls() -> Problem:
+    rule = "is no way to connect that this build of torch has: unset it and keep the network private, or use a torch with USE_GLOO_WITH_OPENSSL"
+    return Problem("GLOO_DEVICE_TRANSPORT", "TCP_TLS", rule, {"torch": torch.__version__}, (), "the environment")
 
 
 def leave_world() -> None:
@@ -94,6 +87,7 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_s)
         self._axes: list[Axis] = []
         self.closing: list[Callable[[], None]] = []
+        self.store: SignedStore | None = None  # what ranks say to each other beside collectives
         self.overlapping: dict[str, str] = {}  # by axis: whether it hides its exchanges, and why not
         self.sharing: dict[SumAxis, str] = {}  # the same of buckets whose gradients are summed over an axis
         self._subs: dict[Replica, Axis] = {}

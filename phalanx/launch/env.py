@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.base.errors import Problem
-from phalanx.base.placement import Placement
+from phalanx.base.placement import SECRET, Placement
 from phalanx.checkpoint.saver import free_memory
 from phalanx.train.checks import Facts
 
 __all__ = ["Placement", "describe_machine", "first_host", "read_placement"]
 
+SHORTEST = 16  # characters of a run's secret
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,18 +34,24 @@ def _from_torchrun(env: Mapping[str, str]) -> tuple[Placement | None, list[Probl
     absent = [name for name in wanted if name not in env]
     there = {name: env[name] for name in TORCHRUN if name in env}
     problems = [Problem(name, None, "must be set where the others are", there, (), "the environment") for name in absent]
-    numbers, wrong = _integers(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    numbers, wrong = _integers(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     problems += wrong or _impossible("RANK", "WORLD_SIZE", numbers)
+    problems += _weak_secret(env)
     if problems:
         return None, problems
     rank = numbers["RANK"]
-    return Placement(rank, numbers.get("LOCAL_RANK", rank), numbers["WORLD_SIZE"], "" if alone else "env://"), []
+    if alone:
+        return Placement(rank, numbers.get("LOCAL_RANK", rank), 1), []
+    theirs = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store where ranks meet; else rank 0 does
+    meeting = "env://" if theirs else _tcp(env["MASTER_ADDR"], env["MASTER_PORT"])
+    return Placement(rank, numbers.get("LOCAL_RANK", rank), numbers["WORLD_SIZE"], meeting, env.get(SECRET, "")), []
 
 
 def _from_slurm(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-    numbers, problems = _integers(env, "SLURM_PROCID", size, "SLURM_LOCALID")
+    numbers, problems = _integers(env, "SLURM_PROCID", size, "SLURM_LOCALID", "MASTER_PORT")
+    problems += _weak_secret(env)
     there = {name: env[name] for name in ("SLURM_PROCID", size, "SLURM_LOCALID") if name in env}
     problems += [Problem(n, None, "must be set where the others are", there, (), "the environment") for n in (size, "SLURM_LOCALID") if n not in env]
     problems = problems or _impossible("SLURM_PROCID", size, numbers)
@@ -57,7 +64,19 @@ def _from_slurm(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
     port = env.get("MASTER_PORT", str(15000 + int(job) % 15000))
     address = env.get("MASTER_ADDR") or first_host(nodes)
-    return Placement(numbers["SLURM_PROCID"], numbers["SLURM_LOCALID"], numbers[size], f"tcp://{address}:{port}"), []
+    return Placement(numbers["SLURM_PROCID"], numbers["SLURM_LOCALID"], numbers[size], _tcp(address, port), env.get(SECRET, "")), []
+
+
+def _tcp(host: str, port: str) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _weak_secret(env: Mapping[str, str]) -> list[Problem]:
+    """One that could be guessed is worth nothing. It is never shown."""
+    if SECRET not in env or len(env[SECRET]) >= SHORTEST:
+        return []
+    rule = f"must have at least {SHORTEST} characters, so that nobody guesses it; `openssl rand -hex 32` makes one"
+    return [Problem(SECRET, "(not shown)", rule, {"length": len(env[SECRET])}, (), "the environment")]
 
 
 def _integers(env: Mapping[str, str], *names: str) -> tuple[dict[str, int], list[Problem]]:

@@ -1,32 +1,37 @@
-"""Starting ranks on this machine through torch's elastic agent, passing signals on to them, and saying which one failed."""
+"""Starting ranks on this machine, passing signals on to them, ending them when one failed, and saying which one that was."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
+import queue
+import secrets
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import phalanx
-from phalanx.launch.outcome import RankFailed, read_outcomes, verdict
+from phalanx.base.placement import MEETING, SECRET
+from phalanx.launch.network import LOOPBACK, stay_inside
+from phalanx.launch.outcome import Ended, RankFailed, read_outcomes, verdict
 
-# How long ranks may go on after one of them failed, before they are killed.
-GRACE_S = 15
+GRACE_S = 15.0  # for ranks that may be saving when another one failed, before they are killed
+SHORT_GRACE_S = 3.0  # for ranks that have nothing to save
+BY_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)  # exit statuses of ranks that it told to end
 SAME_S = 1.0  # signals this close together are one request
 
 
-def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Path | None = None, max_restarts: int = 0) -> None:
+def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Path | None = None) -> None:
     """Call `target` (`package.module:function`) as `function(placement, **arguments)` on `ranks` new processes and wait for them.
 
     arguments  plain values (they travel as JSON)
@@ -34,76 +39,138 @@ def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Pat
     Raises RankFailed with the exit code of the rank that began it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on as SIGTERM,
     and the ranks are waited for; a second signal kills them (Ctrl-C at once, others if they come a second later: schedulers repeat).
     """
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder, environment(ranks):
-        (Path(folder) / "arguments.json").write_text(json.dumps(dict(arguments)), encoding="utf-8")
-        with forwarded_signals(Path(folder)) as stops:
-            exits = _run_agent(Path(folder), target, ranks, logs, max_restarts)
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as name:
+        folder = Path(name)
+        (folder / "arguments.json").write_text(json.dumps(dict(arguments)), encoding="utf-8")
+        with forwarded_signals(folder) as stops:
+            ended = _run(folder, target, ranks, None if logs is None else Path(logs))
         if stops.at_once:
             name = "Ctrl-C" if stops.at_once == signal.SIGINT else signal.Signals(stops.at_once).name
             raise RankFailed(f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once)
-        failed = verdict(ranks, read_outcomes(folder), exits)
+        failed = verdict(ranks, read_outcomes(folder), ended)
     if failed is not None:
         raise failed
 
 
-def _run_agent(folder: Path, target: str, ranks: int, logs: str | Path | None, max_restarts: int) -> dict[int, int]:
-    """Run the ranks; returns the exit status of those that failed."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended]:
+    """Start the ranks, serve the store where they meet, and wait for them. Returns how each ended, in order of time."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    words = ["-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}{LOOPBACK}:{listener.getsockname()[1]}/ranks"]
+    with Ranks(folder, ranks, words, logs) as started:
+        from phalanx.comm.meeting import serve  # imports torch, as the ranks do meanwhile
 
-    from phalanx.comm.mesh import MEETING, open_meeting
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its warnings repeat what the verdict says
-    output = Std.NONE if logs is None else Std.ALL
-    log_folder = folder / "logs" if logs is None else Path(logs)
-    log_folder.mkdir(parents=True, exist_ok=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-        signals_to_handle="SIGQUIT",  # the others are passed on by forwarded_signals, without a limit on the time to save
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=output),
-    )
-    store, port = open_meeting("localhost")  # elastic's own way frees a port again before rank 0 takes it: another process may be faster
-    command = ("-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}localhost:{port}")
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    finally:
-        del store
-    return {}
+        store = serve(listener)
+        try:
+            return started.wait()
+        finally:
+            del store
 
 
-@contextlib.contextmanager
-def environment(ranks: int) -> Iterator[None]:
-    """What ranks inherit: few threads each, and no store of elastic's (ours is in _run_agent)."""
+def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """What ranks inherit: this process' environment, their world, a secret of this run, loopback as their network, few threads each."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    wanted = {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S),
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),  # why: comm.mesh.many_queues
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        # the package is found even where it is not installed and the ranks' folder is another
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(phalanx.__file__).parents[1]), os.environ.get("PYTHONPATH")))),
+    # the package is found even where it is not installed and the ranks' folder is another
+    path = os.pathsep.join(filter(None, (str(Path(phalanx.__file__).parents[1]), before.get("PYTHONPATH"))))
+    env = {
+        "OMP_NUM_THREADS": threads,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # why: comm.mesh.many_queues
+        **before,
+        "PYTHONPATH": path,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        SECRET: secrets.token_hex(32),
     }
-    before = {name: os.environ.get(name) for name in (*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    stay_inside(env)
+    return env
+
+
+class Ranks:
+    """Processes of ranks. Inside the context they run; what is left of them when it ends is killed.
+
+    logs: a folder for the output of each; None: it goes where that of this process goes
+    """
+
+    def __init__(self, folder: Path, count: int, words: list[str], logs: Path | None):
+        self.folder, self._words, self._logs, self._count = folder, words, logs, count
+        self._env = rank_environment(os.environ, count)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
+        self._told: set[int] = set()  # to end, by this launcher, because another one failed
+        self._deadlines: dict[int, float] = {}  # of those, until they are killed
+
+    def __enter__(self) -> Ranks:
+        try:
+            for rank in range(self._count):
+                self._processes.append(self._start(rank))
+                threading.Thread(target=self._watch, args=(rank,), daemon=True, name=f"rank-{rank}").start()
+        except BaseException:
+            self._kill_all()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with contextlib.ExitStack() as opened:
+            out, err = (opened.enter_context(file) if file else None for file in self._files(rank))
+            # a session of its own: Ctrl-C in the terminal comes to this process alone, which passes it on
+            return subprocess.Popen([sys.executable, *self._words], env=env, stdout=out, stderr=err, start_new_session=True)
+
+    def _files(self, rank: int) -> tuple[TextIO | None, TextIO | None]:
+        if self._logs is None:
+            return None, None
+        folder = self._logs / f"rank-{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / "stdout.log", "a"), open(folder / "stderr.log", "a")
+
+    def _watch(self, rank: int) -> None:
+        status = self._processes[rank].wait()
+        self._over.put((rank, status, time.time()))
+
+    def wait(self) -> list[Ended]:
+        """Until all have ended. When one fails the others are asked to end, and killed if they do not."""
+        ended: list[Ended] = []
+        while len(ended) < self._count:
+            left = min(self._deadlines.values(), default=None)
+            try:
+                rank, status, when = self._over.get(timeout=None if left is None else max(0.0, left - time.monotonic()))
+            except queue.Empty:
+                self._kill_late()
+                continue
+            self._deadlines.pop(rank, None)
+            ended.append(Ended(rank, status, when, by_launcher=rank in self._told and status in BY_LAUNCHER))
+            stopped_early = (self.folder / f"rank-{rank}.early").exists()  # the others would wait for it
+            if (status != 0 or stopped_early) and not self._told:
+                self._end_others({e.rank for e in ended})
+        return ended
+
+    def _end_others(self, ended: set[int]) -> None:
+        (self.folder / "stop").touch()
+        for rank in range(self._count):
+            if rank in ended:
+                continue
+            self._told.add(rank)
+            grace = GRACE_S if (self.folder / f"rank-{rank}.unsaved").exists() else SHORT_GRACE_S
+            self._deadlines[rank] = time.monotonic() + grace
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):  # one that is not yet ready to be asked reads `stop`
+                os.kill(int((self.folder / f"rank-{rank}.pid").read_text(encoding="utf-8")), signal.SIGTERM)
+
+    def _kill_late(self) -> None:
+        now = time.monotonic()
+        for rank in [rank for rank, deadline in self._deadlines.items() if deadline <= now]:
+            self._deadlines[rank] = now + GRACE_S  # one that the system cannot end at once is waited for
+            self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._processes[rank].pid, signal.SIGKILL)
+
+    def _kill_all(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._kill(rank)
 
 
 @dataclass

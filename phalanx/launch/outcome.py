@@ -6,14 +6,15 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, FolderInUse, NumericalStop, PeerLost, PhalanxError, Preempted
 
-# Kinds of ends that explain others come first; a lost peer is a consequence of one of them.
+# Ends that have a cause of their own; a lost peer is a consequence of one.
 CAUSES = tuple(e.exit_code for e in (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse))
+UNCERTAIN = (signal.SIGABRT, signal.SIGTERM)  # the first can follow from a lost peer, the second from a request to stop
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,44 @@ def read_outcomes(folder: str | Path) -> list[Outcome]:
     return sorted((Outcome(**json.loads(p.read_text(encoding="utf-8"))) for p in Path(folder).glob("rank-*.json")), key=lambda o: o.rank)
 
 
-def verdict(world_size: int, outcomes: list[Outcome], exits: Mapping[int, int]) -> RankFailed | None:
-    """What the whole run ended with, or None if every rank is done.
+@dataclass(frozen=True)
+class Ended:
+    """The process of a rank: its exit status (negative: killed by that signal), when, and whether the launcher ended it."""
 
-    outcomes  what ranks said themselves; exits  exit status per rank that failed first, negative = killed by that signal
+    rank: int
+    status: int
+    time: float = 0.0
+    by_launcher: bool = False
+
+
+def verdict(world_size: int, outcomes: Sequence[Outcome], ended: Sequence[Ended] = ()) -> RankFailed | None:
+    """What the whole run ended with, or None if every rank is done: the first failure by time that is not a consequence of another.
+
+    outcomes  what ranks said themselves; ended  how their processes ended
+    Nobody is blamed whom the launcher ended. A lost peer is always a consequence; an abort (NCCL and gloo abort when a peer is gone) and an
+    exception that is none of ours may be one.
     """
-    said = {o.rank: o for o in outcomes}
-    causes = [o for o in outcomes if o.code in CAUSES]
-    silent = [rank for rank in sorted(exits) if rank not in said]
-    # SIGTERM is what the agent sends to the others when one failed: it explains nothing unless it is all there is
-    killed = [rank for rank in silent if exits[rank] < 0 and exits[rank] != -signal.SIGTERM]
-    ended = [rank for rank in silent if exits[rank] == -signal.SIGTERM]
-    crashed = [o for o in outcomes if o.code == 1]
-    silent = [rank for rank in silent if exits[rank] > 0]
-    if causes:
-        return _from(world_size, outcomes, min(causes, key=lambda o: o.time))
-    lost = [o for o in outcomes if o.code == PeerLost.exit_code]
-    if killed:
-        return _killed(world_size, killed[0], -exits[killed[0]], lost)
-    if crashed:
-        return _from(world_size, outcomes, min(crashed, key=lambda o: o.time))
-    if silent:
-        rank = silent[0]
-        return RankFailed(f"rank {rank} of {world_size} ended with status {exits[rank]} and said nothing", exits[rank])
+    said = {o.rank for o in outcomes}
+    silent = sorted((e for e in ended if e.rank not in said and e.status != 0 and not e.by_launcher), key=lambda e: e.time)
+    lost = sorted((o for o in outcomes if o.code == PeerLost.exit_code), key=lambda o: o.time)
+    stopped = [o for o in outcomes if o.code == Preempted.exit_code]
+    certain = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code in CAUSES]
+    certain += [(e.time, _killed(world_size, e.rank, -e.status, lost)) for e in silent if e.status < 0 and -e.status not in UNCERTAIN]
+    likely = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code not in (*CAUSES, PeerLost.exit_code, Preempted.exit_code)]
+    likely += [(e.time, _killed(world_size, e.rank, -e.status, lost)) for e in silent if -e.status == signal.SIGABRT]
+    likely += [(e.time, _silent(world_size, e)) for e in silent if e.status > 0]
+    for failures in (certain, likely):
+        if failures:
+            return min(failures, key=lambda one: one[0])[1]
     if lost:
         return _from(world_size, outcomes, lost[0])
-    if ended:
-        return _killed(world_size, ended[0], signal.SIGTERM)
-    if stopped := [o for o in outcomes if o.code == Preempted.exit_code]:
-        return _from(world_size, outcomes, stopped[0])
-    return None
+    if ended_by_term := [e for e in silent if -e.status == signal.SIGTERM]:
+        return _killed(world_size, ended_by_term[0].rank, signal.SIGTERM)
+    return _from(world_size, outcomes, stopped[0]) if stopped else None
+
+
+def _silent(world_size: int, ended: Ended) -> RankFailed:
+    return RankFailed(f"rank {ended.rank} of {world_size} ended with status {ended.status} and said nothing", ended.status)
 
 
 def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = ()) -> RankFailed:
@@ -83,7 +92,7 @@ def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = (
     return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(number)}{seen}", PeerLost.exit_code)
 
 
-def _from(world_size: int, outcomes: list[Outcome], chosen: Outcome) -> RankFailed:
+def _from(world_size: int, outcomes: Sequence[Outcome], chosen: Outcome) -> RankFailed:
     """Its text, with the rank in front unless every rank said the same."""
     same = [o for o in outcomes if (o.code, o.text) == (chosen.code, chosen.text)]
     who = "" if len(same) == world_size else f"rank {chosen.rank} of {world_size}: "

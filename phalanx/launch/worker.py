@@ -14,62 +14,91 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
-from phalanx.base.errors import ConfigError, PhalanxError, Preempted
+from phalanx.base.errors import PhalanxError, Preempted
 from phalanx.base.log import describe
-from phalanx.launch.env import read_placement
+from phalanx.base.placement import SECRET, Placement, Word
+from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
 from phalanx.launch.outcome import Outcome
-
-STOPS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def main(folder: str, target: str, meeting: str) -> None:
+    word = Left(Path(folder), int(os.environ.get("RANK", "0")))
     try:
         for number in STOPS:
-            signal.signal(number, stop_early)
-        announce(Path(folder), int(os.environ.get("RANK", "0")))
+            signal.signal(number, word.stop_early)
+        word.announce()
         follow_parent()
-        placement, problems = read_placement(os.environ)
-        if placement is None:
-            raise ConfigError(problems)
-        if placement.world_size > 1:  # a restarted rank must not read what an earlier attempt left
-            placement = replace(placement, init_method=f"{meeting}/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        world = int(os.environ["WORLD_SIZE"])
+        secret = os.environ.pop(SECRET, "")  # what this rank starts in turn need not have it
+        placement = Placement(word.rank, word.rank, world, meeting if world > 1 else "", secret, word)
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
         find(target)(placement, **arguments)
         deaf()  # there is nothing left to stop
     except BaseException as error:
         deaf()
-        leave(folder, error)
+        word.leave(error)
 
 
-def deaf() -> None:
-    for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)
+class Left(Word):
+    """What a rank leaves in the folder of its launcher: its number, that it has something to save, and how it ended."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank = folder, rank
+        self._failed_at: float | None = None
+
+    def announce(self) -> None:
+        """Tell the launcher whom to pass signals on to. It writes `stop` before it reads the numbers, so no rank is missed."""
+        partial = self.folder / f"rank-{self.rank}.partial"
+        partial.write_text(str(os.getpid()), encoding="utf-8")
+        os.replace(partial, partial.with_suffix(".pid"))
+        if (self.folder / "stop").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def unsaved(self) -> None:
+        (self.folder / f"rank-{self.rank}.unsaved").touch()
+
+    def failed(self, error: BaseException) -> None:
+        self._failed_at = self._failed_at or time.time()
+        code, text = _code_and_text(error)
+        with suppress(OSError):  # the launcher may be gone, with its folder
+            if code:
+                Outcome(self.rank, code, text, self._failed_at).write(self.folder)
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Leave word first (others may lose this rank and say so), then end at once: a lost peer can make an orderly exit hang."""
+        self.failed(error)
+        code, _ = _code_and_text(error)
+        if code == 1 and not isinstance(error, (PhalanxError, SystemExit)):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # a preempted rank is no failure: the launcher must wait for the others rather than end them
+        os._exit(0 if code == Preempted.exit_code else code)
+
+    def stop_early(self, signum: int, frame: FrameType | None) -> None:
+        """Until the target installs its own handler there is nothing to save, so nothing is unwound, as in early.stop_early."""
+        if self._failed_at is None:
+            with suppress(OSError):
+                (self.folder / f"rank-{self.rank}.early").touch()
+            self.leave(Preempted(NOTHING_TO_SAVE))
+
+
+def _code_and_text(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return code, f"ended with exit status {code}"
+    return error.exit_code if isinstance(error, PhalanxError) else 1, describe(error)
 
 
 def find(target: str) -> Callable[..., Any]:
     """`package.module:function` -> the function."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def stop_early(signum: int, frame: Any) -> None:
-    """Until the target installs its own handler there is nothing to save."""
-    raise Preempted("asked to stop before training began; start the same command again")
-
-
-def announce(folder: Path, rank: int) -> None:
-    """Forget how an earlier attempt ended, and tell the launcher whom to forward signals to.
-
-    It writes `stop` before it reads the numbers, so no rank is missed.
-    """
-    (folder / f"rank-{rank}.json").unlink(missing_ok=True)
-    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
-    if (folder / "stop").exists():
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def follow_parent() -> None:
@@ -82,24 +111,6 @@ def follow_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="follow-parent").start()
-
-
-def leave(folder: str, error: BaseException) -> None:
-    """Leave word first (others may lose this rank and say so), then end at once: a lost peer can make an orderly exit hang."""
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        text = f"ended with exit status {code}"
-    else:
-        code = error.exit_code if isinstance(error, PhalanxError) else 1
-        text = describe(error)
-    if code:
-        Outcome(int(os.environ.get("RANK", "0")), code, text, time.time()).write(folder)
-    if code == 1 and not isinstance(error, (PhalanxError, SystemExit)):
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # a preempted rank is no failure: the launcher must wait for the others rather than end them
-    os._exit(0 if code == Preempted.exit_code else code)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from phalanx.base.devices import find_device
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, NumericalStop
 from phalanx.base.log import Log
-from phalanx.base.placement import Placement
+from phalanx.base.placement import SECRET, Placement
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
 from phalanx.checkpoint.load import load_state, load_weights
@@ -107,7 +107,12 @@ def train(run: Run, placement: Placement) -> None:
         mesh = join(run, placement)
         after.callback(leave_world)
         after.callback(mesh.close)
-        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp))
+        heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store))
+        heartbeat.unsigned = lambda count: log.warn(f"{count} messages to the store where the ranks met are not signed by this run, and are ignored: "
+                                                    "somebody else writes to it, so the ranks' network is not private")  # fmt: skip
+        if mesh.store is None and placement.world_size > 1 and placement.rank == 0:
+            log.warn(f"{SECRET} is not set, so ranks say nothing to each other beside collectives: one that hangs is found after "
+                     f"train.timeout_s={run.train.timeout_s:g} alone, and is not named")  # fmt: skip
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
@@ -126,6 +131,7 @@ def train(run: Run, placement: Placement) -> None:
         loop.reporter.stepped, loop.reporter.slow = heartbeat.stepped, lambda: heartbeat.slow
         if lock is not None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
+        placement.word.unsaved()
         loop.run()
         finish_check(data, state)
         log.info(f"done step={counters.step} folder={folder}")
@@ -150,8 +156,10 @@ def finish_check(data: BackgroundCheck, state: State) -> None:
 def join(run: Run, placement: Placement) -> Mesh:
     """Meet the other ranks."""
     device = device_of(run, placement)
-    init_world(placement.rank, placement.world_size, placement.init_method, device, run.train.timeout_s)
-    return Mesh(grid_of(run, placement.world_size), placement.rank, device, run.train.timeout_s)
+    store = init_world(placement.rank, placement.world_size, placement.init_method, device, run.train.timeout_s, placement.secret)
+    mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, run.train.timeout_s)
+    mesh.store = store
+    return mesh
 
 
 def device_of(run: Run, placement: Placement) -> torch.device:

@@ -54,7 +54,7 @@ def verify(run: Run, world: int, start: Callable[[Run, int, int], None], steps: 
 
 def verify_rank(run: Run, placement: Placement, steps: int = 2) -> None:
     """One rank's part. Rank 0 prints that all is well or raises VerifyFailed, which says what differs first."""
-    init_world(placement.rank, placement.world_size, placement.init_method, torch.device("cpu"), run.train.timeout_s)
+    init_world(placement.rank, placement.world_size, placement.init_method, torch.device("cpu"), run.train.timeout_s, placement.secret)
     try:
         verdict = compare(run, placement.rank, placement.world_size, steps)
     finally:

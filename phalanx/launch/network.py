@@ -1,0 +1,146 @@
+"""The network of a run's ranks: loopback alone on one host, one interface between several. Looks at this machine's interfaces."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.placement import Placement
+
+INTERFACE = "PHALANX_INTERFACE"
+BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK = "127.0.0.1"
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface."""
+    return next((name for name, address in interfaces() if address == LOOPBACK), "lo")
+
+
+def stay_inside(env: MutableMapping[str, str]) -> None:
+    """All ranks are on this host: torch's backends are to listen where no other host can reach them, whatever was set."""
+    inside = loopback()
+    for name in BACKENDS:
+        env[name] = inside
+
+
+def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
+    """Of a rank that somebody else started: choose where it listens, and tell torch's backends through `env`.
+
+    On one host that is loopback. Between several it is the interface that PHALANX_INTERFACE names, else the one by which rank 0 is reached;
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as they are where they are set.
+    """
+    if placement.world_size == 1:
+        return placement
+    host = urlsplit(placement.init_method).hostname or env.get("MASTER_ADDR", "")
+    served_here = placement.init_method.startswith("tcp://")  # by rank 0; else torchrun's agent does
+    if on_one_host(placement.world_size, host, env):
+        stay_inside(env)
+        port = urlsplit(placement.init_method).port
+        return replace(placement, init_method=f"tcp://{LOOPBACK}:{port}") if served_here else placement
+    name, address = _interface(host, env, placement.rank)
+    for backend in BACKENDS:
+        env.setdefault(backend, name)
+        env[backend] = name if INTERFACE in env else env[backend]
+    if served_here and placement.rank == 0:
+        return replace(placement, init_method=f"{placement.init_method}?listen={address}")
+    return placement
+
+
+def on_one_host(world_size: int, host: str, env: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this host, by what torchrun or SLURM says of it; else by rank 0's address being loopback's."""
+    local = env.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit():
+        return int(local) == world_size
+    nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")) if "RANK" not in env else ""
+    if nodes.isdigit():
+        return int(nodes) == 1
+    return host in ("localhost", LOOPBACK, "::1")
+
+
+def _interface(host: str, env: Mapping[str, str], rank: int) -> tuple[str, str]:
+    """(name, address) of the interface that is chosen, or by which this host reaches rank 0's, which may be itself."""
+    there = interfaces()
+    names = tuple(dict.fromkeys(name for name, address in there if not _is_loopback(address)))
+    addresses = {name: address for name, address in reversed(there)}
+    wanted = env.get(INTERFACE)
+    if wanted is not None and wanted not in addresses:
+        raise _problem(INTERFACE, wanted, "must be a network interface of this host that has an address", names)
+    address = _own_address(host)
+    if _is_loopback(address):
+        wanted = wanted or next((env[name] for name in BACKENDS if env.get(name) in names), None)
+        if wanted is None:
+            rule = f"means {address} on this host, where no other host can reach it; name the network interface that the ranks use"
+            raise _problem("MASTER_ADDR", host, rule, tuple(f"{INTERFACE}={name}" for name in names))
+        return wanted, addresses[wanted]
+    if wanted is not None and rank == 0 and (wanted, address) not in there:
+        raise _problem("MASTER_ADDR", host, f"means {address} on this host, which is not an address of {INTERFACE}={wanted}", (addresses[wanted],))
+    return wanted or next(name for name, known in there if known == address), address
+
+
+def _own_address(host: str) -> str:
+    """From which this host reaches `host`: an address of one of its interfaces."""
+    try:
+        family, kind, protocol, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(there)  # nothing is sent
+            return str(way.getsockname()[0])
+    except OSError as error:
+        rule = f"must be the name or address of rank 0's host, but this host cannot reach it ({error.strerror or error})"
+        raise _problem("MASTER_ADDR", host, rule) from error
+
+
+def _problem(name: str, value: str, rule: str, valid: tuple[str, ...] = ()) -> ConfigError:
+    return ConfigError([Problem(name, value, rule, {}, valid, "the environment")])
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+class _Interface(ctypes.Structure):
+    """The head of C's `struct ifaddrs`, which Linux and macOS share."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """(name, address) of every address of this host's network interfaces, those of IPv4 first."""
+    c = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    first = ctypes.POINTER(_Interface)()
+    if c.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "cannot list this host's network interfaces")
+    found, here = [], first
+    try:
+        while here:
+            if here.contents.address and (address := _address(here.contents.address)):
+                found.append((os.fsdecode(here.contents.name), address))
+            here = here.contents.next
+    finally:
+        c.freeifaddrs(first)
+    return sorted(found, key=lambda one: ":" in one[1])
+
+
+def _address(pointer: int) -> str | None:
+    """Of a C `struct sockaddr`; None of one that is no address of the Internet."""
+    head = ctypes.string_at(pointer, 2)
+    family = head[1] if sys.platform == "darwin" else struct.unpack("=H", head)[0]
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(pointer, 8)[4:8])
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(pointer, 24)[8:24])
+    return None
