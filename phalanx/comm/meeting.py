@@ -102,7 +102,7 @@ class SignedStore:
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """What ranks wrote under those of the keys that they wrote: asked for all at once where all are there and the store can."""
-        if self._store.has_extended_api() and self._store.check(list(keys)):
+        if self._store.has_extended_api() and self._store.check(list(keys)):  # type: ignore[attr-defined]
             return self._believed(zip(keys, self._store.multi_get(list(keys))))
         return self._believed((key, self._store.get(key)) for key in keys if self._store.check([key]))
 
@@ -214,7 +214,7 @@ class _Meeting:
     def leave(self) -> None:
         """Say that this rank is refused; rank 0, whose store it may be, stays until all others have read it."""
         with suppress(RuntimeError, dist.DistError, PeerLost):
-            self.store.set(f"left/{self.rank}", b"1")
+            self.store.set(f"left/{self.rank}", "1")
             if self.rank == 0:
                 last = replace(self, until=min(self.until, time.monotonic() + LAST_S))
                 last._await([f"left/{r}" for r in range(self.world_size)])
