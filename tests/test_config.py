@@ -271,6 +271,10 @@ RULES = [
     ("train.steps=0", 1, "train.steps", 0, ">= 1", set(), (1, 2)),
     ("train.eval_interval=0", 1, "train.eval_interval", 0, ">= 1", set(), (1, 2)),
     ("log.interval=0", 1, "log.interval", 0, ">= 1", set(), (1, 2)),
+    ("log.wandb=a/b", 1, "log.wandb", "a/b", "1 to 128 characters", set(), ("a-b",)),
+    ("log.wandb=a log.wandb_name=''", 1, "log.wandb_name", "", "1 to 128 characters", set(), (None,)),
+    ("log.wandb=a log.wandb_tags=['']", 1, "log.wandb_tags", [""], "1 to 64 characters", set(), ([],)),
+    ("log.wandb_group=sweep", 1, "log.wandb_group", "sweep", "has no effect without log.wandb", {"log.wandb"}, (None,)),
     ("train.precision=fp16 train.loss_scale=0.5", 1, "train.loss_scale", 0.5, ">= loss_scale_min", {"train.loss_scale_min"}, (65536.0,)),
     ("train.precision=fp16 train.loss_scale_window=0", 1, "train.loss_scale_window", 0, ">= 1", set(), (1, 2)),
     # options without effect

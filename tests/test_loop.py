@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.base.errors import FolderInUse, NumericalStop
+from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.lock import FolderLock
@@ -23,8 +24,8 @@ from phalanx.optim.config import OptimConfig
 from phalanx.train import main
 from phalanx.train.config import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.train.main import train
-from phalanx.train.metrics import Trackers
 from phalanx.train.order import global_batch_at, micro_batches, total_samples
+from phalanx.train.trackers import Trackers
 
 MODEL = LlamaConfig(vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 
@@ -113,7 +114,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_dropped(tmp_path):
     """A killed run's file ends in steps that will be done again, and perhaps in half a line."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
-    Trackers(tmp_path, 1, False, None, {}).close()
+    Trackers(tmp_path, 1, LogConfig(), {}, Log()).close()
     assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.base.errors import ConfigError, PhalanxError
+from phalanx.base.journal import Journal
 
 
 def pairs(**values: Any) -> str:
@@ -33,20 +34,25 @@ class Log:
     """One per process. Rank 0 speaks on the console and writes the file; other ranks only speak when `warn` or `error` is called.
 
     path    a file that gets every line, with its time; None: no file
+
+    A console or a file that cannot be written (a full disk, a closed pipe) ends nothing: the file gets its lines when there is room again.
     """
 
     def __init__(self, rank: int = 0, path: str | Path | None = None, out: TextIO | None = None, err: TextIO | None = None):
         self.rank = rank
         self._out, self._err = out, err  # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
         self._said: set[str] = set()
-        self._file: TextIO | None = None
-        if path is not None and rank == 0:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")
+        self._unheard = False
+        self._file = Journal(path, self.warn) if path is not None and rank == 0 else None
 
     def info(self, text: str) -> None:
         if self.rank == 0:
             self._write(self._out or sys.stdout, text)
+
+    def note(self, text: str) -> None:
+        """A line for the file alone."""
+        if self._file is not None:
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace"))
 
     def warn(self, text: str) -> None:
         self._write(self._err or sys.stderr, self._from_rank(f"warning: {text}"))
@@ -69,6 +75,13 @@ class Log:
         return text if self.rank == 0 else f"rank {self.rank}: {text}"
 
     def _write(self, stream: TextIO, text: str) -> None:
-        print(text, file=stream, flush=True)
-        if self._file is not None:
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=self._file, flush=True)
+        try:
+            print(text, file=stream, flush=True)
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._not_heard(error)
+        self.note(text)
+
+    def _not_heard(self, error: Exception) -> None:
+        if not self._unheard:
+            self._unheard = True
+            self.note(f"warning: the console cannot be written ({error}): the run goes on, and this file has every line")

@@ -30,7 +30,7 @@ from phalanx.ops.gated_mlp import gated_mlp_fits
 from phalanx.ops.kernels import OPS
 from phalanx.ops.wheels import EXTRA, WHEELS
 from phalanx.optim.check import check as check_optim
-from phalanx.train.config import Run
+from phalanx.train.config import LogConfig, Run
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
 from phalanx.train.limits import check_limits
@@ -349,6 +349,25 @@ def check_log(run: Run, facts: Facts) -> list[Problem]:
         if getattr(run.log, name) and name in facts.missing:
             because = {"not installed": name}
             found.append(problem("log", run.log, name, f"needs a package: pip install 'phalanx[{name}]'", because, (off,)))
+    return found + check_wandb(run.log)
+
+
+NOT_IN_PROJECT_NAMES = "/\\#?%:"  # W&B's own rule, as are the lengths below
+
+
+def check_wandb(log: LogConfig) -> list[Problem]:
+    if log.wandb is None:
+        return no_effect("log", log, ("wandb_entity", "wandb_name", "wandb_group", "wandb_tags"), "log.wandb", {"log.wandb": None})
+    found = []
+    if not 1 <= len(log.wandb) <= 128 or set(log.wandb) & set(NOT_IN_PROJECT_NAMES):
+        clean = "".join("-" if c in NOT_IN_PROJECT_NAMES else c for c in log.wandb)[:128]
+        found.append(problem("log", log, "wandb", f"must be a name of 1 to 128 characters without {NOT_IN_PROJECT_NAMES}", {}, (clean or "phalanx",)))
+    for name in ("wandb_entity", "wandb_name", "wandb_group"):
+        value = getattr(log, name)
+        if value is not None and not 1 <= len(value) <= 128:
+            found.append(problem("log", log, name, "must have 1 to 128 characters", {}, (None,)))
+    if not all(1 <= len(tag) <= 64 for tag in log.wandb_tags):
+        found.append(problem("log", log, "wandb_tags", "must be words of 1 to 64 characters", {}, ([tag[:64] for tag in log.wandb_tags if tag],)))
     return found
 
 

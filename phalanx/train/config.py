@@ -145,6 +145,14 @@ class LogConfig:
     """Write TensorBoard files to the run's tb/ folder (needs the extra phalanx[tensorboard])."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs the extra phalanx[wandb])."""
+    wandb_entity: str | None = None
+    """User or team whose project log.wandb is; unset: the default of whoever is logged in."""
+    wandb_name: str | None = None
+    """Name of the run in Weights & Biases; unset: that of the run's folder."""
+    wandb_group: str | None = None
+    """Group of runs in Weights & Biases that this one belongs to."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Tags of the run in Weights & Biases."""
     report: bool = True
     """Write report.html with the loss curve at the end."""
     budget: bool | None = None

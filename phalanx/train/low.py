@@ -6,7 +6,7 @@ every rank, so it has no layout in a checkpoint. Nothing here waits for the devi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -235,6 +235,17 @@ def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]])
             *([r[key] / r["values"] if r["values"] else 0.0 for r in rows] for key in ("zeros", "cut")),
         ]
     return found
+
+
+def low_scalars(values: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Of `low_values`, each number by its name: fp8/amax/weights/NAME."""
+    return {f"fp8/{what}/{tensor}/{name}": number for name, rows in values.items()
+            for what, row in zip(("amax", "zeros", "cut"), rows) for tensor, number in zip(TENSORS, row)}  # fmt: skip
+
+
+def shadow_scalars(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of a shadow step, each number by its name: fp8_shadow/cosine/NAME."""
+    return {f"fp8_shadow/{what}/{name}": number for name, apart in values.items() for what, number in zip(("cosine", "error"), apart)}
 
 
 def unsafe(names: Sequence[str], config: Fp8Config, tally: Sequence[Sequence[Sequence[float]]],

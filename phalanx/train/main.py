@@ -41,7 +41,7 @@ from phalanx.train.failures import Failures
 from phalanx.train.flops import flops_of, mfu_text
 from phalanx.train.load import save_run, to_dict
 from phalanx.train.loop import Loop
-from phalanx.train.metrics import Counters, Reporter, Speed, Trackers
+from phalanx.train.metrics import Counters, Reporter, Speed
 from phalanx.train.oom import reported
 from phalanx.train.order import total_samples
 from phalanx.train.plan import grid_of, make_plan
@@ -49,6 +49,7 @@ from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, facts
 from phalanx.train.saves import Saves, checkpoints_of, numbers_of
+from phalanx.train.trackers import Trackers
 
 SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
 
@@ -248,7 +249,7 @@ def loop_of(
         log.info(choices(state))
         log.info(data_table(run, loader, valid))
         log.info(mfu_text(run, mesh.grid.world, device, name))
-        trackers = Trackers(folder, counters.step, run.log.tensorboard, run.log.wandb, to_dict(run))
+        trackers = Trackers(folder, counters.step, run.log, to_dict(run), log)
         after.callback(trackers.close)
     bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
     after.callback(bar.close)

@@ -1,15 +1,12 @@
-"""What a run says of itself: the step line, metrics.jsonl, TensorBoard and W&B. Values come from the device one step late."""
+"""What a run says of its steps: counters, the step line and the rows for trackers. Values come from the device one step late."""
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from phalanx.train.low import low_values, was_cast, worst
 from phalanx.train.progress import ProgressBar
 from phalanx.train.routing import routing_text, routing_values
 from phalanx.train.step import StepResult
+from phalanx.train.trackers import Trackers
 
 LOW_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
@@ -142,65 +140,6 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
-
-
-class Trackers:
-    """Rank 0's files: metrics.jsonl always, TensorBoard and W&B when asked for. Steps after `step` of an earlier try are dropped."""
-
-    def __init__(self, folder: Path, step: int, tensorboard: bool, wandb: str | None, config: dict[str, Any]):
-        self._path = folder / "metrics.jsonl"
-        self._keep_until(step)
-        self._file = open(self._path, "a", encoding="utf-8")
-        self._board = self._wandb = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tb"), purge_step=step + 1)
-        if wandb is not None:
-            import wandb as module
-
-            identity = folder / "wandb-id.txt"
-            if not identity.exists():
-                identity.write_text(module.util.generate_id(), encoding="utf-8")
-            self._wandb = module.init(project=wandb, id=identity.read_text(encoding="utf-8"), resume="allow", dir=str(folder), config=config)
-
-    def _keep_until(self, step: int) -> None:
-        if self._path.exists():
-            lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            partial = self._path.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            os.replace(partial, self._path)  # killed in between, a run must not lose its history
-
-    def rewind(self, step: int) -> None:
-        """The run goes back to this step: lines of later ones go from metrics.jsonl. (TensorBoard and W&B show both tries.)"""
-        self._file.close()
-        self._keep_until(step)
-        self._file = open(self._path, "a", encoding="utf-8")
-
-    def write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
-        if self._board is not None:
-            for key, value in numbers.items():
-                self._board.add_scalar(key, value, values["step"])
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=values["step"])
-
-    def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; a line that was cut short by a kill counts as later than all."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return float("inf")
 
 
 class Reporter:

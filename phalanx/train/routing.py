@@ -38,3 +38,8 @@ def routing_text(values: dict[str, list[Any]]) -> str:
     dropped, missing = (sum(int(values[k][i]) for i in layers) for k in ("dropped", "missing"))
     again = f" again={missing}" if missing else ""
     return f" load={values['load_max'][full]:.2f}@layer{full} entropy={values['entropy'][sure]:.3g}@layer{sure} dropped={dropped}{again}"
+
+
+def routing_scalars(values: dict[str, list[float | None]]) -> dict[str, float]:
+    """Of `routing_values`, each number by its name: experts/load_max/layer-3."""
+    return {f"experts/{key}/layer-{i}": v for key, layers in values.items() for i, v in enumerate(layers) if v is not None}
