@@ -32,7 +32,7 @@ def offline(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
 
 
-@pytest.mark.trust(20, "phalanx train run.yaml log.wandb=PROJECT", "wandb 0.31 records the run; every number, of experts and FP8 too, reaches its file")
+@pytest.mark.trust(20, "phalanx train run.yaml log.wandb=PROJECT", "every number, of experts and FP8 too, is in the file of wandb 0.31")
 def test_wandb_has_every_number_under_one_id(tmp_path, offline):
     """Also after the run was continued from an earlier step than it had reached. The key of the account is in no file."""
     pytest.importorskip("wandb")
@@ -94,9 +94,10 @@ def test_without_a_login_the_run_is_recorded_offline(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     code = (
-        "import sys; from pathlib import Path; from phalanx.base.log import Log; from phalanx.train.config import LogConfig; "
+        "from pathlib import Path; from phalanx.base.log import Log; from phalanx.train.config import LogConfig; "
         "from phalanx.train.trackers import Trackers; "
-        f"trackers = Trackers(Path({str(tmp_path)!r}), 0, LogConfig(wandb='p'), {{}}, Log()); trackers.write({{'step': 1, 'loss': 0.5}}); trackers.close()"
+        f"trackers = Trackers(Path({str(tmp_path)!r}), 0, LogConfig(wandb='p'), {{}}, Log()); "
+        "trackers.write({'step': 1, 'loss': 0.5}); trackers.close()"
     )
     done = subprocess.run([sys.executable, "-c", code], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

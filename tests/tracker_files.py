@@ -147,7 +147,10 @@ def train_twice(kind: str, folder: Path) -> None:
 def compare(kind: str, folder: Path) -> int:
     """A tracker's files with metrics.jsonl. How many numbers were compared."""
     wanted = numbers_by_step(rows_of(folder))
-    found = board_numbers(folder / "tb") if kind == "tensorboard" else wandb_numbers([row for records in wandb_runs(folder) for row in wandb_rows(records)])
+    if kind == "tensorboard":
+        found = board_numbers(folder / "tb")
+    else:
+        found = wandb_numbers([row for records in wandb_runs(folder) for row in wandb_rows(records)])
     problems = equal(found, wanted, 1e-6 if kind == "tensorboard" else 1e-12)
     assert not problems, problems[:10]
     names = {name for name, _ in wanted}
