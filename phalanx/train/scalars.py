@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from phalanx.train.low import low_scalars, shadow_scalars
 from phalanx.train.routing import routing_scalars
 
-TABLES = {"experts": routing_scalars, "fp8": low_scalars, "fp8_shadow": shadow_scalars}  # whose entries have no names in the row
+# Tables whose entries have no names in the row.
+TABLES: dict[str, Callable[[Any], dict[str, float]]] = {
+    "experts": routing_scalars,
+    "fp8": low_scalars,
+    "fp8_shadow": shadow_scalars,
+}
 
 
 def scalars_of(values: Mapping[str, Any]) -> dict[str, float]:
