@@ -30,7 +30,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fault_cases
+from tests import fault_cases, trust
 from tests.fault_network import BETWEEN, bad_cable, cut_cable
 from tests.fault_places import folder_goes, folder_moved, pauses, pauses_or_comes_late, wrong_step
 from tests.fault_runs import LAYOUTS, SEVERAL, Fault, Tally, damage, disturbed, full_disk, hangs, kills, skips, slow, stops, sweep, two_hangs
@@ -201,7 +201,7 @@ def table(results: list[Result]) -> str:
             cells = [name, shows, listed([r.part for r in found]), *sums, failed, f"{sum(r.seconds for r in found):.0f}"]
             rows.append("| " + " | ".join(map(str, cells)) + " |")
     made = "\n".join(f"- {line}" for line in sorted({r.where for r in results}))
-    return (f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Made by:\n\n{made}\n\n## Fault by fault\n\n"
+    return (f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Made by:\n\n{made}\n\n{trust.section()}\n## Fault by fault\n\n"
             f"What shows it (in bold: a row of the table above), and what nothing shows.\n\n{fault_cases.table()}\n")  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import pytest
 from phalanx.base import tree
 from phalanx.cli.main import cli
 from phalanx.train.config import Run
+from tests.trust import with_table
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,6 +181,11 @@ def test_every_dependency_has_a_reason():
     wanted = {re.split(r"[\[<>=]", name)[0] for name in asked}
     table = PAGES[0].read_text(encoding="utf-8").partition("## Dependencies")[2]
     assert {row for row in re.findall(r"^\| ([a-z0-9.-]+)(?: \(extra[^|]*\))? \|", table, re.MULTILINE)} - {"package"} == wanted
+
+
+def test_the_table_of_trust_is_that_of_the_tests():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert page == with_table(page), "run: python -m tests.trust docs/faults.md"
 
 
 # ---- the config's own documentation --------------------------------------------------------------------------------------------

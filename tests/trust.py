@@ -15,6 +15,11 @@ from pathlib import Path
 
 BEGIN = "<!-- trust: written by `python -m tests.trust docs/faults.md` -->"
 END = "<!-- trust: end -->"
+TEXT = """## Tried as a user, an operator and an attacker would
+
+Phalanx was handed to people who had never seen it, to operators and to an attacker. Each row is something that went wrong then, and what
+happens now; the test in the last column fails without the change.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,9 +59,13 @@ def _row(path: Path, test: ast.FunctionDef, call: ast.expr) -> Row:
     return Row(number, path.name, test.lineno, before.replace("|", "\\|"), now.replace("|", "\\|"), test.name)
 
 
+def section() -> str:
+    return f"{TEXT}\n{table()}\n"
+
+
 def table() -> str:
     head = ["| no. | what was done | what happens now | shown by |", "| --- | --- | --- | --- |"]
-    return "\n".join([BEGIN, *head, *(row.text for row in rows()), END])
+    return "\n".join([BEGIN, "", *head, *(row.text for row in rows()), "", END])
 
 
 def with_table(page: str) -> str:
