@@ -321,7 +321,7 @@ def test_ranks_that_exchange_tokens_capture_the_same_micro_batches(ranks):
 def turned(rank: int, world: int) -> bool:
     """Whether a run that is not captured ends its exchanges, an odd number of them, on the turn on which they began."""
     mesh = Mesh(Grid(tp=world), rank)
-    assert mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 1024) == "on" and mesh.tp.memory is not None
+    assert mesh.overlap(mesh.tp, "on", 1024) == "on" and mesh.tp.memory is not None
     runner, x, before = Graphs(Recorder(), Tape(), (mesh.tp.memory,)), torch.ones(2, 3, dtype=torch.float64), mesh.tp.memory.turn
     x, y = runner.forward((0, 1), 0, x, None, lambda x, *_: x * mesh.tp.gather(x.detach()).wait().sum())
     onward = mesh.tp.memory.turn

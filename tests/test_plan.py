@@ -28,9 +28,10 @@ from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import PRESETS
 from phalanx.schedule.actions import Backward, Fetch, Forward, Offload
 from phalanx.train import doctor
-from phalanx.train.build import ROOM_FOR_POOLS, build, init_weights, room_for_pools
+from phalanx.train.build import build, init_weights
 from phalanx.train.checks import Facts, check
 from phalanx.train.config import Fp8Config, Run, TrainConfig
+from phalanx.train.decide import ROOM_FOR_POOLS, room_for_pools
 from phalanx.train.flops import flops_of, mfu, mfu_text, step_flops
 from phalanx.train.load import load_run
 from phalanx.train.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_moved, rank_uses

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.base.errors import ConfigError
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.shared import SETS, Parts, Shared, Sums, piece_bytes, sums_bytes
@@ -104,15 +103,12 @@ def test_more_parts_than_room_are_refused():
 def no_room(rank: int, world: int, mode: str) -> str:
     mesh = Mesh(Grid(dp=world), rank)
     mesh.prepare_sharding(Sharding(3))
-    try:
-        return mesh.share("dp", mode, 2**47, 64)
-    except ConfigError as error:
-        return str(error)
+    return mesh.share("dp", mode, 2**47, 64)
 
 
 def test_no_room_is_said_on_every_rank(ranks):
     for text in ranks.run("tests.test_shared:no_room", 2, "on"):
-        assert "layout.dp_overlap" in text and "no room for" in text and "auto, off" in text
+        assert text.startswith("off: no room for")
     assert ranks.run("tests.test_shared:no_room", 2, "auto") == ["off"] * 2  # on CPUs only where it is asked for
 
 

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from phalanx.base.errors import ConfigError
 from phalanx.comm import symmetric
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.symmetric import PulledParts, PushedParts
@@ -45,7 +44,7 @@ def exchange(rank: int, world: int, rows: int, order: str) -> list[str]:
 def exchange_rounds(rank: int, world: int, rows: int, order: str, wrong: list[str]) -> None:
     mesh = Mesh(Grid(tp=world), rank)
     tp = mesh.tp
-    assert mesh.overlap(tp, "layout.tp_overlap", "on", world * rows * WIDTH * 8) == "on" and tp.memory is not None
+    assert mesh.overlap(tp, "on", world * rows * WIDTH * 8) == "on" and tp.memory is not None
     for number in range(ROUNDS):
         kind = order[number % len(order)]
         mine = normal(rows, WIDTH, seed=100 * number + rank)
@@ -81,7 +80,7 @@ def test_exchanges_equal_their_collectives(ranks, world, rows, order):
 
 def too_large(rank: int, world: int) -> bool:
     mesh = Mesh(Grid(tp=world), rank)
-    mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 64)
+    mesh.overlap(mesh.tp, "on", 64)
     x = normal(64, 2, seed=rank)
     whole = mesh.tp.gather(x)
     return not isinstance(whole, PulledParts) and torch.equal(whole.wait()[64 * rank : 64 * rank + 64], x)
@@ -93,16 +92,14 @@ def test_what_has_no_room_is_gathered_plainly(ranks):
 
 def no_room(rank: int, world: int) -> str:
     mesh = Mesh(Grid(tp=world), rank)
-    try:
-        mesh.overlap(mesh.tp, "layout.tp_overlap", "on", 2**45)  # 128 TiB and more: no machine has that
-    except ConfigError as error:
-        return str(error)
-    return "taken"
+    said = mesh.overlap(mesh.tp, "on", 2**45)  # 128 TiB and more: no machine has that
+    assert mesh.tp.memory is None
+    return said
 
 
 def test_no_room_is_said_on_every_rank(ranks):
     for text in ranks.run("tests.test_symmetric:no_room", 2):
-        assert "layout.tp_overlap" in text and "no room for" in text and "auto, off" in text
+        assert text.startswith("off: no room for")
 
 
 def test_choices_are_said():

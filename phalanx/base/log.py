@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,18 @@ from phalanx.base.journal import Journal
 def pairs(**values: Any) -> str:
     """`a=1 b=2.5`, the form of every line that scripts read."""
     return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 4`, `ranks 0-3, 8`: these ranks, in order."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    shown = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"ranks {shown}" if len(spans) > 1 or len(spans[0]) > 1 else f"rank {shown}"
 
 
 def describe(error: BaseException) -> str:

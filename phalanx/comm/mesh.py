@@ -8,23 +8,25 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from phalanx.base.deal import degrees_of
-from phalanx.base.errors import ConfigError, PeerLost, Problem
+from phalanx.base.errors import PeerLost
 from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
 from phalanx.comm.meeting import SignedStore, open_store, recognise
 from phalanx.comm.shared import Shared
-from phalanx.comm.symmetric import Symmetric
+from phalanx.comm.symmetric import Symmetric, first_line, made_by_all
 from phalanx.comm.waits import Waits
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 
+Mode = Literal["auto", "on", "off"]
 
 def init_world(rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float, secret: str = "") -> SignedStore | None:
     """Join the world: NCCL for GPUs, gloo for CPUs. A world of one needs none.
@@ -231,21 +233,22 @@ class Mesh:
                 if mine:
                     self._subs[mine] = made
 
-    def overlap(self, axis: Axis, field: str, mode: str, whole: int, value: str = "on", others: tuple[str, ...] = ("auto", "off")) -> str:
+    def overlap(self, axis: Axis, mode: Mode, whole: int) -> str:
         """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of `whole` bytes.
 
-        `mode`: auto: where the axis is on GPUs of one host; on: that or an error, that the config's `field` cannot have this `value`
-        but `others`; off. Returns what came of it, in words.
+        `mode`: auto: where the axis is on GPUs of one host; on: wherever it can be had; off. Returns what came of it on this axis: "on", "off"
+        where none is wanted, or "off: " and why. Other groups may fare otherwise: what the run then does is decided by all ranks (train.decide).
         """
 
         def make() -> None:
             axis.memory = Symmetric(axis, whole, self.device)
 
-        self.overlapping[axis.name] = said = self._opened(axis, mode, make, Problem(field, value, "", {}, others))
-        axis.memory = axis.memory if said == "on" else None
+        self.overlapping[axis.name] = said = self._opened(axis, mode, make)
+        if said != "on":
+            axis.memory = None
         return said
 
-    def share(self, inner: SumAxis, mode: str, parts: int, largest: int) -> str:
+    def share(self, inner: SumAxis, mode: Mode, parts: int, largest: int) -> str:
         """Open memory in which those that share buckets (`groups`) pull weights and sum gradients; `mode` and what is returned as of `overlap`.
 
         parts, largest: bytes, as of shared.Shared; nothing is opened for none.
@@ -255,31 +258,37 @@ class Mesh:
         def make() -> None:
             groups.inner.shared = groups.gather.shared = Shared(groups.inner, parts, largest, self.device)
 
-        mode = mode if parts or largest else "off"
-        self.sharing[inner] = said = self._opened(groups.inner, mode, make, Problem("layout.dp_overlap", "on", "", {}, ("auto", "off")))
+        self.sharing[inner] = said = self._opened(groups.inner, mode if parts or largest else "off", make)
         if said != "on":
             groups.inner.shared = groups.gather.shared = None
         return said
 
-    def _opened(self, axis: Axis, mode: str, make: Callable[[], None], refused: Problem) -> str:
-        wanted = axis.size > 1 and (mode == "on" or (mode == "auto" and self.device.type == "cuda"))
-        if not wanted:
+    def without_overlap(self, axis: Axis, why: str) -> None:
+        """Let go of what `overlap` opened: all ranks do without."""
+        axis.memory = None
+        self.overlapping[axis.name] = why
+
+    def without_sharing(self, inner: SumAxis, why: str) -> None:
+        """The same of `share`."""
+        groups = self.groups(inner)
+        groups.inner.shared = groups.gather.shared = None
+        self.sharing[inner] = why
+
+    def wants_memory(self, mode: Mode) -> bool:
+        """Whether memory is to be shared where it can be."""
+        return mode == "on" or (mode == "auto" and self.device.type == "cuda")
+
+    def _opened(self, axis: Axis, mode: Mode, make: Callable[[], None]) -> str:
+        if axis.size == 1 or not self.wants_memory(mode):
             return "off"
-        trouble = ""
         hosts = set(axis.all_gather_text(socket.gethostname()))
         if len(hosts) > 1:
-            trouble = f"the ranks are on {len(hosts)} hosts"
-        else:
-            try:
-                make()
-            except (RuntimeError, OSError, ImportError) as error:
-                trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found = [t for t in axis.all_gather_text(trouble) if t]
-        if not found:
-            return "on"
-        if mode == "on":
-            raise ConfigError([replace(refused, rule=f"needs memory that all ranks of {axis.name} share ({found[0]})")])
-        return f"off: {found[0]}"
+            return f"off: the ranks are on {len(hosts)} hosts"
+        try:
+            made_by_all(axis, make)
+        except OSError as error:
+            return f"off: {first_line(error)}"
+        return "on"
 
     @property
     def memories(self) -> tuple[Symmetric, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.comm.symmetric import FOLDER, make_file
+from phalanx.comm.symmetric import FOLDER, made_by_all, make_file
 
 if TYPE_CHECKING:
     from phalanx.comm.axis import Axis
@@ -40,7 +40,7 @@ class Memory:
     def _on_gpu(self, nbytes: int, device: torch.device) -> list[Tensor]:
         import torch.distributed._symmetric_memory as memory
 
-        own = memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+        own = made_by_all(self._axis, lambda: memory.empty(nbytes, dtype=torch.uint8, device=device).zero_())
         self._handle = memory.rendezvous(own, self._axis.group)
         others = [self._handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self._axis.size)]
         return [own if r == self._axis.index else other for r, other in enumerate(others)]
@@ -51,8 +51,9 @@ class Memory:
         try:
             if not all(paths):
                 raise OSError(f"no room for {nbytes / 2**20:.0f} MiB a rank in {FOLDER or 'the folder for temporary files'}")
-            mapped = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-            self._axis.barrier()  # everyone has them open
+            mapped = made_by_all(  # from here on everyone has them open
+                self._axis, lambda: [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+            )
         finally:
             if mine:
                 os.unlink(mine)

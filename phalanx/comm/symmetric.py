@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from phalanx.comm.axis import Axis
 
 ALIGN = 512
+T = TypeVar("T")
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder for temporary files
 
 
@@ -57,7 +58,7 @@ class Symmetric:
     def _on_gpu(self, axis: Axis, total: int) -> list[Tensor]:
         import torch.distributed._symmetric_memory as memory
 
-        self._own = memory.empty(total, dtype=torch.uint8, device=self.device)
+        self._own = made_by_all(axis, lambda: memory.empty(total, dtype=torch.uint8, device=self.device))
         self._handle = memory.rendezvous(self._own, axis.group)
         return [self._handle.get_buffer(r, (total,), torch.uint8) for r in range(axis.size)]
 
@@ -65,10 +66,12 @@ class Symmetric:
         path = axis.all_gather_text(make_file(total * axis.size) if axis.index == 0 else "")[0]
         if not path:
             raise OSError(f"no room for {total * axis.size / 2**20:.0f} MiB in {FOLDER or tempfile.gettempdir()}")
-        mapped = torch.from_file(path, shared=True, size=total * axis.size, dtype=torch.uint8)
-        axis.barrier()  # everyone has it open
-        if axis.index == 0:
-            os.unlink(path)
+        try:
+            size = total * axis.size
+            mapped = made_by_all(axis, lambda: torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
+        finally:  # everyone has it open, or nobody will
+            if axis.index == 0:
+                os.unlink(path)
         return list(mapped.split(total))
 
     def take_turn(self) -> int:
@@ -118,9 +121,30 @@ class Symmetric:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
 
+def made_by_all(axis: Axis, work: Callable[[], T]) -> T:
+    """What `work` makes on this rank, once every rank of the axis has made its own. OSError on all of them where one could not."""
+    made: list[T] = []
+    trouble = ""
+    try:
+        made.append(work())
+    except (RuntimeError, OSError, ImportError) as error:
+        trouble = first_line(error)
+    found = [text for text in axis.all_gather_text(trouble) if text]
+    if found:
+        raise OSError(found[0])
+    return made[0]
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def make_file(nbytes: int) -> str:
-    """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path, or "" without room."""
-    file, path = tempfile.mkstemp(prefix="phalanx-", dir=FOLDER)
+    """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path, or "" where none can be made."""
+    try:
+        file, path = tempfile.mkstemp(prefix="phalanx-", dir=FOLDER)
+    except OSError:
+        return ""
     try:
         os.posix_fallocate(file, 0, nbytes) if hasattr(os, "posix_fallocate") else os.truncate(file, nbytes)
     except OSError:

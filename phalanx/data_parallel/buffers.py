@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.base.dtypes import Precision
-from phalanx.comm.mesh import Mesh
+from phalanx.comm.mesh import Mesh, Mode
 from phalanx.data_parallel.codes import CodedBucket
 from phalanx.data_parallel.fixed_order import sum_of_squares
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.estimate import pulled_bytes, summed_bytes
+from phalanx.layout.grid import SumAxis
 from phalanx.layout.shards import Sharding
 from phalanx.ops.moments import Narrow
 from phalanx.ops.shard import Shard
@@ -39,29 +40,32 @@ def _memory_of(places: Places | None, precision: Precision, device: torch.device
     return of
 
 
+def share_memory(buckets: list[Bucket], mesh: Mesh, precision: Precision, sharding: Sharding, mode: Mode) -> dict[SumAxis, str]:
+    """Open the memory in which ranks of one host exchange what they cut among them, for the buckets of each axis; what came of it, as of
+    Mesh.share. mode: layout.dp_copies."""
+    found: dict[SumAxis, str] = {}
+    for axis in sorted({b.axis for b in buckets}):
+        cuts = [(b, sharding.cut(b, mesh.grid)) for b in buckets if b.axis == axis]
+        parts = sum(pulled_bytes(b, cut, precision.compute.itemsize) for b, cut in cuts)
+        found[axis] = mesh.share(axis, mode, parts, max(summed_bytes(b, cut, precision.master.itemsize) for b, cut in cuts))
+    return found
+
+
 class Buffers:
     """All buckets of one rank."""
 
     def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
                  training: bool = True, leaves: int = 0, sources: int = 0, together: int = 1,
-                 places: Places | None = None, overlap: str = "off"):  # fmt: skip
-        """overlap: layout.dp_copies."""
+                 places: Places | None = None):  # fmt: skip
+        """What `share_memory` opened before is used."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
-        self._share(buckets, precision, sharding, training, overlap)
         memory = _memory_of(places, precision, mesh.device)
         for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
             made = CodedBucket if bucket.coded and training else FlatBucket
             flat = made(bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id))
             flat.attach(params)
             self.flat.append(flat)
-
-    def _share(self, buckets: list[Bucket], precision: Precision, sharding: Sharding, training: bool, overlap: str) -> None:
-        """Open the memory in which ranks of one host exchange what they cut among them, for the buckets of each axis."""
-        for axis in sorted({b.axis for b in buckets}):
-            cuts = [(b, sharding.cut(b, self.mesh.grid, training)) for b in buckets if b.axis == axis]
-            parts = sum(pulled_bytes(b, cut, precision.compute.itemsize) for b, cut in cuts)
-            self.mesh.share(axis, overlap, parts, max(summed_bytes(b, cut, precision.master.itemsize) for b, cut in cuts))
 
     def open(self) -> None:
         """Before parts of weights that neighbours read are changed: until all have read them."""

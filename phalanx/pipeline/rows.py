@@ -59,9 +59,11 @@ class Cuda:
     def aside(self) -> Iterator[None]:
         """Where captures are made."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def host(self, nbytes: int) -> Tensor:
         """Memory of the host that graphs copy to and from."""
@@ -158,8 +160,10 @@ class _Site:
         if row is None:
             raise RuntimeError("an op that is to run between graphs, while none is captured")
         row.end()
-        yield row
-        row.begin()
+        try:
+            yield row
+        finally:  # whoever captures ends a graph, whatever happens here
+            row.begin()
 
 
 class _Step:

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from phalanx.base.dtypes import precision
 from phalanx.base.rng import fill_normal_
-from phalanx.comm.mesh import Mesh
-from phalanx.data_parallel.buffers import Buffers
+from phalanx.comm.mesh import Mesh, Mode
+from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import FlatBucket
-from phalanx.layout.buckets import Slot
+from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.layout.shards import Sharding
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
-from phalanx.ops import cublaslt
-from phalanx.ops.kernels import use_triton
 from phalanx.ops.wheels import WHEELS, unusable
 from phalanx.optim.adamw import AdamW, moment_dtype
 from phalanx.optim.scaler import LossScaler
@@ -31,25 +29,18 @@ from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.rows import Cuda
 from phalanx.schedule.actions import Backward, Instruction, Ready
 from phalanx.train.checks import unfit_for_wheels
+from phalanx.train.decide import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.train.deterministic import be_deterministic
 from phalanx.train.guard import Guard
 from phalanx.train.low import LowState
-from phalanx.train.memory import OVERHEAD, rank_uses
 from phalanx.train.plan import Plan, low_names, low_precision
-
-NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
-ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
-NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
-NO_GRAPHS_OFFLOAD = "train.offload_layers: train.cuda_graphs=on copies between fixed places"
-NO_GRAPHS_ROWS = "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
-NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes; train.cuda_graphs=on runs experts between graphs"
 
 
 @dataclass
 class State:
-    """What a rank trains with. `routed`: its layers with experts. `ahead`: its block that predicts further tokens, if any. `programs` caches
-    the instruction lists by (number of micro-batches, backward or not). `before_update` is called before weights or state change: a copy
-    of them may be under way."""
+    """What a rank trains with. `plan` is the final one, on which all ranks have `agreed`. `routed`: its layers with experts. `ahead`: its block
+    that predicts further tokens, if any. `programs` caches the instruction lists by (number of micro-batches, backward or not). `before_update`
+    is called before weights or state change: a copy of them may be under way."""
 
     plan: Plan
     mesh: Mesh
@@ -60,6 +51,7 @@ class State:
     guard: Guard
     stages: Stages
     handlers: Handlers
+    agreed: Agreed
     routed: tuple[MoE, ...] = ()
     ahead: tuple[MultiTokenPrediction, ...] = ()
     low: LowState | None = None  # of runs in low precision (train.fp8)
@@ -87,11 +79,13 @@ class State:
         for layer, tally in zip(self.routed, tallies):
             tally.zero_()
             layer.dispatch = "alltoall"
-        yield
-        self.stages.runner = runner
-        for layer, tally, rows in zip(self.routed, tallies, missing):
-            layer.dispatch = layer.env.dispatch
-            tally[MISSING] += rows  # for the log
+        try:
+            yield
+        finally:
+            self.stages.runner = runner
+            for layer, tally, rows in zip(self.routed, tallies, missing):
+                layer.dispatch = layer.env.dispatch
+                tally[MISSING] += rows  # for the log
 
     def train(self, mode: bool = True) -> None:
         """Dropout and recompute on or off."""
@@ -101,23 +95,30 @@ class State:
 
 
 def build(plan: Plan, mesh: Mesh) -> State:
-    """Weights are not set: `init_weights` or a checkpoint does that."""
+    """Everything a rank trains with, by the plan that all ranks agree on. Weights are not set: `init_weights` or a checkpoint does that.
+
+    ConfigError on every rank where the config insists on what some machine does not have.
+    """
     train, kind = plan.run.train, precision(plan.run.train.precision)
     if train.deterministic:
         be_deterministic(mesh)
     if plan.run.model.routed_experts:
         mesh.prepare_experts()
-        plan = open_exchange(plan, mesh)
     mesh.prepare_sharding(plan.sharding)
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
+    opened = open_memory(plan, mesh, buckets)
+    agreed = decide(plan, collect(mesh.world, look(mesh.device, opened)))
+    close_memory(agreed, mesh, opened)
+    if agreed.plan is not plan:
+        plan = agreed.plan
+        blocks = plan.blocks_of(mesh.at, mesh.model)
+        buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
-    mesh.overlap(mesh.tp, "layout.tp_overlap", plan.run.layout.tp_overlap, plan.exchange_bytes)
     to_device(params, mesh.device)
     buffers = Buffers(
         buckets, params, mesh, kind, plan.sharding, leaves=plan.leaves, sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0), places=plan.places[mesh.at.pp] if plan.places else None,
-        overlap=plan.run.layout.dp_copies,
     )  # fmt: skip
     optimizer = AdamW(buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw"))
     scaler = LossScaler(
@@ -125,7 +126,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         train.loss_scale_min, kind.loss_scaling,
     )  # fmt: skip
     guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
-    runner = graphs(plan, mesh, blocks) if uses_graphs(plan, mesh.device) else Eager()
+    runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
     low = low_state(plan, buffers, params, mesh.device)
@@ -140,7 +141,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         handlers[Backward] = backward_in_order(stages, buffers)
     mesh.warm_up()
     routed, ahead = routed_layers(blocks, mesh.device), ahead_blocks(blocks, mesh.device)
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, routed, ahead, low)
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, ahead, low)
 
 
 def low_state(plan: Plan, buffers: Buffers, params: list[nn.Parameter], device: torch.device) -> LowState | None:
@@ -165,17 +166,24 @@ def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], 
     return backward
 
 
-def open_exchange(plan: Plan, mesh: Mesh) -> Plan:
-    """Open the memory in which tokens get to their experts, and what is then planned: without it no automatic push."""
-    layout, axis, whole = plan.run.layout, mesh.model.experts, plan.expert_exchange_bytes
-    if plan.dispatch == "allgather":
-        mesh.overlap(axis, "layout.ep_overlap", layout.ep_overlap, whole)
-    elif layout.exchange == "push":
-        others = tuple(way + "_fp8" * layout.codes_travel for way in ("auto", "allgather", "alltoall"))
-        mesh.overlap(axis, "layout.dispatch", "on", whole, value=layout.dispatch, others=others)
-    elif plan.dispatch == "push" and mesh.overlap(axis, "layout.dispatch", "auto", whole) != "on":
-        return plan.by_all_to_all()
-    return plan
+def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]:
+    """Open the memory that this rank shares with neighbours; by use, what came of it here."""
+    layout, opened = plan.run.layout, dict[str, str]()
+    modes: dict[str, Mode] = {"allgather": layout.ep_overlap, "push": "on" if layout.exchange == "push" else "auto"}
+    if plan.run.model.routed_experts and plan.dispatch in modes:
+        opened[EXPERTS] = mesh.overlap(mesh.model.experts, modes[plan.dispatch], plan.expert_exchange_bytes)
+    opened[TP] = mesh.overlap(mesh.tp, layout.tp_overlap, plan.exchange_bytes)
+    shared = share_memory(buckets, mesh, precision(plan.run.train.precision), plan.sharding, layout.dp_copies)
+    return opened | {str(axis): said for axis, said in shared.items()}
+
+
+def close_memory(agreed: Agreed, mesh: Mesh, opened: dict[str, str]) -> None:
+    """Let go of memory that this rank has, but not all do."""
+    for name in (name for name, said in opened.items() if said == ON and agreed.memory[name] != ON):
+        if name in (TP, EXPERTS):
+            mesh.without_overlap(mesh.tp if name == TP else mesh.model.experts, agreed.memory[name])
+        else:
+            mesh.without_sharing(name, agreed.memory[name])  # type: ignore[arg-type]
 
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
@@ -194,88 +202,39 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
     return found
 
 
-def uses_graphs(plan: Plan, device: torch.device) -> bool:
-    """Whether blocks are replayed as CUDA graphs. With pipeline stages each micro-batch in flight needs a pool of its own, and attention between
-    graphs places for what it reads and writes: only if asked for, or where there is room. Where weights or gradients come and go only if asked
-    for: they then keep their places; and so where activations wait on the host or experts cannot be captured."""
-    wanted = plan.run.train.cuda_graphs
-    if device.type != "cuda" or wanted == "off":
-        return False
-    if wanted == "auto" and ("experts" in uncaptured_ops(plan, device) or plan.offloaded or plan.buckets_come_and_go):
-        return False
-    one_pool = plan.grid.pp == 1 and not plan.grid.dynamic
-    return wanted == "on" or one_pool or room_for_pools(plan, torch.cuda.mem_get_info(device)[1])
-
-
-def graphs(plan: Plan, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
+def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
     """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
-    between, tape = uncaptured_ops(plan, mesh.device), next(iter(blocks.values()))[0].env.tape
+    plan, between, tape = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.tape
     hosts = mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
     if plan.grid.pp > 1:
         mesh.prepare_pp_hosts()
     return Graphs(Cuda(mesh.device, loose=bool(between)), tape, mesh.memories, between, hosts, plan.schedule if plan.grid.pp > 1 else None)
 
 
-def uncaptured_ops(plan: Plan, device: torch.device) -> frozenset[str]:
-    """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where the host waits for the device."""
-    experts = plan.waits_for_sizes or counts_rows(plan, device)
-    return frozenset(name for name, apart in (("attention", plan.grid.dynamic), ("experts", experts)) if apart)
-
-
-def room_for_pools(plan: Plan, memory: int) -> bool:
-    """Whether the fullest rank with pools has, by the forecast, room in `memory` bytes of a device."""
-    uses, _ = rank_uses(plan, plan.num_micro_batches(plan.run.train.global_batch))
-    return max(use.total + use.pools for use in uses) + OVERHEAD <= ROOM_FOR_POOLS * memory
-
-
-def counts_rows(plan: Plan, device: torch.device) -> bool:
-    """Whether the host reads how many rows each expert has: its plain products do."""
-    train = plan.run.train
-    triton = use_triton(train.kernels, torch.empty(0, device=device)) and "grouped" not in train.plain_ops
-    return plan.run.model.routed_experts > 0 and not triton
-
-
 def choices(state: State) -> str:
-    """What was chosen for this machine where the config says auto, and why not more: a line for the log."""
-    run, mesh = state.plan.run, state.mesh
-    triton = use_triton(run.train.kernels, torch.empty(0, device=mesh.device))
-    plain = f", but plain {', '.join(run.train.plain_ops)}" if triton and run.train.plain_ops else ""
-    wheels = wheels_chosen(state.plan, mesh.device) if triton else ""
-    graphs = "on" if isinstance(state.stages.runner, Graphs) else "off"
-    if graphs == "off" and run.train.cuda_graphs != "off":
-        graphs += f" ({why_no_graphs(state.plan, mesh.device)})"
+    """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
+    run, mesh, agreed = state.plan.run, state.mesh, state.agreed
+    plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
+    wheels = wheels_chosen(state.plan, mesh.device) if agreed.triton else ""
+    graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" + " as codes" * run.layout.codes_travel if state.routed else ""
-    beside = mesh.overlapping.get(mesh.model.experts.name)
+    beside = agreed.memory.get(EXPERTS)
     if beside is not None and mesh.model.experts.size > 1:
         by_messages = state.plan.dispatch == "alltoall"
         dispatch += (f" (no push: {beside.removeprefix('off: ')})" if beside != "off" else "") if by_messages else f" through shared memory {beside}"
     order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
-    overlap = f"; tp exchanges in matmuls {mesh.overlapping['tp']}" if mesh.tp.size > 1 else ""
-    overlap += shared_text(mesh)
-    low = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if adds_apart(state.plan, mesh.device) else ""
-    return f"kernels {'triton' + plain if triton else 'plain'}{wheels}{low}; CUDA graphs {graphs}{overlap}{dispatch}{order}"
+    overlap = f"; tp exchanges in matmuls {agreed.memory[TP]}" if mesh.tp.size > 1 else ""
+    overlap += shared_text(state)
+    no_cublaslt = run.train.fp8 is not None and mesh.device.type == "cuda" and not agreed.cublaslt
+    low = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if no_cublaslt else ""
+    return f"kernels {'triton' + plain if agreed.triton else 'plain'}{wheels}{low}; CUDA graphs {graphs or 'off'}{overlap}{dispatch}{order}"
 
 
-def shared_text(mesh: Mesh) -> str:
+def shared_text(state: State) -> str:
     """How what is sharded is exchanged, by axis, where there is anything to exchange."""
-    found = [(axis, said) for axis, said in sorted(mesh.sharing.items()) if mesh.groups(axis).inner.size > 1]
+    mesh, memory = state.mesh, state.agreed.memory
+    found = [(axis, memory[axis]) for axis in sorted(mesh.sharing) if mesh.groups(axis).inner.size > 1]
     return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
-
-
-def adds_apart(plan: Plan, device: torch.device) -> bool:
-    return plan.run.train.fp8 is not None and device.type == "cuda" and cublaslt.library() is None
-
-
-def why_no_graphs(plan: Plan, device: torch.device) -> str:
-    if device.type != "cuda":
-        return "not a GPU"
-    if plan.waits_for_sizes:
-        return NO_GRAPHS_SIZES
-    if plan.offloaded:
-        return NO_GRAPHS_OFFLOAD
-    if counts_rows(plan, device):
-        return NO_GRAPHS_ROWS
-    return NO_GRAPHS_SHARDS if plan.buckets_come_and_go else NO_GRAPHS_ROOM
 
 
 def wheels_chosen(plan: Plan, device: torch.device) -> str:

@@ -96,11 +96,13 @@ class LowState:
         on = [low for low, _ in self.here if low.on]
         for low in on:
             low.on = False
-        self._keep_values()
-        yield
-        for low in on:
-            low.on = True
-        self._keep_values()
+        try:
+            self._keep_values()
+            yield
+        finally:
+            for low in on:
+                low.on = True
+            self._keep_values()
 
     def _keep_values(self) -> None:
         """The weights themselves wherever a product is to use them."""
@@ -128,9 +130,11 @@ class LowState:
         """Inside, scales are those of each tensor as it is, and its amax is noted."""
         for low, _ in self.here:
             low.current = True
-        yield
-        for low, _ in self.here:
-            low.current = False
+        try:
+            yield
+        finally:
+            for low, _ in self.here:
+                low.current = False
 
     def settle(self, world: Axis, grown: Tensor | None = None) -> None:
         """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before stands for it.

@@ -245,6 +245,8 @@ def loop_of(
     speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length, mesh.shared_bytes)
     trackers = None
     if mesh.rank == 0:
+        for warning in state.agreed.warnings:
+            log.warn(warning)
         log.info(describe(state, total_samples(run)))
         log.info(choices(state))
         log.info(data_table(run, loader, valid))

@@ -67,11 +67,16 @@ class Recorder:
             return
         if self._recording is None:
             self._start(step)
-        if step in self.traced or step == self.budget[-1]:
-            with self._recording.step(step):  # type: ignore[union-attr]
+        try:
+            if step in self.traced or step == self.budget[-1]:
+                with self._recording.step(step):  # type: ignore[union-attr]
+                    yield
+            else:
                 yield
-        else:
-            yield
+        except BaseException:
+            self._recording.abandon()  # type: ignore[union-attr]
+            self._recording = None
+            raise
         if step == (self.traced if step in self.traced else self.budget)[-1]:
             self._stop(last_s)
 

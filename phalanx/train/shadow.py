@@ -19,13 +19,15 @@ from phalanx.train.plan import spec_of
 @contextmanager
 def aside(state: State) -> Iterator[None]:
     """Inside, gradients are those of a pass that is not the step: they and all counts of it go afterwards. No CUDA graphs."""
-    with state.by_all_to_all():
-        yield
-    for layer in state.routed:
-        layer.tally.zero_()  # type: ignore[union-attr]
-    if state.low is not None:
-        state.low.told()
-    state.buffers.zero_grads()
+    try:
+        with state.by_all_to_all():
+            yield
+    finally:
+        for layer in state.routed:
+            layer.tally.zero_()  # type: ignore[union-attr]
+        if state.low is not None:
+            state.low.told()
+        state.buffers.zero_grads()
 
 
 def begin_history(state: State, forward_backward: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ def main() -> int:
     wrong = 0
     for dispatch in ("allgather", "push", "alltoall"):
         for beside in (True, False) if dispatch != "alltoall" else (False,):
-            mesh.overlap(mesh.model.experts, "layout.ep_overlap", "on" if beside else "off", world * TOKENS * WIDTH * 2)
+            mesh.overlap(mesh.model.experts, "on" if beside else "off", world * TOKENS * WIDTH * 2)
             layer = Layer(mesh.model, device)
             for _ in range(2):  # buffers come in two sets
                 found = [[t.clone() for t in layer.run(dispatch, coded)] for coded in (True, False)]
