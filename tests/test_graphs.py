@@ -24,7 +24,7 @@ from phalanx.nn.tape import Tape
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.rows import Row
-from phalanx.train.build import State, build, uncaptured_ops
+from phalanx.train.build import State, build
 from phalanx.train.config import Run
 from phalanx.train.plan import make_plan
 from phalanx.train.step import train_step
@@ -206,7 +206,7 @@ def _trained(state: State, run: Run, documents: str | bool, recorder: Recorder |
     plan, mesh = state.plan, state.mesh
     if recorder:
         tape = next(iter(state.blocks.values()))[0].env.tape
-        state.stages.runner = Watched(recorder, tape, (), uncaptured_ops(plan, mesh.device), schedule=plan.schedule)
+        state.stages.runner = Watched(recorder, tape, (), state.agreed.uncaptured, schedule=plan.schedule)
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))
