@@ -15,8 +15,8 @@ from phalanx.launch.env import read_placement
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
 from phalanx.train.build import build, init_weights
+from phalanx.train.checks import checked_plan
 from phalanx.train.config import Run, TrainConfig
-from phalanx.train.plan import make_plan
 from phalanx.train.step import count_tokens
 
 parser = argparse.ArgumentParser()
@@ -26,7 +26,6 @@ options = parser.parse_args()
 
 me, _ = read_placement(os.environ)
 device = local_device("cuda" if torch.cuda.is_available() else "cpu", me.local_rank)
-init_world(me.rank, me.world_size, me.init_method, device, timeout_s=60)
 
 run = Run(
     model=LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
@@ -34,7 +33,8 @@ run = Run(
     layout=LayoutConfig(tp=options.tp, sharding=0),  # level 0: every rank has all gradients, so any torch optimizer will do
     data=DataConfig(mock=True),
 )
-plan = make_plan(run, me.world_size)
+plan = checked_plan(run, me.world_size)  # every problem of the config at once, as `phalanx train` says them
+init_world(me.rank, me.world_size, me.init_method, device, timeout_s=60)
 mesh = Mesh(plan.grid, me.rank, device)
 state = build(plan, mesh)
 init_weights(state)

@@ -56,7 +56,23 @@ class Log:
         self._out, self._err = out, err  # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
         self._said: set[str] = set()
         self._unheard = False
-        self._file = Journal(path, self.warn) if path is not None and rank == 0 else None
+        self._file: Journal | None = None
+        self._waiting: list[bytes] | None = None
+        if path is not None:
+            self.open(path)
+
+    def wait_for_file(self) -> None:
+        """Lines from here on will be written to a file that is opened later, if it ever is: a run that is refused leaves none."""
+        self._waiting = []
+
+    def open(self, path: str | Path) -> None:
+        """Lines go to this file too, on rank 0; those that waited for it first."""
+        if self.rank != 0:
+            return
+        self._file = Journal(path, self.warn)
+        waiting, self._waiting = self._waiting or [], None
+        for line in waiting:
+            self._file.write(line)
 
     def info(self, text: str) -> None:
         if self.rank == 0:
@@ -64,8 +80,11 @@ class Log:
 
     def note(self, text: str) -> None:
         """A line for the file alone."""
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace")
         if self._file is not None:
-            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace"))
+            self._file.write(line)
+        elif self._waiting is not None:
+            self._waiting.append(line)
 
     def warn(self, text: str) -> None:
         self._write(self._err or sys.stderr, self._from_rank(f"warning: {text}"))

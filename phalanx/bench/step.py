@@ -26,7 +26,8 @@ from phalanx.train.build import State, build, init_weights
 from phalanx.train.config import Run
 from phalanx.train.flops import flops_of, step_flops
 from phalanx.train.load import load_run, to_dict
-from phalanx.train.main import join
+from phalanx.train.main import device_of, join
+from phalanx.train.meeting import identity
 from phalanx.train.oom import held, reported, size_text
 from phalanx.train.order import micro_batches
 from phalanx.train.plan import make_plan
@@ -72,8 +73,8 @@ def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup:
 def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[State]:
     """Everything a rank trains with, without a folder; with initial weights, unless the caller loads others."""
     with ExitStack() as after:
-        mesh = join(run, placement)
         after.callback(leave_world)
+        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
@@ -86,7 +87,8 @@ def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[Sta
 
 def long_enough(run: Run, steps: int) -> Run:
     """The run with at least as many steps as are to be done; batches of full size from the start."""
-    return replace(run, train=replace(run.train, steps=max(run.train.steps, steps), rampup=None, eval_interval=None, eval_samples=64))
+    length: dict[str, Any] = {"steps": max(run.train.last_step, steps), "tokens": None}
+    return replace(run, train=replace(run.train, **length, rampup=None, eval_interval=None, eval_samples=64))
 
 
 @contextmanager
@@ -94,7 +96,7 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
     """A function that gives a step's micro-batches, of fresh tokens each time, as the training loop gets them."""
     mesh, t = state.mesh, run.train
     count = t.global_batch // (t.micro_batch * mesh.dp.size)
-    loader = train_loader(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size, samples=t.steps * t.global_batch)
+    loader = train_loader(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size, samples=t.last_step * t.global_batch)
     order = micro_batches(run, loader, 0, 0, mesh.dp.size, mesh.dp.index)
     with Prefetcher(loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda", part=mesh.part) as ready:
         yield lambda: [next(ready).to(mesh.device) for _ in range(count)]

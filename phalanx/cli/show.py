@@ -152,8 +152,8 @@ def run_data_text(
 
     ready = prepare_elsewhere(str(Path(config, "config.yaml")) if Path(config).is_dir() else config, overrides, ranks)
     run, grid, wrong = ready.run, grid_of(ready.run, ready.ranks), []
-    if step is not None and not 1 <= step <= run.train.steps:
-        wrong.append(Problem("--step", step, "must be a step of the run", {"train.steps": run.train.steps}, (1, run.train.steps)))
+    if step is not None and not 1 <= step <= run.train.last_step:
+        wrong.append(Problem("--step", step, "must be a step of the run", {"train.steps": run.train.last_step}, (1, run.train.last_step)))
     if rank is not None and not 0 <= rank < grid.world:
         wrong.append(Problem("--rank", rank, "must be one of the ranks", {"--ranks": grid.world}, (0, grid.world - 1)))
     raise_problems([*wrong, *check_files(run.data)])

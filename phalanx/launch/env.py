@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.placement import SECRET, Placement
-from phalanx.checkpoint.saver import free_memory
-from phalanx.train.checks import Facts
+from phalanx.train.machine import describe_machine
 
 __all__ = ["Placement", "describe_machine", "first_host", "read_placement"]
 
@@ -100,35 +96,3 @@ def first_host(nodes: str) -> str:
     """`gpu[03-07,9],x1` -> `gpu03`: the first name of a SLURM list."""
     found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     return f"{found[1]}{found[2] or ''}{found[3] or ''}" if found else nodes
-
-
-def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
-    """What this machine can do, for a world of one. Imports torch if there may be a GPU."""
-    missing = tuple(name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is None)
-    if wanted == "cpu":
-        return Facts(missing=missing)
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        return Facts(device_count=0, missing=missing)
-    from phalanx.ops.kernels import has_triton
-    from phalanx.ops.wheels import WHEELS, absent, incapable
-
-    name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
-    hip = torch.version.hip is not None
-    wheels = ((op, incapable((major, minor), not hip) or absent(op)) for op in WHEELS)
-    return Facts(
-        device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6,
-        capability=(0, 0) if hip else (major, minor),
-        triton_ok=not hip and major >= 8 and has_triton(), no_wheels=tuple((op, why) for op, why in wheels if why), missing=missing,
-        host_memory=host_memory(),
-    )  # fmt: skip
-
-
-def host_memory() -> int | None:
-    """Bytes of main memory that are free, or all that a container may have if that is less; None where the system does not say."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    known = [n for n in (free_memory(), int(text) if text.isdigit() else None) if n is not None]
-    return min(known, default=None)

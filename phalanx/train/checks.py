@@ -33,10 +33,10 @@ from phalanx.optim.check import check as check_optim
 from phalanx.train.config import LogConfig, Run
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
-from phalanx.train.limits import check_limits
+from phalanx.train.limits import OTHERS, check_limits
 from phalanx.train.low_checks import check_codes, check_fp8, check_moments
 from phalanx.train.memory import rank_uses
-from phalanx.train.plan import make_plan
+from phalanx.train.plan import Plan, make_plan
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
 
@@ -88,6 +88,12 @@ def raise_problems(problems: list[Problem]) -> None:
     raise ConfigError(problems)
 
 
+def checked_plan(run: Run, world: int) -> Plan:
+    """The plan of a run on `world` ranks; the errors of `raise_problems` for one that breaks a rule."""
+    raise_problems(check(run, Facts(world_size=world, local_ranks=world, files=False)))
+    return make_plan(run, world)
+
+
 # ---- the rules -----------------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +135,7 @@ def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
         *check_deterministic(run, facts.world_size),
         *check_batch(run, facts),
         *check_device(run, facts),
-        *check_optim(run.optim, steps=run.train.steps),
+        *check_optim(run.optim, steps=run.train.last_step),
         *check_data(run.data, evaluates=evaluates, files=facts.files),
         *check_checkpoint(run.checkpoint, files=facts.files),
         *check_log(run, facts),
@@ -146,7 +152,7 @@ def kv_heads(model: LlamaConfig | GPT2Config) -> int:
 
 def check_train(run: Run) -> list[Problem]:
     c = run.train
-    found = at_least("train", c, 1, "steps", "global_batch", "micro_batch", "seq_length", "eval_interval", "eval_samples", "max_skipped")
+    found = check_length(run) + at_least("train", c, 1, "global_batch", "micro_batch", "seq_length", "eval_interval", "eval_samples", "max_skipped")
     found += check_guard(run)
     found += within("train", c, "timeout_s", "(0, inf)") + within("train", c, "time_limit_s", "(0, inf)", (None,))
     if not 0 <= c.seed < 2**63:
@@ -155,6 +161,24 @@ def check_train(run: Run) -> list[Problem]:
     if c.eval_interval is None:
         found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
     return found + check_loss_scale(run) + check_recompute(run)
+
+
+def check_length(run: Run) -> list[Problem]:
+    """A run is so many steps or so many tokens long."""
+    c = run.train
+    if c.tokens is None:
+        if c.steps is None:
+            rule = "is required, or train.tokens: how long the run is, such as train.steps=1000 or train.tokens=15B"
+            return [problem("train", c, "steps", rule, {"train.tokens": None}, (1000,))]
+        return at_least("train", c, 1, "steps")
+    if c.steps is not None:
+        return [problem("train", c, "tokens", "excludes train.steps: leave one of them out", {"train.steps": c.steps}, (None,))]
+    if not isinstance(c.tokens, int) or c.tokens < 1:
+        return [problem("train", c, "tokens", "must be a whole number >= 1, such as 15B, 300M or 1.5e9", {}, (10**9,))]
+    if c.last_step > OTHERS:
+        because = {"steps": c.last_step, "train.global_batch": c.global_batch, "train.seq_length": c.seq_length}
+        return [problem("train", c, "tokens", f"must be consumed in at most {OTHERS} steps", because, (OTHERS,))]
+    return []
 
 
 def check_recompute(run: Run) -> list[Problem]:
@@ -188,11 +212,11 @@ def check_profile(run: Run) -> list[Problem]:
     """Steps to record exist; a budget has its steps."""
     c, found = run.train, []
     steps = profiled_steps(c.profile)
-    if c.profile is not None and (steps is None or not 1 <= steps.start < steps.stop <= c.steps + 1):
+    if c.profile is not None and (steps is None or not 1 <= steps.start < steps.stop <= c.last_step + 1):
         rule = "must be FIRST:END or FIRST:END:all with 1 <= FIRST < END <= steps + 1"
-        found.append(problem("train", c, "profile", rule, {"train.steps": c.steps}, (f"{max(1, c.steps - 2)}:{c.steps + 1}",)))
-    if run.log.budget and c.steps < BUDGET_AT:
-        found.append(problem("log", run.log, "budget", f"needs at least {BUDGET_AT} steps", {"train.steps": c.steps}, (False,)))
+        found.append(problem("train", c, "profile", rule, {"train.steps": c.last_step}, (f"{max(1, c.last_step - 2)}:{c.last_step + 1}",)))
+    if run.log.budget and c.last_step < BUDGET_AT:
+        found.append(problem("log", run.log, "budget", f"needs at least {BUDGET_AT} steps", {"train.steps": c.last_step}, (False,)))
     return found
 
 

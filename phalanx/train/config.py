@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from decimal import Decimal
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.data.config import DataConfig
@@ -12,6 +17,22 @@ from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2C
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
 from phalanx.optim.config import OptimConfig
+
+MOST_STAGES = 100_000  # of a ramp-up that are counted
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def token_count(value: Any) -> Any:
+    """`15B`, `1.5e9`, `300M`, `2_000_000` as an integer; what is no whole number stays as it is."""
+    text = str(value).replace("_", "").strip().lower()
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+]?\d{1,2})?)([kmbt]?)", text)
+    if isinstance(value, bool) or found is None:
+        return value
+    number = Decimal(found[1]) * UNITS[found[2]]
+    return int(number) if number == int(number) else value
+
+
+TokenCount = Annotated[int, BeforeValidator(token_count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +95,10 @@ class Fp8Config:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    steps: int
-    """Optimizer steps of the whole run."""
+    steps: int | None = None
+    """Optimizer steps of the whole run. This or train.tokens is required."""
+    tokens: TokenCount | None = None
+    """Instead of steps: tokens of the whole run, such as 15B, 300M or 1.5e9, rounded up to whole steps."""
     global_batch: int
     """Sequences per step, over all ranks."""
     micro_batch: int
@@ -135,6 +158,29 @@ class TrainConfig:
     profile: str | None = None
     """Steps of rank 0 to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/ folder; FIRST:END:all: of
     all ranks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", token_count(self.tokens))
+
+    @cached_property
+    def last_step(self) -> int:
+        """The number of the run's last step: `steps`, or the first at which at least `tokens` tokens are consumed. 0 where neither is set."""
+        if self.steps is not None or not isinstance(self.tokens, int):
+            return self.steps or 0
+        wanted, consumed, step = -(-self.tokens // max(1, self.seq_length)), 0, 0
+        for size, stop in self.ramp_stages():
+            count = max(0, -(-(min(stop, wanted) - consumed) // size))
+            consumed, step = consumed + count * size, step + count
+        return step + max(0, -(-(wanted - consumed) // max(1, self.global_batch)))
+
+    def ramp_stages(self) -> list[tuple[int, int]]:
+        """(global batch, consumed samples at which it ends) of each stage of the ramp-up; those that are larger than global_batch, or a ramp
+        that its rules refuse, have none."""
+        ramp = self.rampup
+        if ramp is None or min(ramp.start, ramp.increment, ramp.samples) < 1:
+            return []
+        stages = (self.global_batch - ramp.start) // ramp.increment + 1
+        return [(ramp.start + i * ramp.increment, -(-(i + 1) * ramp.samples // stages)) for i in range(min(stages, MOST_STAGES))]
 
 
 @dataclass(frozen=True, kw_only=True)

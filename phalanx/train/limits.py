@@ -17,7 +17,7 @@ LIMITS = {
     "model.num_attention_heads": 2**14, "model.num_key_value_heads": 2**14, "model.head_dim": 2**14, "model.qk_nope_head_dim": 2**14,
     "model.qk_rope_head_dim": 2**14, "model.v_head_dim": 2**14, "model.num_local_experts": EXPERTS, "model.num_experts": EXPERTS,
     "model.n_routed_experts": EXPERTS, "model.n_shared_experts": 2**6, "model.num_experts_per_tok": 2**8, "train.seq_length": 2**24,
-    "train.rampup.samples": 2**48, "train.fp8.history": 2**20, "train.guard.window": 2**20, "layout.cp": 2**10,
+    "train.tokens": 2**50, "train.rampup.samples": 2**48, "train.fp8.history": 2**20, "train.guard.window": 2**20, "layout.cp": 2**10,
 }  # fmt: skip
 OTHERS = 2**31 - 1
 RANKS = 2**20

@@ -92,12 +92,12 @@ class Loop:
         consumed, saved = self.counters.consumed_samples, self.counters.step
         recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
         with recorder, Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda", part=mesh.part) as batches:
-            for step in range(self.counters.step + 1, run.train.steps + 1):
+            for step in range(self.counters.step + 1, run.train.last_step + 1):
                 self.began(step)
                 self._turn_low(step)
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)
-                lr = learning_rate(run.optim, step, run.train.steps)
+                lr = learning_rate(run.optim, step, run.train.last_step)
                 mesh.watch.waits.on = mesh.device.type == "cpu" or step % LOOKED_EVERY == 0
                 with recorder.around(step, self.reporter.last_s):
                     result = train_step(self.state, [self._next(batches) for _ in range(micro)], lr, self.asked(), self._shadow_due(step))
@@ -156,7 +156,7 @@ class Loop:
     @property
     def _last_low_step(self) -> int:
         train = self.state.plan.run.train
-        return train.steps - (train.fp8.last_steps if train.fp8 is not None else 0)
+        return train.last_step - (train.fp8.last_steps if train.fp8 is not None else 0)
 
     def _turn_low(self, step: int) -> None:
         """The last steps are in train.precision, if they are to be."""
@@ -201,7 +201,7 @@ class Loop:
 
     def _eval_due(self, step: int) -> bool:
         train = self.state.plan.run.train
-        return bool(self.valid) and train.eval_interval is not None and (step % train.eval_interval == 0 or step == train.steps)
+        return bool(self.valid) and train.eval_interval is not None and (step % train.eval_interval == 0 or step == train.last_step)
 
     def _periodic(self, step: int, stop: bool, saved: int) -> None:
         if self._eval_due(step):
@@ -210,7 +210,7 @@ class Loop:
             if self.reporter.trackers is not None:
                 self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
         if stop or self._save_due(step):
-            self.saves.save(last=stop or step == self.state.plan.run.train.steps)
+            self.saves.save(last=stop or step == self.state.plan.run.train.last_step)
         if stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()

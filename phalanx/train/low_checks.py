@@ -29,9 +29,9 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
         return []
     found = at_least(AT, c, 0, "end_layers", "last_steps") + at_least(AT, c, 1, "history", "shadow_interval")
     found += within(AT, c, "max_lost", "(0, 1)", (0.2,)) + within(AT, c, "min_cosine", "(0, 1)", (0.98,))
-    if c.last_steps >= run.train.steps:
+    if c.last_steps >= run.train.last_step:
         rule = "must leave steps for the recipe before them"
-        found.append(problem(AT, c, "last_steps", rule, {"train.steps": run.train.steps}, (0, max(0, run.train.steps // 10))))
+        found.append(problem(AT, c, "last_steps", rule, {"train.steps": run.train.last_step}, (0, max(0, run.train.last_step // 10))))
     if c.recipe != "delayed":
         found += no_effect(AT, c, ("history",), "recipe=delayed", {f"{AT}.recipe": c.recipe})
     if c.shadow_interval is None:

@@ -41,13 +41,15 @@ from phalanx.train.failures import Failures
 from phalanx.train.flops import flops_of, mfu_text
 from phalanx.train.load import save_run, to_dict
 from phalanx.train.loop import Loop
+from phalanx.train.machine import check_here
+from phalanx.train.meeting import Identity, identity, meet
 from phalanx.train.metrics import Counters, Reporter, Speed
 from phalanx.train.oom import reported
 from phalanx.train.order import total_samples
 from phalanx.train.plan import grid_of, make_plan
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
-from phalanx.train.resume import check_resume, facts
+from phalanx.train.resume import check_resume, check_steps, facts, read_of
 from phalanx.train.saves import Saves, checkpoints_of, numbers_of
 from phalanx.train.trackers import Trackers
 
@@ -83,30 +85,36 @@ class StopRequest:
 
 
 def train(run: Run, placement: Placement) -> None:
-    """Train this rank's part. Raises PhalanxError of the kind that decides the exit code."""
-    folder = Path(run.dir)
+    """Train this rank's part. Raises PhalanxError of the kind that decides the exit code.
+
+    Until all ranks have agreed on the run and stand where it begins, nothing in its folder changes: a start that is refused leaves no trace.
+    """
+    check_here(run, placement)
+    folder, given = Path(run.dir), run
 
     def report(failed: type[BaseException] | None, *_: object) -> None:
         if failed is None and placement.rank == 0 and run.log.report:
             print(f"report {write_report(folder)}", flush=True)
 
     with ExitStack() as after:
-        log = Log(placement.rank, folder / "log.txt")
+        log = Log(placement.rank)
+        log.wait_for_file()
         after.callback(log.close)
         lock = after.enter_context(FolderLock(folder)) if placement.rank == 0 else None
         failures = after.enter_context(Failures(folder, log, lock.check if lock else lambda: None))
-        if lock is not None:
-            if lock.took_over:
-                log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
-            save_run(run, folder / "config.yaml")
+        if lock is not None and lock.took_over:
+            log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
         stop = StopRequest(run.train.time_limit_s)
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
-        mesh = join(run, placement)
+        now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         after.callback(leave_world)
+        mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
+        mesh, main_folder = join(run, placement, mine)
+        run = replace(run, dir=main_folder)
         after.callback(mesh.close)
         heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store))
         heartbeat.unsigned = lambda count: log.warn(f"{count} messages to the store where the ranks met are not signed by this run, and are ignored: "
@@ -117,8 +125,9 @@ def train(run: Run, placement: Placement) -> None:
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
-        now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         counters, start = start_state(state, now, log)
+        if lock is not None:
+            begin(given, lock, log)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
         data = after.enter_context(background_check(loaders, placement, counters.step, log))
 
@@ -154,13 +163,22 @@ def finish_check(data: BackgroundCheck, state: State) -> None:
         raise DataError("\n".join(dict.fromkeys(found)))
 
 
-def join(run: Run, placement: Placement) -> Mesh:
-    """Meet the other ranks."""
-    device = device_of(run, placement)
-    store = init_world(placement.rank, placement.world_size, placement.init_method, device, run.train.timeout_s, placement.secret)
-    mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, run.train.timeout_s)
+def join(run: Run, placement: Placement, mine: Identity) -> tuple[Mesh, str]:
+    """Meet the other ranks, and the folder of the run, as rank 0 calls it. ConfigError on all of them where they are not of one run, which is
+    found out before groups are made that depend on it."""
+    device, timeout_s = device_of(run, placement), run.train.timeout_s
+    store = init_world(placement.rank, placement.world_size, placement.init_method, device, timeout_s, placement.secret)
+    folder = meet(placement.rank, placement.world_size, mine, run.dir, timeout_s)
+    mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, timeout_s)
     mesh.store = store
-    return mesh
+    return mesh, folder
+
+
+def begin(run: Run, lock: FolderLock, log: Log) -> None:
+    """From here on the run writes to its folder."""
+    lock.keep()
+    log.open(Path(run.dir) / "log.txt")
+    save_run(run, Path(run.dir) / "config.yaml")
 
 
 def device_of(run: Run, placement: Placement) -> torch.device:
@@ -213,6 +231,7 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
             log.once(warning)
     for path in sources:
         try:
+            check_steps(run, together(state.mesh.world, lambda path=path: read_manifest(path)).step, path)  # type: ignore[misc]
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
             scalars = load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state))
             if state.low is not None:
@@ -253,9 +272,9 @@ def loop_of(
         log.info(mfu_text(run, mesh.grid.world, device, name))
         trackers = Trackers(folder, counters.step, run.log, to_dict(run), log)
         after.callback(trackers.close)
-    bar = ProgressBar(run.train.steps, counters.step, wanted=mesh.rank == 0)
+    bar = ProgressBar(run.train.last_step, counters.step, wanted=mesh.rank == 0)
     after.callback(bar.close)
-    reporter = Reporter(log, trackers, speed, counters, run.train.steps, run.log.interval, mesh.device, bar,
+    reporter = Reporter(log, trackers, speed, counters, run.train.last_step, run.log.interval, mesh.device, bar,
                         state.low.names if state.low is not None else ())  # fmt: skip
     saves = Saves(state, counters, start, now, log)
 
@@ -286,5 +305,5 @@ def describe(state: State, samples: int) -> str:
     return (
         f"model {run.model.family} parameters={numel} layout world={grid.world} dp={grid.dp} cp={grid.cp} tp={grid.tp} pp={grid.pp} "
         f"stages={[len(s) for s in plan.stages]} schedule={plan.schedule_name} sharding={run.layout.sharding} "
-        f"precision={run.train.precision} device={state.mesh.device.type} steps={run.train.steps} tokens={samples * run.train.seq_length}"
+        f"precision={run.train.precision} device={state.mesh.device.type} steps={run.train.last_step} tokens={samples * run.train.seq_length}"
     )

@@ -19,7 +19,7 @@ def global_batch_at(run: Run, consumed: int) -> int:
 
 def total_samples(run: Run, consumed: int = 0, step: int = 0, stop: int | None = None) -> int:
     """Consumed samples after step `stop` (by default the last) of a run that stands at `step` with `consumed`."""
-    ramp, stop = run.train.rampup, run.train.steps if stop is None else stop
+    ramp, stop = run.train.rampup, run.train.last_step if stop is None else stop
     while ramp is not None and step < stop and consumed < ramp.samples:
         consumed += global_batch_at(run, consumed)
         step += 1
@@ -38,7 +38,7 @@ def work_of(run: Run, loader: Loader) -> Work | None:
 
 def micro_batches(run: Run, loader: Loader, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:
     """The sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run."""
-    for _ in range(step, run.train.steps):
+    for _ in range(step, run.train.last_step):
         batch = global_batch_at(run, consumed)
         yield from micro_batch_samples(consumed, batch, run.train.micro_batch, dp, dp_rank, work_of(run, loader))
         consumed += batch

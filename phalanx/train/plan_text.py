@@ -57,7 +57,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         "precision": f"{train.precision}{low_text(run)}, recompute {recompute_text(run)}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble {100 * trace.bubble:.1f} %",
-        "run": f"{train.steps:,} steps, {samples:,} sequences, {count(samples * train.seq_length)} tokens",
+        "run": f"{train.last_step:,} steps, {samples:,} sequences, {count(samples * train.seq_length)} tokens",
         "FLOP per step": flops.text(step_tokens),
         "": f"(N weights in matmuls, A layers*heads*head_dim, half the square; {flops.per_token * step_tokens / grid.world:.4g} per rank)",
         "FLOP of the run": f"{flops.per_token * samples * train.seq_length:.4g}",

@@ -28,7 +28,7 @@ def profiled_steps(text: str | None) -> range | None:
 
 def wants_budget(run: Run, device: str) -> bool:
     if run.log.budget is None:
-        return device == "cuda" and run.train.steps >= BUDGET_FROM_STEPS
+        return device == "cuda" and run.train.last_step >= BUDGET_FROM_STEPS
     return run.log.budget
 
 

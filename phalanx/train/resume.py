@@ -8,7 +8,7 @@ recorded     no number depends on it (logging, where files lie, which twins run)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 import phalanx
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.base.log import Log
 from phalanx.checkpoint.hf import differences
 from phalanx.checkpoint.manifest import Manifest
@@ -58,6 +58,13 @@ def facts(loader: Loader, tokenizer: str | None) -> dict[str, Any]:
     }
 
 
+def read_of(loaders: tuple[Loader, Mapping[str, Loader]]) -> dict[str, Any]:
+    """What these loaders read, whatever its files are called: the order of samples, and some of each source."""
+    loader, valid = loaders
+    sources = [source for each in (loader, *valid.values()) for source in each.sources]
+    return {"order": loader.order, "windows": [contents_of(source) for source in sources]}
+
+
 def contents_of(source: Source) -> str:
     """A fingerprint of some of a source's windows, evenly spread: another file of the same size has another one, a moved file has not."""
     if source.windows is None:
@@ -67,6 +74,17 @@ def contents_of(source: Source) -> str:
     for i in range(count):
         total.update(source.window(i * (source.windows - 1) // max(1, count - 1)).astype("int64").tobytes())
     return f"{source.windows} windows {total.hexdigest()}"
+
+
+def check_steps(run: Run, step: int, source: Path) -> None:
+    """ConfigError for a run that would end before the step at which it begins."""
+    if run.train.last_step >= step:
+        return
+    key = "steps" if run.train.tokens is None else "tokens"
+    because: dict[str, Any] = {"train.steps": run.train.last_step} if key == "tokens" else {}
+    because |= {"step of the checkpoint": step, "checkpoint": str(source)}
+    rule = "must not end the run before the checkpoint that it continues from; train longer, or choose another `dir` for a new run"
+    raise ConfigError([Problem(f"train.{key}", getattr(run.train, key), rule, because, (step,) if key == "steps" else ())])
 
 
 def check_resume(run: Run, now: dict[str, Any], manifest: Manifest, source: Path, log: Log) -> None:
