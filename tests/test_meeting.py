@@ -84,10 +84,10 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     section = dice.choice(sections)
     fields = [key for key in tree.keys(Run) if key.path.split(".")[0] == section and key.path.count(".") == 1]
     fields = [key for key in fields if section != "model" or key.owner is type(base.model)] or [k for k in tree.keys(Run) if k.path == section]
-    key = dice.choice(fields)
+    key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
     if key.path == "model.family":
-        return key.path, replace(base, model=GPT2Config(vocab_size=67, n_embd=16, n_layer=2, n_head=2))
+        return key.path, replace(base, model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
     return key.path, tree.replace_at(base, key.path, another(value, key.hint, dice))
 
 
@@ -113,7 +113,7 @@ def test_200_random_differences_are_named_and_none_in_100_equal_starts(ranks):
 def test_many_ranks_are_said_compactly():
     runs = [make_run(Path("run")) for _ in range(600)]
     runs[4] = tree.replace_at(runs[4], "optim.lr", 2e-3)
-    runs[599] = replace(runs[599], model=GPT2Config(vocab_size=67, n_embd=16, n_layer=2, n_head=2))
+    runs[599] = replace(runs[599], model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
     everyone = [identity(run, CPU) for run in runs]
     lr, family = sorted(problems(everyone), key=lambda p: p.field != "optim.lr")
     assert str(lr).startswith("config error: optim.lr=0.003: must be the same on all ranks") and "ranks 0-3, 5-599=0.003, rank 4=0.002" in str(lr)
