@@ -40,7 +40,7 @@ from phalanx.train.plan import make_plan
 from phalanx.train.record import Recorder
 from phalanx.train.shadow import aside
 from phalanx.train.step import accumulate, update
-from tests.parity import base_run, set_weights, step_batches
+from tests.parity import base_run, random_weights, step_batches
 
 GPU = LocalFacts("NVIDIA H200", 140 << 30, triton=True, no_wheels=(), cublaslt=True, nccl="2.27.5", driver="580.65.06")
 WHY = "off: the ranks are on 2 hosts"
@@ -154,7 +154,7 @@ def two_groups(rank: int, world: int, run, reason: str) -> tuple:
     plan = make_plan(run, world)
     with unlike(reason, rank):
         state = build(plan, SharingMesh(plan.grid, rank))
-    set_weights(state)
+    random_weights(state)
     state.buffers.publish()
     state.train()
     losses = []

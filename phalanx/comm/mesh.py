@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.base.deal import degrees_of
-from phalanx.base.errors import PeerLost
+from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.part import Part
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.debug import Watch
