@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 MEETING = "meet://"  # scheme of init_method: a store that waits at host:port, and a name under which to use it
+RANKS = "ranks"  # that name, in the store of a launcher
 SECRET = "PHALANX_RUN_SECRET"  # the environment variable from which ranks have their run's secret (comm/meeting.py)
 
 
 class Word:
     """What a rank says to whoever started it; nobody listens to this one."""
+
+    def writes(self, folder: Path) -> None:
+        """From here on the run's folder is this rank's: why the run died belongs there."""
 
     def unsaved(self) -> None:
         """From here on the rank has something to save: it is given time for it when it is to end."""

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -410,7 +411,8 @@ def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
     """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
-    from phalanx.launch.local import start
+    from phalanx.launch.bus import BusErrors
+    from phalanx.launch.local import Alone, start
     from phalanx.launch.network import settle
     from phalanx.launch.worker import find
 
@@ -418,7 +420,10 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     if ready.placement is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     else:
-        find(target)(settle(ready.placement or Placement(), os.environ), **values)
+        word = Alone()
+        placement = settle(ready.placement or Placement(), os.environ)
+        with BusErrors(word.died):
+            find(target)(replace(placement, word=word), **values)
     deaf()
 
 

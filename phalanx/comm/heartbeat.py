@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx.base.errors import PeerLost, Preempted
+from phalanx.base.log import describe
 from phalanx.comm.calls import Call, Calls, culprit
 from phalanx.comm.meeting import SignedStore
 from phalanx.comm.pace import Pace, Slow, slow_ranks
@@ -34,6 +35,7 @@ PACE_STEPS, PACE_BEATS, LOOK_BEATS = 6, 20, 2  # steps and beats that a pace is 
 NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
 STILL_S = 2.0  # that a beat is late: a process that did not run meanwhile
 LEAVE_S = 10.0  # for ranks that come to the end of a run after the others
+LONGEST = 1000  # characters of an error that others are told
 PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 
 
@@ -70,6 +72,7 @@ class Heartbeat:
     stage         of the pipeline
     store         where ranks say it; None: nothing is said, and nobody is named
     slow          on rank 0: ranks that the others wait for, by what all say of their steps
+    first_word    is told of an error that ends the rank before anything else is done about it
     unsigned      on rank 0: is told how many messages in the store are not of this run's ranks, when they have doubled
     stood_still   is told the seconds for which not even the thread of this process ran
     """
@@ -78,6 +81,7 @@ class Heartbeat:
         self._shared = store if world > 1 else None
         self.calls, self.stage = calls or Calls(), stage
         self.slow: dict[int, tuple[str, Slow]] = {}
+        self.first_word: Callable[[BaseException], None] = lambda error: None
         self.unsigned: Callable[[int], None] = lambda count: None
         self._unsigned_said = 0
         self.stood_still: Callable[[float], None] = lambda seconds: None
@@ -104,8 +108,12 @@ class Heartbeat:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        if error is not None:
+            self.first_word(error)
         if self._shared is None:
             return
+        if isinstance(error, Exception) and not isinstance(error, (PeerLost, Preempted)):
+            self._in_time(lambda: self._store.set(f"failed/{self._me.rank}", json.dumps([time.time(), f"ended with {describe(error)[:LONGEST]}"])))
         self._thread.join(PATIENCE_S)
         if error is None or isinstance(error, Preempted):
             self._in_time(self._leave_together, min(LEAVE_S, self.timeout_s))
@@ -216,7 +224,16 @@ class Heartbeat:
         self._say_calls()
         before = self._all()
         time.sleep(2.5 * self.interval)
-        return verdict(before, self._all(), self._all_calls)
+        return self._first_failure(before) or verdict(before, self._all(), self._all_calls)
+
+    def _first_failure(self, beats: list[Beat]) -> str:
+        """In words, the rank that failed first of those that said so, or of which a launcher did; of none: nothing."""
+        said = [(*json.loads(text), rank) for rank, text in self._read("failed").items()]
+        if not said:
+            return ""
+        _, why, rank = min(said)
+        seen = next((f"; last seen in {beat.where}" for beat in beats if beat.rank == rank), "")
+        return f"rank {rank} of {self.world} {why}{seen}"
 
     def _all_calls(self) -> dict[int, list[Call]]:
         return {rank: [Call(*c) for c in json.loads(text)] for rank, text in self._read("calls").items()}

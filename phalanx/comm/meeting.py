@@ -31,7 +31,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from phalanx.base.errors import ConfigError, PeerLost, Problem
-from phalanx.base.placement import MEETING, SECRET
+from phalanx.base.placement import MEETING, RANKS, SECRET
 
 LAST_S = 3.0  # that rank 0 waits until all who are refused know it
 LONGEST_PAUSE_S = 0.1  # between two looks
@@ -136,6 +136,15 @@ def recognise(store: dist.Store, rank: int, world_size: int, secret: str, timeou
     except ConfigError:
         here.leave()
         raise
+
+
+def say_died(store: dist.Store, secret: str, rank: int, why: str) -> None:
+    """A launcher's, who has the secret and serves the store: a rank of its cannot say any more what became of it."""
+    ranks = dist.PrefixStore("phalanx", dist.PrefixStore(RANKS, store))
+    with suppress(RuntimeError, dist.DistError, ConfigError):
+        if ranks.check(["session"]):
+            signed = SignedStore(ranks, _key(secret, _session(ranks.get("session"))[0]))
+            signed.set(f"failed/{rank}", json.dumps([time.time(), why]))
 
 
 @dataclass(frozen=True)

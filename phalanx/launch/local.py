@@ -14,16 +14,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 import phalanx
-from phalanx.base.placement import MEETING, SECRET
+from phalanx.base.errors import PeerLost, PhalanxError, Preempted
+from phalanx.base.log import describe
+from phalanx.base.placement import MEETING, RANKS, SECRET, Word
 from phalanx.launch.network import LOOPBACK, stay_inside
-from phalanx.launch.outcome import Ended, RankFailed, read_outcomes, verdict
+from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, signal_name, verdict
+from phalanx.train.failures import Taken, note_end, taken
 
 GRACE_S = 15.0  # for ranks that may be saving when another one failed, before they are killed
 SHORT_GRACE_S = 3.0  # for ranks that have nothing to save
@@ -46,20 +49,50 @@ def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Pat
             ended = _run(folder, target, ranks, None if logs is None else Path(logs))
         if stops.at_once:
             name = "Ctrl-C" if stops.at_once == signal.SIGINT else signal.Signals(stops.at_once).name
-            raise RankFailed(f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once)
-        failed = verdict(ranks, read_outcomes(folder), ended)
-    if failed is not None:
-        raise failed
+            failed: RankFailed | None = RankFailed(f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once)
+        else:
+            failed = verdict(ranks, read_outcomes(folder), ended)
+        if failed is not None:
+            _note_end(folder, failed)
+            raise failed
+
+
+def _note_end(folder: Path, failed: RankFailed) -> None:
+    """Why the run died, in the run's own folder, if a rank had taken that."""
+    run = folder / "run.json"
+    if failed.exit_code != Preempted.exit_code and run.exists():
+        began = failed.exit_code <= 128 and any(folder.glob("rank-*.unsaved"))  # above: stopped by the user
+        kind = next((e.__name__ for e in (*CAUSES, PeerLost) if e.exit_code == failed.exit_code), "RankFailed")
+        note_end(Taken(**json.loads(run.read_text(encoding="utf-8"))), kind, describe(failed), began)
+
+
+class Alone(Word):
+    """Of a rank without this launcher, the only one or one that others started: what it must do itself when it dies of a bus error."""
+
+    def __init__(self) -> None:
+        self._run: Taken | None = None
+        self._began = False
+
+    def writes(self, folder: Path) -> None:
+        self._run = taken(folder)
+
+    def unsaved(self) -> None:
+        self._began = True
+
+    def died(self, error: PhalanxError) -> None:
+        if self._run is not None:
+            note_end(self._run, type(error).__name__, describe(error), self._began)
 
 
 def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended]:
     """Start the ranks, serve the store where they meet, and wait for them. Returns how each ended, in order of time."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    words = ["-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}{LOOPBACK}:{listener.getsockname()[1]}/ranks"]
+    words = ["-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}{LOOPBACK}:{listener.getsockname()[1]}/{RANKS}"]
     with Ranks(folder, ranks, words, logs) as started:
-        from phalanx.comm.meeting import serve  # imports torch, as the ranks do meanwhile
+        from phalanx.comm.meeting import say_died, serve  # imports torch, as the ranks do meanwhile
 
         store = serve(listener)
+        started.died = lambda rank, why: say_died(store, started.secret, rank, why)
         try:
             return started.wait()
         finally:
@@ -93,10 +126,15 @@ class Ranks:
     def __init__(self, folder: Path, count: int, words: list[str], logs: Path | None):
         self.folder, self._words, self._logs, self._count = folder, words, logs, count
         self._env = rank_environment(os.environ, count)
+        self.died: Callable[[int, str], None] = lambda rank, why: None  # told of each rank that a signal killed which was not sent here
         self._processes: list[subprocess.Popen[bytes]] = []
         self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
         self._told: set[int] = set()  # to end, by this launcher, because another one failed
         self._deadlines: dict[int, float] = {}  # of those, until they are killed
+
+    @property
+    def secret(self) -> str:
+        return self._env[SECRET]
 
     def __enter__(self) -> Ranks:
         try:
@@ -141,6 +179,8 @@ class Ranks:
                 continue
             self._deadlines.pop(rank, None)
             ended.append(Ended(rank, status, when, by_launcher=rank in self._told and status in BY_LAUNCHER))
+            if status < 0 and not ended[-1].by_launcher:
+                self.died(rank, f"was killed by {signal_name(-status)}")
             stopped_early = (self.folder / f"rank-{rank}.early").exists()  # the others would wait for it
             if (status != 0 or stopped_early) and not self._told:
                 self._end_others({e.rank for e in ended})

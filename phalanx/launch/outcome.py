@@ -13,7 +13,8 @@ from pathlib import Path
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, FolderInUse, NumericalStop, PeerLost, PhalanxError, Preempted
 
 # Ends that have a cause of their own; a lost peer is a consequence of one.
-CAUSES = tuple(e.exit_code for e in (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse))
+CAUSES = (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse)
+CODES = tuple(cause.exit_code for cause in CAUSES)
 UNCERTAIN = (signal.SIGABRT, signal.SIGTERM)  # the first can follow from a lost peer, the second from a request to stop
 
 
@@ -66,9 +67,9 @@ def verdict(world_size: int, outcomes: Sequence[Outcome], ended: Sequence[Ended]
     silent = sorted((e for e in ended if e.rank not in said and e.status != 0 and not e.by_launcher), key=lambda e: e.time)
     lost = sorted((o for o in outcomes if o.code == PeerLost.exit_code), key=lambda o: o.time)
     stopped = [o for o in outcomes if o.code == Preempted.exit_code]
-    certain = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code in CAUSES]
+    certain = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code in CODES]
     certain += [(e.time, _killed(world_size, e.rank, -e.status, lost)) for e in silent if e.status < 0 and -e.status not in UNCERTAIN]
-    likely = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code not in (*CAUSES, PeerLost.exit_code, Preempted.exit_code)]
+    likely = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code not in (*CODES, PeerLost.exit_code, Preempted.exit_code)]
     likely += [(e.time, _killed(world_size, e.rank, -e.status, lost)) for e in silent if -e.status == signal.SIGABRT]
     likely += [(e.time, _silent(world_size, e)) for e in silent if e.status > 0]
     for failures in (certain, likely):
@@ -89,7 +90,7 @@ def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = (
     """With the place where others last saw it: a rank that was stopped is killed by the launcher in the end."""
     texts = (o.text.replace("; last seen", ", last seen") for o in lost if f"rank {rank} " in o.text)
     seen = next((found[0] for text in texts if (found := re.search(r", last seen in [^;]*", text))), "")
-    return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {_signal_name(number)}{seen}", PeerLost.exit_code)
+    return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {signal_name(number)}{seen}", PeerLost.exit_code)
 
 
 def _from(world_size: int, outcomes: Sequence[Outcome], chosen: Outcome) -> RankFailed:
@@ -99,7 +100,7 @@ def _from(world_size: int, outcomes: Sequence[Outcome], chosen: Outcome) -> Rank
     return RankFailed(who + chosen.text, chosen.code)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,8 +23,10 @@ from typing import Any, NoReturn
 from phalanx.base.errors import PhalanxError, Preempted
 from phalanx.base.log import describe
 from phalanx.base.placement import SECRET, Placement, Word
+from phalanx.launch.bus import BusErrors
 from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
 from phalanx.launch.outcome import Outcome
+from phalanx.train.failures import taken
 
 
 def main(folder: str, target: str, meeting: str) -> None:
@@ -37,7 +40,8 @@ def main(folder: str, target: str, meeting: str) -> None:
         secret = os.environ.pop(SECRET, "")  # what this rank starts in turn need not have it
         placement = Placement(word.rank, word.rank, world, meeting if world > 1 else "", secret, word)
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
-        find(target)(placement, **arguments)
+        with BusErrors(word.failed):
+            find(target)(placement, **arguments)
         deaf()  # there is nothing left to stop
     except BaseException as error:
         deaf()
@@ -58,6 +62,9 @@ class Left(Word):
         os.replace(partial, partial.with_suffix(".pid"))
         if (self.folder / "stop").exists():
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def writes(self, folder: Path) -> None:
+        (self.folder / "run.json").write_text(json.dumps(asdict(taken(folder))), encoding="utf-8")
 
     def unsaved(self) -> None:
         (self.folder / f"rank-{self.rank}.unsaved").touch()

@@ -6,14 +6,18 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
-from phalanx.base.errors import CheckpointError, NumericalStop, Preempted
+from phalanx.base.errors import CheckpointError, ConfigError, DataError, FolderInUse, NumericalStop, PhalanxError, Preempted
 from phalanx.base.log import Log, describe
 
 NAME = "failures.jsonl"
+REFUSALS = (ConfigError, DataError, CheckpointError, FolderInUse)  # before the first step nothing of the run changes by them
+TAIL = 20_000  # characters of a log among which its last words are
 
 
 class Failures:
@@ -46,8 +50,11 @@ class Failures:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None and self._before and self.step >= self._before[-1]["step"]:
             self._passed()
-        if isinstance(error, Exception) and not isinstance(error, Preempted) and self.step and self.log.rank == 0:
-            self._failed(error)
+        if isinstance(error, Exception) and not isinstance(error, Preempted) and self.log.rank == 0:
+            if self.step or not isinstance(error, REFUSALS):
+                self.log.note(describe(error) if isinstance(error, PhalanxError) else "".join(format_exception(error)).rstrip())
+            if self.step:
+                self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         step = error.step if isinstance(error, NumericalStop) and error.step is not None else self.step
@@ -67,6 +74,47 @@ class Failures:
             self.check()
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A run's folder as it was when this start took it, with the size of its file of failures."""
+
+    folder: str
+    failures: int
+
+
+def taken(folder: Path) -> Taken:
+    path = folder / NAME
+    return Taken(str(folder.absolute()), path.stat().st_size if path.is_file() else 0)
+
+
+def note_end(run: Taken, kind: str, text: str, began: bool) -> None:
+    """What a launcher knows of the end of a run and its rank 0 may not: rank 0 may be who died. Into log.txt, unless it is there already, and
+    where training had begun into failures.jsonl, unless rank 0 wrote it. A start that was refused leaves nothing."""
+    if not began and kind in {refusal.__name__ for refusal in REFUSALS}:
+        return
+    folder = Path(run.folder)
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    with suppress(OSError):  # the folder may be what is wrong
+        log = folder / "log.txt"
+        if text not in log.read_text(encoding="utf-8", errors="replace")[-TAIL:]:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{now} {text}\n")
+        if began and taken(folder).failures == run.failures:
+            row = {"step": _last_step(folder) + 1, "kind": kind, "error": text.splitlines()[0], "time": now}
+            with (folder / NAME).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _last_step(folder: Path) -> int:
+    """That was written of; 0 if none was."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):  # cut short
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -111,12 +111,15 @@ def train(run: Run, placement: Placement) -> None:
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
+        if placement.rank == 0:
+            placement.word.writes(folder)
         after.callback(leave_world)
         mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
         mesh, main_folder = join(run, placement, mine)
         run = replace(run, dir=main_folder)
         after.callback(mesh.close)
         heartbeat = after.enter_context(Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store))
+        heartbeat.first_word = placement.word.failed
         heartbeat.unsigned = lambda count: log.warn(f"{count} messages to the store where the ranks met are not signed by this run, and are ignored: "
                                                     "somebody else writes to it, so the ranks' network is not private")  # fmt: skip
         if mesh.store is None and placement.world_size > 1 and placement.rank == 0:
