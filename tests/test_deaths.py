@@ -1,4 +1,4 @@
-"""How runs die, and what is said of it: the rank that began it is named, soon, in the run's own files as well; and no rank that the launcher ended."""
+"""How runs die, and what is said of it: the rank that began it is named, soon, in the run's own files as well."""
 
 from __future__ import annotations
 

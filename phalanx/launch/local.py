@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -92,11 +93,8 @@ def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended
         from phalanx.comm.meeting import say_died, serve  # imports torch, as the ranks do meanwhile
 
         store = serve(listener)
-        started.died = lambda rank, why: say_died(store, started.secret, rank, why)
-        try:
-            return started.wait()
-        finally:
-            del store
+        started.died = partial(say_died, store, started.secret)
+        return started.wait()
 
 
 def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
