@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile import listeners
+from tests.test_cli import wait_for
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = {
     "model": {"family": "llama", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -131,18 +134,81 @@ def on_one_node(config, nodes) -> list[tuple[float, float]]:
     return losses(folder)
 
 
+SECRET = "5d1c7e" * 8  # of these runs
+SLURM = {"SLURM_JOB_ID": "14511", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "node-a,node-b"}
+
+
 def test_torchrun_on_two_nodes(nodes, config, on_one_node, tmp_path):
     """tp=2 over the cable: the same losses as on one machine, bit by bit; node 1 prints no step lines."""
     train = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
     start = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "node-a", "--master-port", PORT]
-    outputs = finish([run_on(node, [*start, "--node-rank", str(i), "-m", *train]) for i, node in enumerate(nodes)])
+    secret = {"PHALANX_RUN_SECRET": SECRET}
+    outputs = finish([run_on(node, [*start, "--node-rank", str(i), "-m", *train], **secret) for i, node in enumerate(nodes)])
     assert losses(tmp_path / "run") == on_one_node and len(on_one_node) == CONFIG["train"]["steps"]
-    assert "step=5 loss=" in outputs[0] and "step=" not in outputs[1]
+    assert "step=5 loss=" in outputs[0] and "step=" not in outputs[1] and "PHALANX_RUN_SECRET" not in outputs[0]
 
 
 def test_slurm_variables_on_two_nodes(nodes, config, on_one_node, tmp_path):
-    """What `srun phalanx train` sets: each process is a rank; the first name of the node list is where rank 0 is."""
-    slurm = {"SLURM_JOB_ID": "14511", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "node-a,node-b"}
+    """What `srun phalanx train` sets: each process is a rank; the first name of the node list is where rank 0 is. Without a secret one warning."""
     words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
-    finish([run_on(node, words, **slurm, SLURM_PROCID=str(i)) for i, node in enumerate(nodes)])
+    outputs = finish([run_on(node, words, **SLURM, SLURM_PROCID=str(i)) for i, node in enumerate(nodes)])
     assert losses(tmp_path / "run") == on_one_node
+    assert outputs[0].count("warning: PHALANX_RUN_SECRET is not set") == 1 and "PHALANX_RUN_SECRET" not in outputs[1]
+
+
+@pytest.mark.trust(1, "start a rank on another machine with a wrong secret: it trained along", "all ranks refuse with exit 2 before they connect")
+@pytest.mark.parametrize("other", ["another secret, of somebody else", None])
+def test_a_rank_with_another_secret_is_refused(nodes, config, tmp_path, other):
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
+    secrets = [{"PHALANX_RUN_SECRET": SECRET}, {"PHALANX_RUN_SECRET": other} if other else {}]
+    ranks = [run_on(node, words, **SLURM, SLURM_PROCID=str(i), **secrets[i]) for i, node in enumerate(nodes)]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], outputs
+    assert all("config error: PHALANX_RUN_SECRET='(not shown)'" in text and "Traceback" not in text for text in outputs), outputs
+    assert not any(secret in text for text in outputs for secret in (SECRET, other or SECRET))
+
+
+def listening_in(node: Node) -> set[tuple[str, int]]:
+    return {found for pid in ip("netns", "pids", node.name).stdout.split() for found in listeners(of=pid)}
+
+
+def can_reach(node: Node, address: str, port: int) -> bool:
+    code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=5)"
+    return subprocess.run(["ip", "netns", "exec", node.name, sys.executable, "-c", code], capture_output=True, timeout=20).returncode == 0
+
+
+def until_trained(folder: Path) -> None:
+    wait_for(lambda: (folder / "log.txt").exists() and " step=2 " in (folder / "log.txt").read_text())
+
+
+@pytest.mark.trust(1, "list the listening sockets of ranks on two machines: rank 0's store on all interfaces", "each on the chosen interface alone")
+def test_between_nodes_ranks_listen_at_the_chosen_interface(nodes, config, tmp_path):
+    """Which is chosen without a word by the way to rank 0, and by name."""
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}", "train.steps=100000"]
+    choices = [{}, {"PHALANX_INTERFACE": nodes[1].device, "GLOO_SOCKET_IFNAME": "lo"}]
+    ranks = [run_on(node, words, **{**SLURM, "SLURM_PROCID": str(i), "PHALANX_RUN_SECRET": SECRET, **choices[i]}) for i, node in enumerate(nodes)]
+    try:
+        until_trained(tmp_path / "run")
+        found = [listening_in(node) for node in nodes]
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    for node, sockets in zip(nodes, found):
+        assert {address for address, _ in sockets} == {node.address}, (sockets, outputs)
+    assert (nodes[0].address, 15000 + int(SLURM["SLURM_JOB_ID"]) % 15000) in found[0]
+    assert [rank.returncode for rank in ranks] == [75, 75] and "PHALANX_RUN_SECRET" not in outputs[0], outputs
+
+
+def test_ranks_of_one_node_cannot_be_reached_from_another(nodes, config, tmp_path):
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}", "train.steps=100000"]
+    launcher = run_on(nodes[0], words)  # with GLOO_SOCKET_IFNAME, which names the node's interface
+    try:
+        until_trained(tmp_path / "run")
+        found = listening_in(nodes[0])
+        reached = [can_reach(nodes[1], nodes[0].address, port) for _, port in found]
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        said = launcher.communicate(timeout=120)[0]
+    assert {address for address, _ in found} == {"127.0.0.1"} and len(found) > 2, found
+    assert not any(reached) and launcher.returncode == 75, said
