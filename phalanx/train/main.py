@@ -111,8 +111,6 @@ def train(run: Run, placement: Placement) -> None:
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
-        if placement.rank == 0:
-            placement.word.writes(folder)
         after.callback(leave_world)
         mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
         mesh, main_folder = join(run, placement, mine)
@@ -131,6 +129,7 @@ def train(run: Run, placement: Placement) -> None:
         counters, start = start_state(state, now, log)
         if lock is not None:
             begin(given, lock, log)
+            placement.word.writes(folder)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
         data = after.enter_context(background_check(loaders, placement, counters.step, log))
 
