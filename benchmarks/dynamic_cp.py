@@ -29,8 +29,8 @@ import torch
 
 from phalanx.base.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.base.part import Part
-from phalanx.base.placement import Placement
-from phalanx.comm.mesh import MEETING, leave_world
+from phalanx.base.placement import MEETING, Placement
+from phalanx.comm.mesh import leave_world
 from phalanx.data.config import DataConfig
 from phalanx.data.packing import first_fit
 from phalanx.launch.env import read_placement

@@ -22,7 +22,8 @@ from phalanx.train.build import build, init_weights
 from phalanx.train.config import Run
 from phalanx.train.plan import grid_of, make_plan, without_layout
 from phalanx.train.step import accumulate, update
-from tests.parity import assemble, base_run, compare, parts_of, set_weights, step_batches
+from phalanx.train.verify import random_weights
+from tests.parity import assemble, base_run, compare, parts_of, step_batches
 
 STEPS = 3  # graphs are captured in the second and replayed from then on
 
@@ -131,7 +132,7 @@ def steps_of(run: Run, mesh: Mesh, documents: bool | str) -> dict:
     """tests.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
     state, device = build(make_plan(run, mesh.grid.world), mesh), mesh.device
     exact = run.train.precision == "fp64"
-    set_weights(state) if exact else init_weights(state)
+    random_weights(state) if exact else init_weights(state)
     state.train()
     found: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(STEPS):
