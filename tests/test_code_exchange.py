@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.base.sizes import GIB
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
@@ -241,7 +242,7 @@ def test_what_the_plan_says_is_sent(ranks):
 
 def plan_text(run: Run, world: int) -> str:
     plan = make_plan(run, world)
-    return sent_table(plan.grid, rank_uses(plan, plan.num_micro_batches(run.train.global_batch))[0], run.layout.codes_travel)
+    return sent_table(plan, rank_uses(plan, plan.num_micro_batches(run.train.global_batch))[0], GIB)
 
 
 def test_bytes_of_the_push(ranks):

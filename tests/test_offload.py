@@ -9,7 +9,6 @@ import torch
 
 from phalanx.comm.mesh import Mesh
 from phalanx.data.config import DataConfig
-from phalanx.launch.env import host_memory
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.estimate import Allocations
 from phalanx.nn.held import Held, Mover
@@ -18,7 +17,7 @@ from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
 from phalanx.train.build import build, init_weights
-from phalanx.train.checks import Facts, check
+from phalanx.train.capacity import DoesNotFit, MachineMemory, check_capacity
 from phalanx.train.config import Run
 from phalanx.train.load import load_run
 from phalanx.train.memory import block_uses, fixed_bytes, rank_uses
@@ -170,17 +169,23 @@ def test_the_plan_says_what_waits_where():
 
 
 def test_a_host_with_too_little_memory_is_told():
-    """As many ranks as share it count; what is proposed instead has room."""
-    run = load_run("recipes/tiny_llama.yaml", ["train.offload_layers=2", "layout.schedule=gpipe", "train.micro_batch=1", "train.global_batch=8"])
+    """As many ranks as share it count; what is proposed instead has room on the GPUs and on the host."""
+    words = ["train.offload_layers=2", "layout.schedule=gpipe", "train.micro_batch=1", "train.global_batch=8"]
+    run = load_run("recipes/tiny_llama.yaml", words)
     (use,), _ = rank_uses(make_plan(run, 1), 8)
-    assert not check(run, Facts(files=False, host_memory=use.host)) and not check(run, Facts(files=False))
-    (found,) = check(run, Facts(files=False, host_memory=use.host - 1))
-    assert found.field == "train.offload_layers" and found.because["ranks on this host"] == 1 and found.valid == (1,)
-    fewer = replace(run, train=replace(run.train, offload_layers=1))
-    assert not check(fewer, Facts(files=False, host_memory=use.host - 1))
+
+    def machine(host: int, ranks: int = 1) -> MachineMemory:
+        return MachineMemory(range(ranks), (2**40,) * ranks, host, started=True)
+
+    assert check_capacity(run, 1, machine(2 * use.host)) is None
+    with pytest.raises(DoesNotFit, match="this host has .*\nthe cheapest change that fits: train.offload_layers=1 ") as refused:
+        check_capacity(run, 1, machine(use.host // 2))
+    fewer = load_run("recipes/tiny_llama.yaml", [*words, str(refused.value).split("that fits: ")[1].split()[0]])
+    check_capacity(fewer, 1, machine(use.host // 2))
     twice = replace(run, train=replace(run.train, global_batch=16))
-    assert check(twice, Facts(files=False, local_ranks=2, world_size=2, host_memory=use.host))
-    assert (host_memory() or 1) > 0
+    assert check_capacity(twice, 2, machine(4 * use.host, 2)) is None
+    with pytest.raises(DoesNotFit, match="its 2 ranks need"):
+        check_capacity(twice, 2, machine(use.host, 2))
 
 
 def test_graphs_keep_a_place_for_each_micro_batch_in_flight():

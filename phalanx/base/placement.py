@@ -29,6 +29,7 @@ class Placement:
 
     secret   of the run (comm/meeting.py): no rank with another one is let in; empty: there is none
     word     to whoever started this rank
+    local_size  ranks on this machine; None: unknown
     """
 
     rank: int = 0
@@ -37,3 +38,4 @@ class Placement:
     init_method: str = ""
     secret: str = field(default="", repr=False)
     word: Word = field(default_factory=Word, compare=False, repr=False)
+    local_size: int | None = None

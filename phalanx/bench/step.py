@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.base.batch import Batch
 from phalanx.base.devices import find_device
 from phalanx.base.placement import Placement
+from phalanx.base.sizes import size_text
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.timing import Times
 from phalanx.comm.mesh import leave_world
@@ -28,7 +29,7 @@ from phalanx.train.flops import flops_of, step_flops
 from phalanx.train.load import load_run, to_dict
 from phalanx.train.main import device_of, join
 from phalanx.train.meeting import identity
-from phalanx.train.oom import held, reported, size_text
+from phalanx.train.oom import held, reported
 from phalanx.train.order import micro_batches
 from phalanx.train.plan import make_plan
 from phalanx.train.profile import Recording

@@ -51,16 +51,18 @@ def cli(ctx: click.Context) -> None:
 @OVERRIDES
 @RANKS
 @click.option("--logs", type=click.Path(file_okay=False), default=None, help="Write each rank's output to files in this folder.")
-def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str | None) -> None:
+@click.option("--force", is_flag=True, help="Start even if memory cannot hold the run by the forecast.")
+def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str | None, force: bool) -> None:
     """Train the run that CONFIG (.yaml, or .py with `def run()`) describes; continue it if its folder has checkpoints.
 
     Results go to the config's `dir`. Ctrl-C or SIGTERM saves and exits with 75. Under torchrun or srun it joins their ranks.
     Any key of the config can be set here: layout.tp=2 optim.lr=1e-4 (`phalanx explain KEY` says what it means).
     """
     listen_early()
-    from phalanx.cli.setup import arguments, prepare
+    from phalanx.cli.setup import arguments, check_memory, prepare
 
     ready = prepare(config, overrides, ranks)
+    check_memory(ready, force)
     prepare_text(ready)
     run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), logs)
 
@@ -112,10 +114,13 @@ def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str
     wanted = find_device(device) if device else None
     if device and wanted is None:
         raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
-    from phalanx.train.plan_text import plan_text
+    from phalanx.train.plan_text import plan_report
 
     gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
-    click.echo(plan_text(ready.run, ready.ranks, wanted))
+    report = plan_report(ready.run, ready.ranks, wanted)
+    click.echo(report.text)
+    if not report.fits:
+        raise SystemExit(2)
 
 
 @cli.command(short_help="Make text with a checkpoint.")

@@ -7,9 +7,13 @@ import socket
 from dataclasses import dataclass, replace
 from typing import Any
 
+import click
+
 from phalanx.base.errors import PhalanxError, Problem
 from phalanx.base.placement import Placement
 from phalanx.launch.env import describe_machine, read_placement
+from phalanx.launch.host import gpu_memory, host_memory
+from phalanx.train.capacity import DoesNotFit, MachineMemory, check_capacity
 from phalanx.train.checks import Facts, check, raise_problems
 from phalanx.train.config import Run
 from phalanx.train.load import COMMAND_LINE, Loaded, read, to_dict
@@ -79,6 +83,33 @@ def default_ranks(run: Run, machine: Facts) -> int:
     if machine.device == "cuda" and machine.device_count:
         return machine.device_count
     return max(1, run.layout.tp * run.layout.cp * run.layout.pp)
+
+
+def check_memory(ready: Ready, force: bool = False) -> None:
+    """Refuse a run that the memory of this machine cannot hold, warn where it is tight; of ranks that others started one speaks per machine."""
+    placement = ready.placement
+    speaks = placement is None or placement.local_rank == 0
+    try:
+        warning = check_capacity(ready.run, ready.ranks, memory_here(ready), force)
+    except DoesNotFit as error:
+        if not speaks:
+            raise SystemExit(error.exit_code) from None
+        raise
+    if warning is not None and speaks:
+        click.echo(f"warning: {warning}", err=True)
+
+
+def memory_here(ready: Ready) -> MachineMemory:
+    """What the ranks on this machine may take. Of a world that others started, ranks of one machine follow each other."""
+    placement = ready.placement
+    machine = describe_machine(ready.run.train.device)
+    gpus = machine.device_count or 0 if machine.device == "cuda" else 0
+    first, count = 0, ready.ranks
+    if placement is not None and placement.world_size > 1:
+        first = max(0, placement.rank - placement.local_rank)
+        count = placement.local_size or max(placement.local_rank + 1, min(gpus, ready.ranks - first))
+    started = placement is not None or ready.ranks == 1  # one rank runs in this process
+    return MachineMemory(range(first, first + count), gpu_memory(min(gpus, count)), host_memory(), started)
 
 
 def local_ranks(placement: Placement | None, world: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from phalanx.base.errors import Problem
 from phalanx.base.placement import SECRET, Placement
@@ -18,10 +19,25 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
     """This process's place in a world that someone else started, or None if it is to start its own; and what is wrong with it."""
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _from_torchrun(env)
+        placement, problems = _from_torchrun(env)
+        return _with_local_size(placement, env.get("LOCAL_WORLD_SIZE", "")), problems
     if "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
-        return _from_slurm(env)  # without a step it is the batch script itself, of which there is one
+        placement, problems = _from_slurm(env)  # without a step it is the batch script itself, of which there is one
+        return _with_local_size(placement, tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", ""))), problems
     return None, []
+
+
+def _with_local_size(placement: Placement | None, size: str) -> Placement | None:
+    """With how many ranks run on this machine, if the environment says so."""
+    return replace(placement, local_size=int(size)) if placement is not None and size.isdigit() else placement
+
+
+def tasks_on_node(tasks: str, node: str) -> str:
+    """Ranks of node number `node` by SLURM's list: `8(x2),4` and 2 -> 4, as text; empty where it is not said."""
+    counts: list[str] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [count] * int(times or 1)
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else ""
 
 
 def _from_torchrun(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
@@ -56,7 +72,7 @@ def _from_slurm(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]
     if problems:
         return None, problems
     if numbers[size] == 1:
-        return Placement(0, numbers["SLURM_LOCALID"], 1), []
+        return Placement(0, numbers["SLURM_LOCALID"], 1, local_size=1), []
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
     port = env.get("MASTER_PORT", str(15000 + int(job) % 15000))
     address = env.get("MASTER_ADDR") or first_host(nodes)

@@ -35,7 +35,6 @@ from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
 from phalanx.train.limits import OTHERS, check_limits
 from phalanx.train.low_checks import check_codes, check_fp8, check_moments
-from phalanx.train.memory import rank_uses
 from phalanx.train.plan import Plan, make_plan
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
@@ -50,7 +49,6 @@ class Facts:
     no_wheels     (op, why): ops whose twin from phalanx[wheels] cannot run
     capability    compute capability of NVIDIA GPUs; None: of the CPU, where narrow formats are emulated
     files         look whether paths exist
-    host_memory   bytes of main memory that this machine's ranks may take together; None: unknown
     """
 
     world_size: int = 1
@@ -66,7 +64,6 @@ class Facts:
     env: tuple[Problem, ...] = ()
     missing: tuple[str, ...] = ()
     files: bool = True
-    host_memory: int | None = None
 
 
 def check(run: Run, facts: Facts) -> list[Problem]:
@@ -103,21 +100,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     frozen = check_freeze(run) if not any(p.field.startswith("model") for p in found) else []
     found = found + frozen + check_moments(run, facts.capability, facts.device_name)
     found += check_fp8(run, facts.capability, facts.device_name, sound) + (check_codes(run) if sound else [])
-    return found + ([] if found else check_host(run, facts))
-
-
-def check_host(run: Run, facts: Facts) -> list[Problem]:
-    """What waits on the host has room there, by the forecast of a run without other problems."""
-    c = run.train
-    if not c.offload_layers or facts.host_memory is None:
-        return []
-    plan = make_plan(run, facts.world_size)
-    need = facts.local_ranks * max(use.host for use in rank_uses(plan, plan.num_micro_batches(c.global_batch))[0])
-    if need <= facts.host_memory:
-        return []
-    because = {"ranks on this host": facts.local_ranks, "GiB needed": round(need / 2**30, 2), "GiB free": round(facts.host_memory / 2**30, 2)}
-    fewer = int(c.offload_layers * facts.host_memory / need)
-    return [problem("train", c, "offload_layers", "must leave no more on the host than it has memory free", because, (fewer, 0))]
+    return found
 
 
 def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:

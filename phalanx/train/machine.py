@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from phalanx.base.placement import Placement
-from phalanx.checkpoint.saver import free_memory
 from phalanx.comm.mesh import many_queues
 from phalanx.train.checks import Facts, check, raise_problems
 from phalanx.train.config import Run
@@ -42,13 +40,4 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
         device="cuda", device_count=gpus, device_name=name, bf16_ok=hip or major >= 8, fp16_ok=hip or major >= 6,
         capability=(0, 0) if hip else (major, minor),
         triton_ok=not hip and major >= 8 and has_triton(), no_wheels=tuple((op, why) for op, why in wheels if why), missing=missing,
-        host_memory=host_memory(),
     )  # fmt: skip
-
-
-def host_memory() -> int | None:
-    """Bytes of main memory that are free, or all that a container may have if that is less; None where the system does not say."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    known = [n for n in (free_memory(), int(text) if text.isdigit() else None) if n is not None]
-    return min(known, default=None)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
 
-from phalanx.base import tree
 from phalanx.base.errors import PhalanxError
+from phalanx.base.sizes import GIB, size_text
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
 from phalanx.train.build import State
-from phalanx.train.checks import Facts, broken_rules
-from phalanx.train.config import Run
-from phalanx.train.memory import OVERHEAD, rank_uses
-from phalanx.train.plan import Plan, make_plan
-from phalanx.train.plan_text import contents, gib, table
+from phalanx.train.memory import OVERHEAD, RankUse, rank_uses
+from phalanx.train.plan import Plan
+from phalanx.train.plan_text import contents, table
 from phalanx.train.profile import instruction_name
+from phalanx.train.smaller import Change, Demand, Search, changes
+from phalanx.train.smaller import way_out as cheapest_change
 
 PHASES = {  # functions of ours -> what the run is doing in them; the innermost one that an error came through counts
     "build": "allocating weights, gradients and optimizer state",
@@ -78,7 +79,7 @@ def report(error: BaseException, watched: Watched) -> str:
     if total is not None and actual:
         actual["activations, working, messages"] = max(0, total - sum(actual.values()))
     lines = [
-        f"out of memory on rank {mesh.rank} of {mesh.grid.world} ({mesh.device}{'' if room is None else f', {gib(room)} GiB'})",
+        f"out of memory on rank {mesh.rank} of {mesh.grid.world} ({mesh.device}{'' if room is None else f', {GIB.text(room)} GiB'})",
         *(f"  {name:<10}{text}" for name, text in place(error, watched).items()),
         f"  request   {'not said' if need is None else size_text(need)}" + _state_of(mesh.device, total),
         "held by this rank, GiB",
@@ -153,16 +154,12 @@ def allocated(mesh: Mesh) -> int | None:
     return torch.cuda.memory_allocated(mesh.device) + mesh.shared_bytes if mesh.device.type == "cuda" else None
 
 
-def size_text(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
-
-
 def _state_of(device: torch.device, total: int | None) -> str:
     if total is None:
         return ""
     cached = torch.cuda.memory_reserved(device) - total
     free = torch.cuda.mem_get_info(device)[0]
-    return f"; in tensors {gib(total)} GiB, kept by the allocator {gib(cached)} GiB, free {gib(free)} GiB"
+    return f"; in tensors {GIB.text(total)} GiB, kept by the allocator {GIB.text(cached)} GiB, free {GIB.text(free)} GiB"
 
 
 def held(state: State) -> dict[str, int]:
@@ -180,9 +177,9 @@ def _rows(forecast: dict[str, int], actual: dict[str, int], total: int | None) -
     rest = "activations, working, messages"
     known[rest] = sum(forecast.values()) - sum(known.values())
     size = {name: actual.get(name, known[name]) for name in known}
-    rows = [(name, gib(known[name]), gib(actual[name]) if name in actual else "unknown") for name in sorted(known, key=lambda n: -size[n])]
-    whole = gib(total) if total is not None else "unknown"
-    return [("kind", "forecast", "actual"), *rows, ("total", gib(sum(forecast.values())), whole)]
+    rows = [(name, GIB.text(known[name]), GIB.text(actual[name]) if name in actual else "unknown") for name in sorted(known, key=lambda n: -size[n])]
+    whole = GIB.text(total) if total is not None else "unknown"
+    return [("kind", "forecast", "actual"), *rows, ("total", GIB.text(sum(forecast.values())), whole)]
 
 
 # ---- the way out -----------------------------------------------------------------------------------------------------------------
@@ -193,80 +190,26 @@ def _ratio(forecast: int, total: int | None, need: int | None) -> float:
     return 1.0 if total is None else max(1.0, (total + (need or 0)) / forecast)
 
 
-def changes(run: Run, world: int) -> Iterator[tuple[dict[str, object], str]]:
-    """Overrides that need less memory, the cheapest first, and what each costs."""
-    t, layout = run.train, run.layout
-    if layout.sharding == 0:
-        yield {"layout.sharding": 1}, "optimizer state cut over the data-parallel ranks; the same bytes sent"
-    if layout.sharding < 2:
-        yield {"layout.sharding": 2}, "gradients cut too; they are reduced after each micro-batch"
-    if layout.sharding < 3:
-        yield {"layout.sharding": 3}, "weights cut too; they are gathered for each forward and backward"
-    if t.recompute_budget_gib is not None:
-        yield {"train.recompute_budget_gib": round(0.9 * t.recompute_budget_gib, 2)}, "more is computed again in backward"
-    elif t.recompute == "none":
-        yield {"train.recompute": "pointwise"}, "norms and MLP activations are computed again in backward"
-    if t.recompute in ("none", "pointwise") and t.recompute_budget_gib is None:
-        yield {"train.recompute": "selective"}, "attention is computed again in backward"
-    smaller = [m for m in range(t.micro_batch // 2, 0, -1) if t.micro_batch % m == 0]
-    for m in smaller:
-        yield {"train.micro_batch": m}, "smaller matmuls, more of them"
-    if t.recompute != "full" and t.recompute_budget_gib is None:
-        yield {"train.recompute": "full"}, "every block's forward is computed again"
-        for m in smaller:
-            yield {"train.recompute": "full", "train.micro_batch": m}, "forward is computed again, in smaller matmuls"
-    tp, pp = layout.tp, layout.pp
-    for factor in (2, 4, 8):
-        yield {"layout.tp": tp * factor}, "every layer communicates with more ranks"
-        yield {"layout.pp": pp * factor}, "more pipeline stages, a larger bubble"
-        yield {"layout.tp": tp * factor, "train.recompute": "full"}, "more communication, and forward is computed again"
-        yield {"layout.cp": layout.cp * factor}, "every layer's attention reads keys of more ranks"
-
-
 def way_out(plan: Plan, room: int | None, ratio: float) -> str:
     """The first change that is forecast to fit, the forecast corrected by how far it was off."""
-    if room is None:
-        return "the cheapest change to try: " + _first_smaller(plan)
-    for overrides, cost in changes(plan.run, plan.grid.world):
-        need = _need(plan, overrides, ratio)
-        if need is not None and need <= room:
-            return f"the cheapest change that fits: {_words(overrides)} ({cost}; then {gib(need)} GiB of {gib(room)})"
-    more = more_ranks(plan, room, ratio)
-    tail = f"; the cheapest on more: {more}" if more else " nor on 8 times as many with layout.tp or layout.pp"
-    return f"no change fits on {plan.grid.world} ranks{tail}"
+
+    def measure(_: Plan, uses: Sequence[RankUse]) -> Demand:
+        if room is None:  # of a CPU: what is offloaded stays in the same memory
+            return Demand(max(u.total + u.host for u in uses), math.inf)
+        return Demand(ratio * max(u.total for u in uses) + OVERHEAD, room)
+
+    search = Search(plan.run, plan.grid.world, measure)
+    return _first_smaller(search) if room is None else cheapest_change(search)
 
 
-def more_ranks(plan: Plan, room: int, ratio: float) -> str | None:
-    """Such as "16 ranks with layout.tp=8": the fewest ranks, in doublings, on which cutting each layer or the layers further fits."""
-    for factor in (2, 4, 8):
-        for key, now in (("layout.tp", plan.grid.tp), ("layout.pp", plan.grid.pp)):
-            need = _need(plan, {key: now * factor}, ratio, plan.grid.world * factor)
-            if need is not None and need <= room:
-                return f"{plan.grid.world * factor} ranks with {key}={now * factor} ({gib(need)} GiB of {gib(room)})"
-    return None
-
-
-def _first_smaller(plan: Plan) -> str:
+def _first_smaller(search: Search) -> str:
     """Where the room is not known: the first legal change that is forecast to hold at least a tenth less."""
-    now = _need(plan, {}, 1.0) or 0.0
-    for overrides, cost in changes(plan.run, plan.grid.world):
-        need = _need(plan, overrides, 1.0)
-        if need is not None and need - OVERHEAD <= 0.9 * (now - OVERHEAD):
-            return f"{_words(overrides)} ({cost}; forecast {(need - OVERHEAD) / 2**30:.3g} GiB instead of {(now - OVERHEAD) / 2**30:.3g})"
-    return "none is forecast to need less on as many ranks; take more ranks (layout.tp, layout.pp)"
-
-
-def _need(plan: Plan, overrides: dict[str, object], ratio: float, world: int | None = None) -> float | None:
-    """Bytes of the fullest rank with these overrides; None if the config would not be legal."""
-    run, world = plan.run, world or plan.grid.world
-    for key, value in overrides.items():
-        run = tree.replace_at(run, key, value)
-    if broken_rules(run, Facts(world_size=world, files=False)):
-        return None
-    changed = make_plan(run, world)
-    uses, _ = rank_uses(changed, changed.num_micro_batches(run.train.global_batch))
-    return ratio * max(u.total for u in uses) + OVERHEAD
-
-
-def _words(overrides: dict[str, object]) -> str:
-    return " ".join(f"{key}={value}" for key, value in overrides.items())
+    now = search.demand({})
+    need = now.need if now else 0.0
+    for overrides, cost in changes(search.run):
+        demand = search.demand(overrides)
+        if demand is not None and demand.need <= 0.9 * need:
+            words = Change(overrides, cost, demand).words
+            less = f"forecast {size_text(demand.need)} instead of {size_text(need)}"
+            return f"the cheapest change to try: {words} ({cost}; {less})"
+    return "the cheapest change to try: none is forecast to need less on as many ranks; take more ranks (layout.tp, layout.pp)"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from textwrap import wrap
 
 from phalanx.base.deal import degrees_of
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.part import Part
+from phalanx.base.sizes import Unit, size_text, unit_for
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
 from phalanx.schedule.draw import draw
@@ -19,28 +22,44 @@ from phalanx.train.flops import flops_of
 from phalanx.train.memory import OVERHEAD, BlockUse, RankUse, block_uses, rank_uses
 from phalanx.train.order import total_samples
 from phalanx.train.plan import Plan, global_numel, low_names, make_blocks, make_plan, spec_of
+from phalanx.train.smaller import Demand, Search, way_out
 
 WIDTH = 100
 FITS_ON = ("L4", "L40S", "A100", "H100", "H200", "B200")
 
 
+@dataclass(frozen=True)
+class PlanReport:
+    """The text of a plan; `fits` is False if the device that was named has too little memory for it."""
+
+    text: str
+    fits: bool
+
+
 def plan_text(run: Run, world: int, device: Device | None = None) -> str:
+    return plan_report(run, world, device).text
+
+
+def plan_report(run: Run, world: int, device: Device | None = None) -> PlanReport:
     """The plan of a checked config on `world` ranks. `device`: what it is to fit on; None: says which well-known ones would do."""
     plan = make_plan(run, world)
     m = plan.num_micro_batches(run.train.global_batch)
     blocks = block_uses(plan)
     uses, trace = rank_uses(plan, m, blocks)
+    memory = unit_for(max(use.total for use in uses))
+    sent = unit_for(max(nbytes for use in uses for nbytes in use.sent.values()))
     parts = {
         "": summary(plan, m, trace),
         "Stages (a block is the embedding, a layer or the head; parameters are those of the whole stage)": stage_table(plan),
         f"Schedule {plan.schedule_name} (lengths by FLOPs; simulated with unbuffered sends: no deadlock)": draw(trace, WIDTH),
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
-        "Memory per rank (GiB)": memory_table(plan, uses) + "\n" + fits(uses, device),
+        f"Memory per rank ({memory.name})": memory_table(plan, uses, memory) + "\n" + fits(plan, uses, device),
         "Made again in backward (of each stage's micro-batch and rank)": again_text(plan, blocks),
         "In host memory, per rank": host_text(uses),
-        "Sent by each rank per step (GiB)": sent_table(plan.grid, uses, plan.run.layout.codes_travel),
+        f"Sent by each rank per step ({sent.name})": sent_table(plan, uses, sent),
     }
-    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items() if text)
+    text = "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts.items() if text)
+    return PlanReport(text, device is None or demand_of(uses, device).fits)
 
 
 def summary(plan: Plan, m: int, trace: Trace) -> str:
@@ -128,11 +147,11 @@ def contents(plan: Plan, blocks: range) -> str:
     return ", ".join(n for n in names if n)
 
 
-def memory_table(plan: Plan, uses: Sequence[RankUse]) -> str:
+def memory_table(plan: Plan, uses: Sequence[RankUse], unit: Unit) -> str:
     kinds = max((use.memory for use in uses), key=len)  # a stage without linears in low precision has fewer
     rows = [("pp rank", *kinds, "total", "in flight")]
     for pp, use in enumerate(uses):
-        rows.append((str(pp), *(gib(use.memory.get(kind, 0)) for kind in kinds), gib(use.total), str(use.live)))
+        rows.append((str(pp), *(unit.text(use.memory.get(kind, 0)) for kind in kinds), unit.text(use.total), str(use.live)))
     return "\n".join([table(rows), *passing_text(uses), *pools_text(plan, uses)])
 
 
@@ -142,7 +161,7 @@ def pools_text(plan: Plan, uses: Sequence[RankUse]) -> list[str]:
     if plan.grid.pp == 1 or not most or plan.run.train.cuda_graphs == "off":
         return []
     when = "" if plan.run.train.cuda_graphs == "on" else ", if a tenth stays free"
-    return [f"CUDA graphs take up to {gib(most)} GiB more, pools of micro-batches in flight{when}."]
+    return [f"CUDA graphs take up to {size_text(most)} more, pools of micro-batches in flight{when}."]
 
 
 def passing_text(uses: Sequence[RankUse]) -> list[str]:
@@ -150,7 +169,7 @@ def passing_text(uses: Sequence[RankUse]) -> list[str]:
     most = max(uses, key=lambda u: sum(u.passing.values()))
     if not sum(most.passing.values()):
         return []
-    what = " and ".join(f"{name} of {gib(n)}" for name, n in most.passing.items() if n)
+    what = " and ".join(f"{name} of {size_text(n)}" for name, n in most.passing.items() if n)
     return [f"At the fullest moment of a step; of that, blocks at work have {what} for themselves alone."]
 
 
@@ -158,7 +177,7 @@ def host_text(uses: Sequence[RankUse]) -> str:
     """What waits in host memory, if anything."""
     if not any(u.host for u in uses):
         return ""
-    return "\n".join(f"pp rank {pp}: {gib(u.host)} GiB of activations" for pp, u in enumerate(uses) if u.host)
+    return "\n".join(f"pp rank {pp}: {size_text(u.host)} of activations" for pp, u in enumerate(uses) if u.host)
 
 
 def recompute_text(run: Run) -> str:
@@ -173,14 +192,15 @@ def again_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
     """What is made again where, what that saves and costs; nothing where all is stored."""
     if not any(plan.again):
         return ""
-    rows = [("pp rank", "stage", "what", "GiB less", "GFLOP more", "of all")]
     savings = savings_of(plan, blocks)
+    unit = unit_for(max(sum(savings[b].bytes for b in stage) for stage in plan.stages))
+    rows = [("pp rank", "stage", "what", f"{unit.name} less", "GFLOP more", "of all")]
     for pp in range(plan.grid.pp):
         for stage in plan.stages_of(pp):
             mine = [savings[b] for b in plan.stages[stage]]
             flops = 3 * sum(plan.facts[b].flops for b in plan.stages[stage]) * plan.run.train.micro_batch * plan.run.train.seq_length / plan.grid.tp
             more = sum(s.price.flops for s in mine)
-            less = gib(sum(s.bytes for s in mine))
+            less = unit.text(sum(s.bytes for s in mine))
             for n, what in enumerate(runs_alike(plan, stage, savings)):
                 of_all = f"{100 * more / flops:.1f} %" if flops else "-"  # the embedding alone has none
                 rows.append((str(pp), str(stage), what, less, f"{more / 1e9:.4g}", of_all) if n == 0 else ("", "", what, "", "", ""))
@@ -197,17 +217,37 @@ def runs_alike(plan: Plan, stage: int, savings: Sequence[Saving]) -> list[str]:
     return found or ["nothing"]
 
 
-def fits(uses: Sequence[RankUse], device: Device | None) -> str:
+def demand_of(uses: Sequence[RankUse], device: Device) -> Demand:
+    return Demand(max(u.total for u in uses) + OVERHEAD, device.memory)
+
+
+def fits(plan: Plan, uses: Sequence[RankUse], device: Device | None) -> str:
     need = max(u.total for u in uses) + OVERHEAD
     text = f"The fullest rank needs {need / 2**30:.1f} GiB, with {OVERHEAD / 2**30:.0f} GiB for CUDA, NCCL and the allocator.\n"
     if device is not None:
-        return text + f"It {'fits' if need <= device.memory else 'DOES NOT FIT'} {device.name} ({device.memory / 2**30:.1f} GiB)."
+        return text + fits_device(plan, uses, device)
     known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)
     good = [f"{d.name} ({d.memory / 1e9:.0f} GB)" for d in known if need <= d.memory]
     return text + (f"It fits {', '.join(good)}." if good else f"It fits none of {', '.join(FITS_ON)}: cut further (tp, pp), or train.recompute=full.")
 
 
-def sent_table(grid: Grid, uses: Sequence[RankUse], codes_travel: bool = False) -> str:
+def fits_device(plan: Plan, uses: Sequence[RankUse], device: Device) -> str:
+    """Whether it fits; if not, what is missing and the cheapest change that would do, which `train` names too."""
+    demand, room = demand_of(uses, device), f"{device.name} ({device.memory / 2**30:.1f} GiB)"
+    if demand.fits:
+        return f"It fits {room}."
+    fullest = max(range(len(uses)), key=lambda pp: uses[pp].total)
+    search = Search(plan.run, plan.grid.world, lambda _, changed: demand_of(changed, device))
+    missing = size_text(demand.need - demand.room)
+    return f"It DOES NOT FIT {room}: pp rank {fullest}, the fullest, lacks {missing}.\n" + wrapped(way_out(search))
+
+
+def wrapped(text: str) -> str:
+    return "\n".join(wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def sent_table(plan: Plan, uses: Sequence[RankUse], unit: Unit) -> str:
+    grid, codes_travel = plan.grid, plan.run.layout.codes_travel
     what = {"tp": "tokens gathered and scattered around each matmul", "pp": "activations and their gradients between stages",
             "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)",
             "cp": "keys and values to other parts of their sequences",
@@ -215,12 +255,8 @@ def sent_table(grid: Grid, uses: Sequence[RankUse], codes_travel: bool = False) 
     unused = {"cp": grid.cp, "ep": grid.ep * grid.etp}
     what = {axis: text for axis, text in what.items() if unused.get(axis) != 1}
     rows = [("pp rank", *(f"{axis} (of {grid.size(axis)})" for axis in what))]  # type: ignore[arg-type]
-    rows += [(str(pp), *(gib(use.sent[axis]) for axis in what)) for pp, use in enumerate(uses)]
+    rows += [(str(pp), *(unit.text(use.sent[axis]) for axis in what)) for pp, use in enumerate(uses)]
     return table(rows) + "\n" + "\n".join(f"{axis}: {text}" for axis, text in what.items())
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f}" if nbytes else "-"
 
 
 def count(number: float) -> str:
