@@ -18,3 +18,11 @@ def verify(placement: Placement, config: dict[str, Any], steps: int) -> None:
     from phalanx.train.verify import verify_rank
 
     verify_rank(load_run(base=config), placement, steps)
+
+
+def evaluate(
+    placement: Placement, config: dict[str, Any], weights: str, sets: dict[str, list[str]], samples: int | None, out: str | None
+) -> None:
+    from phalanx.train.evaluate_run import Evaluation, evaluate_rank
+
+    evaluate_rank(load_run(base=config), placement, Evaluation(weights, sets, samples, out))

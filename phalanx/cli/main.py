@@ -16,13 +16,10 @@ from phalanx import __version__
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
 from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
+from phalanx.cli.evaluate import evaluate
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import deaf, listen_early
-
-CONFIG = click.argument("config", metavar="CONFIG")
-OVERRIDES = click.argument("overrides", nargs=-1, metavar="[a.b=c]...")
-RANKS = click.option("--ranks", type=int, default=None, metavar="N", help="Number of ranks (default: all GPUs; on a CPU what the layout needs).")
-
 
 INVITATION = f"""\
 Phalanx {__version__}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
@@ -312,6 +309,7 @@ def data_verify(what: tuple[str, ...]) -> None:
         click.echo(line)
 
 
+cli.add_command(evaluate)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)
@@ -322,7 +320,6 @@ def bench() -> None:
     """Measure speed: ops, links between ranks, whole steps."""
 
 
-JSON = click.option("--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures here too.")
 REPEATS = click.option("--repeats", type=click.IntRange(min=1), default=10, show_default=True, help="Measurements; the median is shown.")
 
 

@@ -30,8 +30,12 @@ class Ready:
 
 def prepare(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> Ready:
     """Read and check a run for this machine. Raises every problem at once; other ranks than 0 of a foreign world raise them silently."""
+    return prepare_loaded(read(config, overrides), ranks)
+
+
+def prepare_loaded(loaded: Loaded, ranks: int | None) -> Ready:
+    """As `prepare`, of a config that is read already."""
     placement, env_problems = read_placement(os.environ)
-    loaded = read(config, overrides)
     if loaded.run is None and not env_problems:
         return fail(loaded.problems, placement)
     if loaded.run is None:

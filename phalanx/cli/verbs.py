@@ -11,7 +11,7 @@ class Verbs(click.Group):
     """A group that lists its verbs in the order of use, and says what a mistyped one may have meant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        order = ("doctor", "data", "plan", "train", "verify", "bench", "generate", "checkpoint", "export", "import", "explain")
+        order = ("doctor", "data", "plan", "train", "verify", "bench", "eval", "generate", "checkpoint", "export", "import", "explain")
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -217,8 +217,13 @@ def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size:
     parts = {}
     if config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
-    for name, given in config.valid.items():
-        parts[name] = open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size)
+    own = {name: _loader(config, *part, seq_length) for name, part in parts.items()}
+    return own | whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size)
+
+
+def whole_loaders(config: DataConfig, sets: Mapping[str, Sequence[str]], *, seq_length: int, vocab_size: int) -> dict[str, Loader]:
+    """Loaders of whole corpora, in file order: set name -> prefixes (or `0.7 a 0.3 b`)."""
+    parts = {name: open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size) for name, given in sets.items()}
     return {name: _loader(config, *part, seq_length) for name, part in parts.items()}
 
 

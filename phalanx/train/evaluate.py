@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from phalanx.base.batch import IGNORE, Batch
+from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import Loader
 from phalanx.train.build import State
+from phalanx.train.config import Run
 from phalanx.train.order import eval_samples
 from phalanx.train.step import evaluate_step
 
 MICRO_BATCHES = 16  # of one forward-only schedule
 
 
+Forward = Callable[[list[Batch]], tuple[Tensor, Tensor]]
+"""Summed loss and number of tokens, over all ranks, of this rank's micro-batches."""
+
+
 def evaluate(state: State, loaders: dict[str, Loader]) -> dict[str, float]:
     """Set name -> mean loss per token over the first train.eval_samples samples, or all samples of a smaller set."""
     state.buffers.ready()
-    return {name: _mean_loss(state, loader) for name, loader in loaders.items()}
+
+    def forward(batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        return evaluate_step(state, batches)
+
+    run, mesh = state.plan.run, state.mesh
+    sums = {name: summed(run, mesh, loader, eval_samples(run, loader), forward) for name, loader in loaders.items()}
+    return {name: (total[0] / total[1]).item() for name, total in sums.items()}
 
 
-def _mean_loss(state: State, loader: Loader) -> float:
-    train, mesh = state.plan.run.train, state.mesh
-    size, limit = train.micro_batch, eval_samples(state.plan.run, loader)
+def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -> Tensor:
+    """(2,) float64: summed loss, and tokens that have one, of the first `limit` samples."""
+    size = run.train.micro_batch
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     per_round = size * mesh.dp.size * MICRO_BATCHES
     for first in range(0, limit, per_round):
@@ -31,8 +45,8 @@ def _mean_loss(state: State, loader: Loader) -> float:
         micro = -(-count // (size * mesh.dp.size))
         mine = first + mesh.dp.index * micro * size
         batches = [_batch(loader, mine + i * size, size, limit).cut(mesh.part).to(mesh.device) for i in range(micro)]
-        total += torch.stack(evaluate_step(state, batches))
-    return (total[0] / total[1]).item()
+        total += torch.stack(forward(batches))
+    return total
 
 
 def _batch(loader: Loader, first: int, size: int, limit: int) -> Batch:
