@@ -48,8 +48,8 @@ def evaluate(checkpoint: str, overrides: tuple[str, ...], data: tuple[str, ...],
     if loaded.run is not None:
         world = ranks or _started() or max(1, loaded.run.layout.tp * loaded.run.layout.cp * loaded.run.layout.pp)
         run = for_evaluation(loaded.run, world)
-        own = {"dir": checkpoint} if (Path(checkpoint) / "checkpoints").is_dir() else {}
-        loaded = replace(loaded, run=replace(run, data=_without_training(run, bool(data)), **own))
+        folder = checkpoint if (Path(checkpoint) / "checkpoints").is_dir() else run.dir
+        loaded = replace(loaded, run=replace(run, data=_without_training(run, bool(data)), dir=folder))
     ready = prepare_loaded(loaded, ranks)
     with prepared(data, ready.run, weights) as sets:
         if not data:

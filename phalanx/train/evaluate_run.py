@@ -191,9 +191,10 @@ def bytes_per_token(given: Sequence[str]) -> float | None:
     prefixes, weights = prefixes_and_weights(given)
     records = [read_manifest(prefix) for prefix in prefixes]
     counts = [(record.get("text_bytes"), record.get("tokens")) for record in records]
-    if weights or not counts or not all(isinstance(n, int) and n > 0 for pair in counts for n in pair):
+    known = [(text, tokens) for text, tokens in counts if isinstance(text, int) and isinstance(tokens, int) and min(text, tokens) > 0]
+    if weights or not counts or len(known) < len(counts):
         return None
-    return sum(text for text, _ in counts) / sum(tokens for _, tokens in counts)
+    return sum(text for text, _ in known) / sum(tokens for _, tokens in known)
 
 
 def tell(results: Sequence[SetResult], what: Evaluation, run: Run, mesh: Mesh) -> None:
