@@ -35,7 +35,7 @@ def list_(run: str) -> None:
     click.echo(checkpoints_text(run))
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Compare every byte with the manifest.")
 @click.argument("path")
 def verify(path: str) -> None:
     """Read every byte of a checkpoint (or of the newest of the run PATH) and compare it with its manifest."""
@@ -51,7 +51,7 @@ def verify(path: str) -> None:
     click.echo(f"{found} good")
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Print every difference between two checkpoints.")
 @click.argument("a")
 @click.argument("b")
 def diff(a: str, b: str) -> None:
@@ -68,7 +68,7 @@ def diff(a: str, b: str) -> None:
     click.echo("equal")
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Write the mean of the weights of several checkpoints.")
 @click.argument("paths", nargs=-1, required=True)
 @OUT
 def average(paths: tuple[str, ...], out: str) -> None:
@@ -79,7 +79,7 @@ def average(paths: tuple[str, ...], out: str) -> None:
     click.echo(f"{mean(list(paths), out)} is the mean of {len(paths)}")
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Write a checkpoint in another number of files.")
 @click.argument("path")
 @OUT
 @click.option("--files", type=click.IntRange(min=1), required=True, help="Number of state files.")
@@ -92,7 +92,7 @@ def reshard(path: str, out: str, files: int, file_mb: int) -> None:
     click.echo(str(write_anew(path, out, files, file_mb << 20)))
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Keep a checkpoint whatever `keep_last` says.")
 @click.argument("path")
 @click.option("--remove", is_flag=True, help="Let retention remove it again.")
 def pin(path: str, remove: bool) -> None:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.completion import configs
 from phalanx.cli.options import JSON, OVERRIDES, RANKS
+from phalanx.cli.verbs import ConfigVerb
 
 if TYPE_CHECKING:
     from phalanx.train.config import Run
 
 
-@click.command("eval", short_help="Measure loss and perplexity of a checkpoint.")
-@click.argument("checkpoint", metavar="CHECKPOINT|RUN")
+@click.command("eval", cls=ConfigVerb, short_help="Measure loss and perplexity of a checkpoint.")
+@click.argument("checkpoint", metavar="CHECKPOINT|RUN", shell_complete=configs)
 @OVERRIDES
 @click.option("--data", "data", multiple=True, metavar="[NAME=]PREFIX|TEXT", help="Token files or text (default: the run's own validation sets).")
 @click.option("--samples", type=click.IntRange(min=1), default=None, metavar="N", help="Sequences of each set (default: all of --data).")

@@ -16,8 +16,10 @@ from phalanx import __version__
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
 from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
+from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
+from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import deaf, listen_early
 
@@ -29,7 +31,7 @@ Phalanx {__version__}: train transformer language models, on one CPU or on thous
   phalanx train CONFIG                            train (resumes by itself)
   phalanx train CONFIG layout.tp=2 optim.lr=1e-4  the same with other values
   phalanx generate RUN --prompt "Once upon a time"    text from a checkpoint
-  phalanx explain layout.tp                       what a config key means
+  phalanx explain --search warmup                 which config key does that
 
 `phalanx --help` lists every verb."""
 
@@ -142,13 +144,27 @@ def doctor() -> None:
     click.echo(report())
 
 
-@cli.command(short_help="Explain a config key or a section.")
-@click.argument("key")
-def explain(key: str) -> None:
-    """Explain a config KEY (such as layout.tp), or a whole section."""
+@cli.command(short_help="Explain config keys: one, a section, or all.")
+@click.argument("key", required=False, shell_complete=keys)
+@click.option("--all", "everything", is_flag=True, help="Every key of every section.")
+@click.option("--search", default=None, metavar="WORD", help="Keys whose name or meaning has this word, or another framework's name for one.")
+@click.option("--schema", is_flag=True, help="A JSON schema of config files, for editors.")
+def explain(key: str | None, everything: bool, search: str | None, schema: bool) -> None:
+    """Explain a config KEY (such as layout.tp), or a section; without one, list the sections."""
+    from phalanx.train.explain import all_text, search_text, sections_text
     from phalanx.train.load import explain as explain_key
+    from phalanx.train.schema import schema_text
 
-    click.echo(explain_key(key))
+    if sum((key is not None, everything, search is not None, schema)) > 1:
+        raise click.UsageError("give one of KEY, --all, --search WORD and --schema")
+    if schema:
+        click.echo(schema_text())
+    elif search is not None:
+        click.echo(search_text(search))
+    elif everything:
+        click.echo(all_text())
+    else:
+        click.echo(sections_text() if key is None else explain_key(key))
 
 
 @cli.group(cls=Verbs)
@@ -160,7 +176,7 @@ TOKENIZER_HELP = "A tokenizer.json, GPT-2's two files, SentencePiece .model, .ti
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token files of this name.")
 
 
-@data.command("prepare")
+@data.command("prepare", short_help="Turn text into token files.")
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Prefix of the .bin and .idx files to write.")
 @click.option("--tokenizer", required=True, help=TOKENIZER_HELP)
@@ -222,7 +238,7 @@ def _shares(split: str) -> dict[str, float]:
     return shares
 
 
-@data.command("merge")
+@data.command("merge", short_help="Join token files.")
 @click.argument("out")
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--copy", is_flag=True, help="Copy the tokens into one .bin, which Megatron needs, rather than refer to those of SHARDS.")
@@ -243,7 +259,7 @@ def _print_summary(summary: Any) -> None:
         click.echo(pairs(part=name, documents=documents, tokens=tokens))
 
 
-@data.command("pack")
+@data.command("pack", short_help="Pack documents into sequences, once.")
 @CONFIG
 @OVERRIDES
 def data_pack(config: str, overrides: tuple[str, ...]) -> None:
@@ -254,7 +270,7 @@ def data_pack(config: str, overrides: tuple[str, ...]) -> None:
         click.echo(line)
 
 
-@data.command("train-tokenizer")
+@data.command("train-tokenizer", short_help="Train a tokenizer on text.")
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Folder for tokenizer.json and tokenizer_config.json.")
 @click.option("--vocab-size", type=click.IntRange(min=257), required=True, help="Tokens, the end of a document included.")
@@ -273,7 +289,7 @@ def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kin
     click.echo(f"tokenizer={out} kind={kind} vocab_size={made.vocab_size} eod={made.eod}")
 
 
-@data.command("show")
+@data.command("show", short_help="Show token files, or what a run trains on.")
 @click.argument("what", metavar="PREFIX|CONFIG")
 @OVERRIDES
 @click.option("--tokenizer", default=None, help="Show text rather than token numbers (default: the config's).")
@@ -436,6 +452,8 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # keep its compiled kernels, as Triton and quack do
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/phalanx/flash-attn"))
+    if "_PHALANX_COMPLETE" in os.environ:
+        use_bash()
     sys.exit(guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False)))
 
 
@@ -445,6 +463,7 @@ def guarded(call: Callable[[], Any]) -> int:
         return 0
     except PhalanxError as error:
         click.echo(describe(error), err=True)
+        explain_end(describe(error))
         return error.exit_code
     except click.ClickException as error:
         error.show()

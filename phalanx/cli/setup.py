@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from phalanx.base.errors import PhalanxError, Problem
+from phalanx.base.log import describe
 from phalanx.base.placement import Placement
+from phalanx.cli.torchrun import explain_end
 from phalanx.launch.env import describe_machine, read_placement
 from phalanx.launch.host import gpu_memory, host_memory
 from phalanx.train.capacity import DoesNotFit, MachineMemory, check_capacity
@@ -78,6 +80,7 @@ def fail(problems: list[Problem], placement: Placement | None) -> Any:
         raise_problems(problems)
     except PhalanxError as error:
         if placement is not None and placement.rank > 0:
+            explain_end(describe(error))
             raise SystemExit(error.exit_code) from None
         raise
 
@@ -97,6 +100,7 @@ def check_memory(ready: Ready, force: bool = False) -> None:
         warning = check_capacity(ready.run, ready.ranks, memory_here(ready), force)
     except DoesNotFit as error:
         if not speaks:
+            explain_end(describe(error))
             raise SystemExit(error.exit_code) from None
         raise
     if warning is not None and speaks:

@@ -59,7 +59,7 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
     from phalanx.data.text import find_text
     from phalanx.train.checks import raise_problems
 
-    run = prepare_elsewhere(str(Path(what, "config.yaml")) if Path(what).is_dir() else what, overrides, None).run
+    run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
     data = None if problems else find_text(run.data, run.dir)
     if data is None and not problems:
@@ -150,7 +150,7 @@ def run_data_text(
     from phalanx.train.data_text import data_table, open_loaders, step_data, step_text
     from phalanx.train.plan import grid_of
 
-    ready = prepare_elsewhere(str(Path(config, "config.yaml")) if Path(config).is_dir() else config, overrides, ranks)
+    ready = prepare_elsewhere(config, overrides, ranks)
     run, grid, wrong = ready.run, grid_of(ready.run, ready.ranks), []
     if step is not None and not 1 <= step <= run.train.last_step:
         wrong.append(Problem("--step", step, "must be a step of the run", {"train.steps": run.train.last_step}, (1, run.train.last_step)))

@@ -33,7 +33,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
 from phalanx.base.rules import near_paths
 from phalanx.train.config import Run
-from phalanx.train.synonyms import SYNONYMS
+from phalanx.train.synonyms import NOT_BUILT, SYNONYMS, said_of
 
 COMMAND_LINE = "command line"
 INDENT = "    "
@@ -82,8 +82,7 @@ def read(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
     """As `load_run`, but returns the problems, so that those of the rules can be shown with them."""
     source = Source(to_dict(base) if isinstance(base, Run) else _copy(base or {}))
     if path is not None:
-        file = read_python(path) if Path(path).suffix == ".py" else read_yaml(path)
-        source = _merged(source, file)
+        source = _merged(source, read_file(path))
     for text in overrides:
         apply_override(source, text)
     run, problems, repaired = build(source.data)
@@ -120,8 +119,9 @@ def explain(key: str) -> str:
     known = list(tree.keys(Run))
     found = [k for k in known if k.path == key]
     if not found:
-        valid = near_keys(key, "")
-        raise ConfigError([Problem("explain", key, "is not a config key", {}, valid, COMMAND_LINE)])
+        said = said_of(key)
+        valid = () if key.lower() in NOT_BUILT else near_keys(key, "")
+        raise ConfigError([Problem("explain", key, "is not a config key" + (f"; {said}" if said else ""), {}, valid, COMMAND_LINE)])
     if any(tree.sections(k.hint) for k in found):
         below = [k for k in known if k.path.startswith(f"{key}.")]
         return "\n".join(f"{k.path}: {k.type}{_default_text(k)}\n{indent(k.doc, INDENT)}".rstrip() for k in below)
@@ -138,6 +138,17 @@ def _default_text(key: tree.Key) -> str:
 
 
 # ---- files and overrides -> plain values ---------------------------------------------------------------------------------------
+
+
+def read_file(path: str | Path) -> Source:
+    """A YAML or Python file, or the folder of a run: its config.yaml, and the run goes on in that folder, wherever it is called from."""
+    if not Path(path).is_dir():
+        return read_python(path) if Path(path).suffix == ".py" else read_yaml(path)
+    inside = Path(path) / "config.yaml"
+    if not inside.is_file():
+        return Source(problems=[Problem("CONFIG", str(path), "is a folder without a config.yaml, so it is not that of a run", where=COMMAND_LINE)])
+    file = read_yaml(inside)
+    return Source({**file.data, "dir": str(path)}, {**file.origins, "dir": COMMAND_LINE}, file.problems)
 
 
 def read_yaml(path: str | Path) -> Source:
@@ -320,7 +331,7 @@ class Constructor:
 
 
 @functools.cache
-def _schema() -> type[BaseModel]:
+def run_schema() -> type[BaseModel]:
     """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot."""
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(Run):
@@ -349,7 +360,7 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
 def _validate(data: dict[str, Any]) -> tuple[Run | None, list[Any]]:
     try:
         # through JSON, because pydantic's strict mode takes lists for tuples only there
-        made = _schema().model_validate_json(json.dumps(data))
+        made = run_schema().model_validate_json(json.dumps(data))
     except ValidationError as error:
         return None, error.errors(include_url=False)
     return Run(**{name: getattr(made, name) for name in tree.field_names(Run)}), []
@@ -414,7 +425,8 @@ def _problem(data: dict[str, Any], error: Any) -> Problem:
         rule = "must be a section with its family, got " + yaml_type(value) + "; of a Hugging Face folder: in a Python config, model_config_from_hf"
         return Problem(path, value, rule)
     if kind == "literal_error":
-        return Problem(path, value, f"must be {tree.type_text(hint)}", {}, _close_literals(value, hint))
+        said = said_of(value) if isinstance(value, str) else ""
+        return Problem(path, value, f"must be {tree.type_text(hint)}" + (f"; {said}" if said else ""), {}, _close_literals(value, hint))
     return Problem(path, value, f"must be {tree.type_text(hint)}, got {yaml_type(value)}", {}, _casts(value, hint, owner, steps[-1]))
 
 
@@ -430,7 +442,9 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
     if others:
         families = ", ".join(f'"{n}"' for n, c in _families(tree.hints(Run)["model"]).items() if c in others)
         return Problem(path, value, f"is a key of {section} only with family {families}", {}, near_keys(name, section, owner))
-    return Problem(path, value, f"is not a key {at}", {}, near_keys(name, section, owner))
+    said = said_of(name)
+    valid = () if said and name.lower() in NOT_BUILT else near_keys(name, section, owner)
+    return Problem(path, value, f"is not a key {at}" + (f"; {said}" if said else ""), {}, valid)
 
 
 def near_keys(name: str, section: str, owner: type = Run) -> tuple[str, ...]:

@@ -1,0 +1,94 @@
+"""Completion in shells: verbs by click, config keys and their values here.
+
+    eval "$(_PHALANX_COMPLETE=bash_source phalanx)"
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
+
+
+class Bash(BashComplete):
+    """bash, with no blank after `key=`, where a value is to follow."""
+
+    source_template = BashComplete.source_template.replace(
+        "    return 0\n", "    [[ ${COMPREPLY[0]} == *= || ${COMPREPLY[0]} == *. ]] && compopt -o nospace\n\n    return 0\n", 1
+    )
+
+
+def use_bash() -> None:
+    """Let click use `Bash`."""
+    add_completion_class(Bash)
+
+
+def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Files, and so the folders of runs: the shell knows them."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """For `explain`: keys and sections."""
+    from phalanx.base import tree
+    from phalanx.train.config import Run
+
+    names = dict.fromkeys(k.path for k in tree.keys(Run))
+    return _next_steps(incomplete, list(names))
+
+
+def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """`key=`, and after it the values that the key takes.
+
+    bash cuts words at `=`: what is complete then ends in a key or in `=`, and only the value is asked for. Other shells ask for the whole word.
+    """
+    before: Sequence[str] = ctx.params.get("overrides") or ()
+    key, equals, start = incomplete.partition("=")
+    if equals:
+        return [CompletionItem(f"{key}={value}") for value in values_of(key) if value.startswith(start)]
+    whole = [word for word in before if word != "="]
+    if before and (before[-1] == "=" or (incomplete == "" and whole and "=" not in whole[-1] and values_of(whole[-1]))):
+        return [CompletionItem(value) for value in values_of(whole[-1]) if value.startswith(incomplete)]
+    dashes = "--" if incomplete.startswith("--") else ""
+    return _next_steps(incomplete, [f"{dashes}{key}=" for key in _leaves()])
+
+
+def _next_steps(incomplete: str, names: Sequence[str]) -> list[CompletionItem[str]]:
+    """Names that begin so; of many, how they go on as far as the next dot."""
+    fitting = [name for name in names if name.startswith(incomplete)]
+    dots = incomplete.count(".")
+    sections = dict.fromkeys(".".join(name.split(".")[: dots + 1]) + "." if name.count(".") > dots else name for name in fitting)
+    return [CompletionItem(name) for name in (sections if len(sections) > 1 else fitting)]
+
+
+def _leaves() -> list[str]:
+    from phalanx.base import tree
+    from phalanx.train.config import Run
+
+    return list(dict.fromkeys(k.path for k in tree.leaves(Run)))
+
+
+def values_of(key: str) -> list[str]:
+    """The values that a key can take, where they can be listed: words, yes or no, names of files in this folder."""
+    from phalanx.base import tree
+    from phalanx.train.config import Run
+
+    found: list[str] = []
+    for k in (k for k in tree.leaves(Run) if k.path == key.removeprefix("--")):
+        for hint in tree.members(k.hint):
+            found += _listed(hint)
+        if type(None) in typing.get_args(k.hint):
+            found.append("null")
+    if key in ("init_from", "checkpoint.load", "data.tokenizer", "dir"):
+        found += sorted(str(p) for p in Path().iterdir() if not p.name.startswith("."))
+    return list(dict.fromkeys(found))
+
+
+def _listed(hint: Any) -> list[str]:
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(value) for value in typing.get_args(hint)]
+    return ["true", "false"] if hint is bool else []

@@ -1,0 +1,62 @@
+"""A JSON schema of config files, by which editors complete and check them: types, values, defaults and meanings; rules between keys stay ours."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+from pydantic import BeforeValidator
+
+from phalanx.base import tree
+from phalanx.train.config import Run
+from phalanx.train.load import run_schema
+
+
+def schema_text() -> str:
+    return json.dumps(config_schema(), indent=1)
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of a YAML config."""
+    made = run_schema().model_json_schema(mode="validation")
+    for cls in sections_of(Run):
+        place = made if cls is Run else made["$defs"].get(cls.__name__)
+        if place is not None:
+            describe_fields(place, cls)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Phalanx config", "description": "The config of a training run."}
+    return {**head, **{name: value for name, value in made.items() if name not in head}}
+
+
+def sections_of(cls: type) -> list[type]:
+    """The dataclass and all below it, those inside maps too; each once."""
+    found, rest = dict[type, None](), [cls]
+    while rest:
+        one = rest.pop()
+        if one in found:
+            continue
+        found[one] = None
+        for hint in tree.hints(one).values():
+            for member in tree.members(hint):
+                rest += [*tree.sections(member), *(s for inside in typing.get_args(member) for s in tree.sections(inside))]
+    return list(found)
+
+
+def describe_fields(place: dict[str, Any], cls: type) -> None:
+    """Meanings, and the texts that stand for lists; no other keys are allowed."""
+    place["additionalProperties"] = False
+    place.pop("title", None)
+    docs, whole = tree.field_docs(cls), typing.get_type_hints(cls, include_extras=True)
+    for name, field in place["properties"].items():
+        field.pop("title", None)
+        if is_read_from_text(whole[name]):
+            kept = {k: v for k, v in field.items() if k == "default"}
+            plain = {k: v for k, v in field.items() if k != "default"}
+            field = place["properties"][name] = {"anyOf": [plain, {"type": "string"}, {"type": "array"}], **kept}
+        if docs.get(name):
+            field["description"] = " ".join(docs[name].split())
+
+
+def is_read_from_text(hint: Any) -> bool:
+    """Whether a value of another type is turned into this one before it is checked."""
+    return any(isinstance(m, BeforeValidator) for m in getattr(hint, "__metadata__", ()))
