@@ -33,7 +33,8 @@ from phalanx.train.build import build_for_inference
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.evaluate import summed
 from phalanx.train.load import to_dict
-from phalanx.train.main import join
+from phalanx.train.main import device_of, join
+from phalanx.train.meeting import identity
 from phalanx.train.order import eval_samples
 from phalanx.train.plan import Plan, make_plan, storing_all
 from phalanx.train.plan_text import table
@@ -143,8 +144,8 @@ def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
     with ExitStack() as after:
         run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size))
         loaders = open_sets(run, what)  # whatever is wrong with the data is said before the ranks meet
-        mesh = join(run, placement)
         after.callback(leave_world)
+        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
         results = results_of(run, mesh, what, loaders)
         if placement.rank == 0:
