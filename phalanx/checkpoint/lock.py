@@ -1,8 +1,7 @@
-"""The lock of a run's folder: one run writes to it at a time. The kernel drops the lock when its holder dies, however it dies."""
+"""The lock of a run's folder: one run writes to it at a time. How it is held is left to `base.file_lock`."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.base.errors import CheckpointError, FolderInUse
+from phalanx.base.file_lock import PATIENCE_S, FileLock
 
 NAME = ".lock"
 
@@ -22,28 +22,37 @@ class FolderLock:
     Unless `keep` was called, the folder is then as it was found: gone, if there was none.
 
     took_over   the holder before, if it ended without releasing the lock (it was killed); else None
+    warning     on a file system without locks: that a file which changes every second stands in for one; else None
     """
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder) / NAME
+        note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+        lock: FileLock | None = None
         self._made = absent(self.path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path, note)
+            if not lock.acquire():
+                raise FolderInUse(f"another run writes to {folder}: {_holder(lock.holder())}; wait for it or choose another `dir`")
+        except FolderInUse:
+            _close(lock)
+            raise
         except OSError as error:
-            holder = os.pread(self._file, 4096, 0).decode(errors="replace")
-            os.close(self._file)
-            raise FolderInUse(f"another run writes to {folder}: {_holder(holder)}; wait for it or choose another `dir`") from error
-        self._before = os.pread(self._file, 4096, 0)
-        self.took_over = _holder(self._before.decode(errors="replace")) if self._before else None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
+            _close(lock)
+            raise CheckpointError(f"{self.path} cannot be locked: {error.strerror or error}; choose a `dir` that can be written to") from error
+        self._lock, self._held = lock, True
+        self._before = lock.before
+        self.took_over = _holder(lock.before) if lock.before else None
+        self.warning = _without_locks(folder, lock.unlocked) if lock.unlocked else None
 
     def check(self) -> None:
         """CheckpointError if the folder is no longer the one that was locked: another run may have that of its name."""
+        if self._lock.is_lost():
+            folder = self.path.parent
+            raise CheckpointError(f"another run took over {folder} while this one stood still: nothing is written there any more")
         try:
-            there, mine = os.stat(self.path), os.fstat(self._file)
+            there, mine = os.stat(self.path), os.fstat(self._lock.file)
         except FileNotFoundError:
             there = None
         if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
@@ -52,17 +61,18 @@ class FolderLock:
 
     def keep(self) -> None:
         """The run begins: the folder stays, with what is written there."""
-        self._made, self._before = [], b""
+        self._made, self._before = [], ""
 
     def release(self) -> None:
-        if self._file >= 0:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, self._before, 0)
-            with suppress(OSError):  # somebody put something there, or took it away
-                for path in self._made:
-                    path.unlink() if path == self.path else path.rmdir()
-            os.close(self._file)
-            self._file = -1
+        if not self._held:
+            return
+        self._held = False
+        made = [] if self._lock.is_lost() else self._made
+        self._lock.leave(self._before)
+        with suppress(OSError):  # somebody put something there, or took it away
+            for path in made:
+                path.unlink() if path == self.path else path.rmdir()
+        self._lock.close()
 
     def __enter__(self) -> FolderLock:
         return self
@@ -79,6 +89,19 @@ def absent(path: Path) -> list[Path]:
             break
         found.append(part)
     return found
+
+
+def _close(lock: FileLock | None) -> None:
+    if lock is not None:
+        lock.close()
+
+
+def _without_locks(folder: str | Path, why: str) -> str:
+    return (
+        f"the file system of {folder} has no locks ({why}): the run changes {NAME}.beat every second in place of one, and a run that finds "
+        f"one that was not removed waits {PATIENCE_S:g} s to see whether it changes. Better: a file system with flock (Lustre: mount with "
+        "-o flock; NFS: without nolock)"
+    )
 
 
 def _holder(text: str) -> str:

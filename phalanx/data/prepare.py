@@ -5,7 +5,6 @@ what is in the inputs is `readers`, the pieces are `shards`, the processes `work
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.base.errors import DataError
+from phalanx.base.file_lock import FileLock
 from phalanx.data import shards
 from phalanx.data.checksums import SUFFIX
 from phalanx.data.config import DataConfig, prefixes_of
@@ -312,15 +312,14 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
     """The hidden folder beside `prefix`, with what an earlier run with the same settings left; gone when the block ends well."""
     folder = _pieces(prefix)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"{prefix}: another process is writing it (lock {folder / 'lock'})") from None
+    lock = FileLock(folder / "lock", f"process {os.getpid()}")
+    try:
+        if not lock.acquire():
+            raise DataError(f"{prefix}: another process is writing it (lock {folder / 'lock'})")
         note = folder / "settings"
         old = note.read_text() if note.exists() else ""
         for path in folder.iterdir():
-            if path.name != "lock" and (old != settings or not path.name[:8].isdigit() or ".tmp-" in path.name):
+            if not path.name.startswith("lock") and (old != settings or not path.name[:8].isdigit() or ".tmp-" in path.name):
                 path.unlink()
         note.write_text(settings)
         try:
@@ -337,6 +336,8 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
             why = "disk full" if error.errno != errno.EFBIG else "larger than files may be here"
             raise DataError(f"{prefix}: {why}; finished pieces are kept in {folder}: make room and run the same again") from None
         shutil.rmtree(folder)
+    finally:
+        lock.close()
 
 
 def _done(places: Mapping[str, str], settings: str, overwrite: bool) -> Summary | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.base.errors import DataError
+from phalanx.base.file_lock import FileLock
 from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.files import replacing
@@ -130,15 +130,12 @@ def _workers(files: Sequence[Path]) -> int:
 
 @contextmanager
 def _lock(cache: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Held by one process at a time; the kernel drops it when its holder dies."""
-    with open(cache / "lock", "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            say(f"wait for {file.read() or 'another process'}, which prepares data in {cache}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+    """Held by one process at a time, and free when that one dies."""
+    lock = FileLock(cache / "lock", f"process {os.getpid()} on {socket.gethostname()}")
+    try:
+        if not lock.acquire():
+            say(f"wait for {lock.holder() or 'another process'}, which prepares data in {cache}")
+            lock.wait()
         yield
+    finally:
+        lock.close()

@@ -102,6 +102,8 @@ def train(run: Run, placement: Placement) -> None:
         after.callback(log.close)
         lock = after.enter_context(FolderLock(folder)) if placement.rank == 0 else None
         failures = after.enter_context(Failures(folder, log, lock.check if lock else lambda: None))
+        if lock is not None and lock.warning:
+            log.warn(lock.warning)
         if lock is not None and lock.took_over:
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))

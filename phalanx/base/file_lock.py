@@ -1,0 +1,155 @@
+"""An exclusive lock of a file: the kernel's, or, on a file system that has no locks, a second file that its holder keeps changing.
+
+The kernel drops its lock when the holder dies, however it dies. Without it, NAME.beat is created by whoever holds the lock, who writes
+another number into it every BEAT_S. It belongs to nobody once it has stayed the same for PATIENCE_S. A holder that stood still for longer
+finds out by `is_lost`. Clocks are not compared, so hosts may disagree about the time.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+BEAT_S = 1.0
+PATIENCE_S = 15.0
+LOOK_S = 0.25
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class FileLock:
+    """Of the file `path`, which is created; it holds `note` while it is locked.
+
+    note      who holds it, in words of the caller
+    before    what the last holder left in it; "" if that one released the lock
+    unlocked  why the kernel does not lock here, once that is known; None: it does
+    """
+
+    def __init__(self, path: str | Path, note: str):
+        self.path, self._note = Path(path), note
+        self.before = ""
+        self.unlocked: str | None = None
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._beat: Beat | None = None
+
+    def acquire(self) -> bool:
+        """Whether it is ours now; does not wait for a holder. OSError if the file system fails."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                return False
+            if error.errno not in NO_LOCKS:
+                raise
+            self.unlocked = error.strerror
+            self._beat = Beat(self.path.with_name(f"{self.path.name}.beat"))
+            if not self._beat.take():
+                return False
+        self.before = self.holder()
+        os.ftruncate(self.file, 0)
+        os.pwrite(self.file, self._note.encode(), 0)
+        return True
+
+    def wait(self) -> None:
+        while not self.acquire():
+            time.sleep(LOOK_S)
+
+    def holder(self) -> str:
+        return os.pread(self.file, 4096, 0).decode(errors="replace")
+
+    def is_lost(self) -> bool:
+        """Whether somebody else took the lock over, because this process did not move for so long."""
+        return self._beat is not None and not self._beat.is_mine()
+
+    def release(self) -> None:
+        self.leave()
+        self.close()
+
+    def leave(self, note: str = "") -> None:
+        """The file stays, with this note; it is locked until `close`, unless a beat stands in for the lock."""
+        if not self.is_lost():
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, note.encode(), 0)
+        if self._beat is not None:
+            self._beat.stop()
+
+    def close(self) -> None:
+        if self._beat is not None:
+            self._beat.stop()
+        os.close(self.file)
+
+
+class Beat:
+    """The file NAME.beat: created by one process alone, and changed as long as that process lives."""
+
+    def __init__(self, path: Path):
+        self.path, self._token = path, uuid.uuid4().hex
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="phalanx-lock-beat")
+
+    def take(self) -> bool:
+        """Create it, in the place of one that stays the same; False if that one changes."""
+        while True:
+            with suppress(FileExistsError):
+                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                os.write(file, self._text(0))
+                os.close(file)
+                self._thread.start()
+                return True
+            seen = _read(self.path)
+            if seen is not None and not self._remove_stale(seen):
+                return False
+
+    def is_mine(self) -> bool:
+        return (_read(self.path) or b"").startswith(self._token.encode())
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._over.set()
+            self._thread.join()
+            if self.is_mine():
+                self.path.unlink(missing_ok=True)
+
+    def _remove_stale(self, seen: bytes) -> bool:
+        """False if the file changes within PATIENCE_S: its holder lives."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            time.sleep(LOOK_S)
+            if (now := _read(self.path)) != seen:
+                return now is None
+        aside = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return True
+        if _read(aside) != seen:  # somebody else removed the stale one first: this is theirs
+            with suppress(OSError):
+                os.link(aside, self.path)
+        aside.unlink()
+        return True
+
+    def _run(self) -> None:
+        number = 0
+        while not self._over.wait(BEAT_S):
+            number += 1
+            with suppress(OSError):  # the next beat may get through; whoever depends on it asks `is_lost`
+                if self.is_mine():
+                    file = os.open(self.path, os.O_WRONLY)
+                    os.write(file, self._text(number))
+                    os.close(file)  # other hosts of a network file system see it from now on
+
+    def _text(self, number: int) -> bytes:
+        return f"{self._token} {number:020d}\n".encode()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
