@@ -76,6 +76,7 @@ def test_one_run_at_a_time_without_flock(tmp_path, impatient):
         lock = FolderLock(tmp_path)
         assert lock.took_over is not None and lock.took_over.startswith(f"process {child} ")
         lock.check()
+        lock.keep()
         lock.release()
         again = FolderLock(tmp_path)  # at once, for the last one let go of it itself
         assert again.took_over is None
