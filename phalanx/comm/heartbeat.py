@@ -117,6 +117,7 @@ class Heartbeat:
         self._thread.join(PATIENCE_S)
         if error is None or isinstance(error, Preempted):
             self._in_time(self._leave_together, min(LEAVE_S, self.timeout_s))
+            self._count_unsigned(self._unsigned_said + 1)
         if isinstance(error, PeerLost):
             mine = place_of(frames_of(trace))
             blame = self._in_time(lambda: self._blame(mine), 2.5 * self.interval + PATIENCE_S) or NO_STORE
@@ -174,11 +175,14 @@ class Heartbeat:
         """Slow is who was so in two looks."""
         beats = [beat for beat in self._all() if beat.pace]
         found = slow_ranks([beat.pace for beat in beats if beat.pace])
-        if self._store.refused >= max(1, 2 * self._unsigned_said):
-            self._unsigned_said = self._store.refused
-            self.unsigned(self._unsigned_said)
+        self._count_unsigned(max(1, 2 * self._unsigned_said))
         self.slow = {beat.rank: (beat.who, found[beat.rank]) for beat in beats if beat.rank in found and beat.rank in self._slow_before}
         self._slow_before = found
+
+    def _count_unsigned(self, least: int) -> None:
+        if self._me.rank == 0 and self._store.refused >= least:
+            self._unsigned_said = self._store.refused
+            self.unsigned(self._unsigned_said)
 
     def _say(self, beat: Beat) -> None:
         self._store.set(f"heartbeat/{beat.rank}", json.dumps(asdict(beat)))

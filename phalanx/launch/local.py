@@ -30,7 +30,7 @@ from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, sig
 from phalanx.train.failures import Taken, note_end, taken
 
 GRACE_S = 15.0  # for ranks that may be saving when another one failed, before they are killed
-SHORT_GRACE_S = 3.0  # for ranks that have nothing to save
+SHORT_GRACE_S = 2.0  # for ranks that have nothing to save
 BY_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)  # exit statuses of ranks that it told to end
 SAME_S = 1.0  # signals this close together are one request
 
