@@ -259,7 +259,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
 }  # fmt: skip
 
 
-def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, int] | None = None) -> dict[str, Any]:
+def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, Any] | None = None) -> dict[str, Any]:
     """config.json for a model whose weights are of `dtype`. Special tokens that are not given are none (not Hugging Face's defaults)."""
     ids = {name: (token_ids or {}).get(name) for name in TOKEN_IDS}
     kind = str(dtype).removeprefix("torch.")
@@ -270,7 +270,7 @@ def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, int] | No
     return {**specific, **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}
 
 
-def generation_config(token_ids: dict[str, int] | None = None) -> dict[str, Any]:
+def generation_config(token_ids: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"_from_model_config": True, **{k: v for k, v in (token_ids or {}).items() if k in TOKEN_IDS}}
 
 

@@ -44,7 +44,7 @@ MAX_FILE_BYTES = 4 << 30
 STATE_FILE_BYTES = 1 << 30  # one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "chat_template.jinja",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ class Snapshot:
     tokenizer   a tokenizer.json or a folder with tokenizer files, copied beside the weights
     token_ids   bos_token_id, eos_token_id, pad_token_id, as far as there are any
     parent      step of the run's checkpoint before this one
+    source      the Hugging Face folder that the model comes from: its generation settings and chat template are copied too
     """
 
     step: int
@@ -65,8 +66,9 @@ class Snapshot:
     config: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
-    token_ids: dict[str, int] = field(default_factory=dict)
+    token_ids: dict[str, Any] = field(default_factory=dict)
     parent: int | None = None
+    source: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -333,10 +335,11 @@ def _state_file(name: str, items: list[tuple[str, Item]], kept: list[Item]) -> N
 def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage) -> dict[str, Receipt]:
     """What makes a Hugging Face folder of the weights: configs, index of a sharded model, tokenizer."""
     texts: dict[str, bytes] = {
-        "config.json": _json(to_hf(snapshot.model, dtype, snapshot.token_ids)),
         "generation_config.json": _json(generation_config(snapshot.token_ids)),
+        **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
     }
+    texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))  # that of the source is of another dtype
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
         size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
@@ -346,6 +349,12 @@ def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, d
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def source_files(folder: Path | None) -> dict[str, bytes]:
+    """Contents of the small files of a Hugging Face folder by name: configs, and all that belongs to its tokenizer."""
+    names = () if folder is None else ("config.json", "generation_config.json", *TOKENIZER_FILES)
+    return {name: (folder / name).read_bytes() for name in names if folder is not None and (folder / name).is_file()}
 
 
 def tokenizer_files(path: str | None) -> dict[str, bytes]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from phalanx.base import tree
-from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.errors import ConfigError, PhalanxError, Problem
 from phalanx.base.part import Part
 from phalanx.base.rules import MissingPath, at_least, divisors, exists, missing_checkpoint, multiples, no_effect, problem, within
 from phalanx.checkpoint.check import check as check_checkpoint
 from phalanx.checkpoint.check import check_source
+from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
@@ -30,11 +31,12 @@ from phalanx.ops.gated_mlp import gated_mlp_fits
 from phalanx.ops.kernels import OPS
 from phalanx.ops.wheels import EXTRA, WHEELS
 from phalanx.optim.check import check as check_optim
-from phalanx.train.config import LogConfig, Run
+from phalanx.train.config import LogConfig, Run, checkpoints_of
 from phalanx.train.deterministic import check_deterministic
 from phalanx.train.freeze import check_freeze
 from phalanx.train.limits import OTHERS, check_limits
 from phalanx.train.low_checks import check_codes, check_fp8, check_moments
+from phalanx.train.model_source import check_weights
 from phalanx.train.plan import Plan, make_plan
 from phalanx.train.record import BUDGET_AT, profiled_steps
 
@@ -384,9 +386,19 @@ def check_start(run: Run, facts: Facts) -> list[Problem]:
     if run.checkpoint.load is not None:
         because = {"checkpoint.load": run.checkpoint.load}
         return [Problem("init_from", run.init_from, "has no effect together with checkpoint.load", because, (None,))]
-    if not facts.files:
+    if not facts.files or continues(run):
         return []
-    return check_source(run.init_from, run.model.family) if exists(run.init_from) else [missing_checkpoint("init_from", run.init_from)]
+    if not exists(run.init_from):
+        return [missing_checkpoint("init_from", run.init_from)]
+    return check_source(run.init_from, run.model.family) or check_weights(run)
+
+
+def continues(run: Run) -> bool:
+    """Whether the run has checkpoints of its own: init_from then counts no more."""
+    try:
+        return bool(list_checkpoints(checkpoints_of(run)))
+    except (OSError, PhalanxError):
+        return False
 
 
 def check_folder(run: Run) -> list[Problem]:

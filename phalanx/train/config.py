@@ -6,11 +6,13 @@ import re
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.places import place
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -219,4 +221,12 @@ class Run:
     dir: str = "runs/default"
     """Folder of the run: config, metrics, checkpoints, report."""
     init_from: str | None = None
-    """A Hugging Face folder whose weights the run starts from."""
+    """A Hugging Face folder whose weights the run starts from. It supplies family, sizes and tokenizer where they are unset."""
+    model_source: str | None = None
+    """The Hugging Face folder that sizes and tokenizer came from; set by init_from and by `model: {from: FOLDER}`. Its token ids, generation
+    settings and chat template travel into checkpoints."""
+
+
+def checkpoints_of(run: Run) -> Path:
+    """The folder (or the prefix in object storage) of a run's checkpoints."""
+    return place(run.checkpoint.dir or str(Path(run.dir) / "checkpoints"))

@@ -16,9 +16,8 @@ from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader
 from phalanx.data.sources import Source
 from phalanx.data.text import find_text
 from phalanx.data.tokenizers import Tokenizer
-from phalanx.train.config import Run
+from phalanx.train.config import Run, checkpoints_of
 from phalanx.train.order import eval_samples, global_batch_at, total_samples, work_of
-from phalanx.train.saves import checkpoints_of
 
 SNIPPET = 24  # tokens shown of each end of a sequence
 

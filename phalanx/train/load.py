@@ -33,9 +33,15 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
 from phalanx.base.rules import near_paths
 from phalanx.train.config import Run
+from phalanx.train.model_source import FROM, supply
 from phalanx.train.synonyms import NOT_BUILT, SYNONYMS, said_of
 
 COMMAND_LINE = "command line"
+NO_MODEL = (
+    "is required: a family and its sizes (model.family=llama model.hidden_size=64 ...; `phalanx explain model` lists them).\n"
+    "  Of a Hugging Face folder: init_from=FOLDER takes weights, sizes and tokenizer,\n"
+    "  model.from=FOLDER sizes and tokenizer alone (random weights). recipes/ has complete configs"
+)
 INDENT = "    "
 
 
@@ -85,7 +91,10 @@ def read(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
         source = _merged(source, read_file(path))
     for text in overrides:
         apply_override(source, text)
+    no_model = supply(source.data, source.origins)
     run, problems, repaired = build(source.data)
+    if no_model:
+        problems = [p for p in problems if not (p.field.split(".")[0] == "model" and p.rule.startswith("is required"))] + no_model
     loaded = Loaded(run, [], source.origins, repaired)
     at = f"{path}" if path is not None else COMMAND_LINE
     problems = [p if not p.rule.startswith("is required") else p.at(source.origins.get(p.field.rpartition(".")[0], at)) for p in problems]
@@ -116,6 +125,8 @@ def to_yaml(run: Run) -> str:
 
 def explain(key: str) -> str:
     """What a key means, its type and default; of a section: all its keys. ConfigError with near names if there is none."""
+    if key == "model.from":
+        return FROM
     known = list(tree.keys(Run))
     found = [k for k in known if k.path == key]
     if not found:
@@ -413,6 +424,8 @@ def _problem(data: dict[str, Any], error: Any) -> Problem:
     path, kind, value = ".".join(steps), error["type"], error["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return _unknown(path, value, owner)
+    if kind == "missing" and path == "model":
+        return Problem(path, None, NO_MODEL)
     if kind == "missing":
         doc = tree.field_docs(owner).get(steps[-1], "")
         return Problem(path, None, f"is required: {tree.type_text(hint)}{f' ({doc[0].lower()}{doc[1:-1]})' if doc else ''}")
@@ -422,7 +435,7 @@ def _problem(data: dict[str, Any], error: Any) -> Problem:
         rule = "is required: one of " if kind == "union_tag_not_found" else "must be one of "
         return Problem(f"{path}.family", family, rule + ", ".join(f'"{n}"' for n in names), {}, _close(str(family), names) or names)
     if hint == tree.hints(Run)["model"]:
-        rule = "must be a section with its family, got " + yaml_type(value) + "; of a Hugging Face folder: in a Python config, model_config_from_hf"
+        rule = "must be a section with its family, got " + yaml_type(value) + "; of a Hugging Face folder: model.from=FOLDER"
         return Problem(path, value, rule)
     if kind == "literal_error":
         said = said_of(value) if isinstance(value, str) else ""

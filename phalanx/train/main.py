@@ -35,7 +35,7 @@ from phalanx.data.prepare import check_tokenizers
 from phalanx.data.text import use_text
 from phalanx.data.tokenizers import load_tokenizer
 from phalanx.train.build import State, build, choices, init_weights
-from phalanx.train.config import Run
+from phalanx.train.config import Run, checkpoints_of
 from phalanx.train.data_text import data_table, open_loaders
 from phalanx.train.failures import Failures
 from phalanx.train.flops import flops_of, mfu_text
@@ -44,13 +44,14 @@ from phalanx.train.loop import Loop
 from phalanx.train.machine import check_here
 from phalanx.train.meeting import Identity, identity, meet
 from phalanx.train.metrics import Counters, Reporter, Speed
+from phalanx.train.model_source import keep
 from phalanx.train.oom import reported
 from phalanx.train.order import total_samples
 from phalanx.train.plan import grid_of, make_plan
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, check_steps, facts, read_of
-from phalanx.train.saves import Saves, checkpoints_of, numbers_of
+from phalanx.train.saves import Saves, numbers_of
 from phalanx.train.trackers import Trackers
 
 SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
@@ -183,6 +184,7 @@ def begin(run: Run, lock: FolderLock, log: Log) -> None:
     lock.keep()
     log.open(Path(run.dir) / "log.txt")
     save_run(run, Path(run.dir) / "config.yaml")
+    keep(run)
 
 
 def device_of(run: Run, placement: Placement) -> torch.device:

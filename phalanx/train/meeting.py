@@ -1,6 +1,6 @@
 """What ranks compare as soon as they have met: one config, one program, the same data. Where they differ, no rank trains.
 
-A path stands for what it holds: token files, a tokenizer or weights may have other names on other machines. What only rank 0 uses (`log`) or
+A path stands for what it holds: token files, a tokenizer or weights may have other names on other machines. What only rank 0 uses (`log`, `model_source`) or
 decides (`dir`) is not compared. All of it is text: nothing that another process sent is unpickled.
 """
 
@@ -29,7 +29,7 @@ from phalanx.data.tokenizers import load_tokenizer
 from phalanx.train.config import Run
 from phalanx.train.load import to_dict
 
-NOT_COMPARED = ("dir", "log")
+NOT_COMPARED = ("dir", "log", "model_source")
 UNSET = "unset"
 SAMPLES, SAMPLE = 16, 2**12  # of a large file: pieces, and bytes of each
 SMALL = 2**20  # bytes of a file that is read whole

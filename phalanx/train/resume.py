@@ -36,7 +36,7 @@ CLASSES: tuple[tuple[str, Class], ...] = (
     ("model.*", "may change"), ("train.seq_length", "must match"), ("train.seed", "must match"), ("facts.data*", "must match"),
     ("facts.*", "may change"), ("train.time*", "recorded"), ("train.profile*", "recorded"), ("train.eval_*", "recorded"),
     ("train.*", "may change"), ("layout.*", "may change"), ("optim.*", "may change"), ("data.*", "recorded"), ("checkpoint.*", "recorded"),
-    ("log.*", "recorded"), ("dir", "recorded"), ("init_from", "recorded"),
+    ("log.*", "recorded"), ("dir", "recorded"), ("init_from", "recorded"), ("model_source", "recorded"),
 )  # fmt: skip
 
 
@@ -92,6 +92,8 @@ def check_resume(run: Run, now: dict[str, Any], manifest: Manifest, source: Path
     config = json.loads(json.dumps(to_dict(run)))
     model = differences(manifest.model, json.loads(json.dumps(asdict(run.model))))
     before = {**manifest.scalars.get("facts", {})}
+    if before.get("data.tokenizer") is None:  # a tokenizer that is named later changes no token
+        before.pop("data.tokenizer", None)
     found = [*changed_keys(manifest.config, config), *(("facts." + k, o, n) for k, o, n in changed_keys(before, now) if before)]
     refused = model + [_shown(f) for f in found if class_of(f[0]) == "must match" and not allowed(run, f[0])]
     if refused:

@@ -10,24 +10,20 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
+from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
 from phalanx.checkpoint.objects import storage_for
-from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import Outcome, Saver
 from phalanx.comm.host import host_axis
 from phalanx.data.tokenizers import is_portable, load_tokenizer
 from phalanx.train.build import State
-from phalanx.train.config import Run
+from phalanx.train.config import checkpoints_of
 from phalanx.train.load import to_dict
 from phalanx.train.metrics import Counters
+from phalanx.train.model_source import has_tokenizer, source_of
 
 WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that dies is noticed at once
-
-
-def checkpoints_of(run: Run) -> Path:
-    """The folder (or the prefix in object storage) of a run's checkpoints."""
-    return place(run.checkpoint.dir or str(Path(run.dir) / "checkpoints"))
 
 
 def numbers_of(state: State) -> dict[str, Tensor]:
@@ -57,17 +53,22 @@ class Saves:
                            more=numbers_of(state))  # fmt: skip
         state.before_update = self.saver.release
 
-    def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, int]]:
-        """Where the tokenizer's files are that checkpoints carry, and its special tokens."""
-        tokenizer = self.run.data.tokenizer
+    def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, Any]]:
+        """Where the tokenizer's files are that checkpoints carry, and its special tokens: those that the folder of the model names, if its
+        tokenizer is the run's."""
+        tokenizer, source = self.run.data.tokenizer, source_of(self.run)
+        named = read_folder(source).token_ids if source else {}
         if tokenizer is None:
-            return None, {}
+            self.source = source
+            return None, named
         loaded = load_tokenizer(tokenizer)
+        self.source = source if source and has_tokenizer(source, loaded.fingerprint) else None
         if not is_portable(tokenizer):
             tokenizer = str(Path(self.run.dir) / "tokenizer")
             if rank == 0:
                 loaded.save(tokenizer)
-        return tokenizer, {} if loaded.eod is None else {"eos_token_id": loaded.eod}
+        own = {} if loaded.eod is None else {"eos_token_id": loaded.eod}
+        return tokenizer, {**own, **(named if self.source else {})}
 
     def save(self, last: bool = False) -> None:
         """Save the finished step. `last`: nothing comes after it, so it is waited for and must not fail."""
@@ -107,4 +108,5 @@ class Saves:
     def _snapshot(self) -> Snapshot:
         run, counters = self.run, self.counters
         scalars = {**asdict(counters), "train.precision": run.train.precision, "facts": self.facts}
-        return Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, self.tokenizer, self.ids, self.parent)
+        return Snapshot(counters.step, counters.consumed_samples, run.model, to_dict(run), scalars, self.tokenizer, self.ids, self.parent,
+                        self.source)
