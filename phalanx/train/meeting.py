@@ -1,7 +1,7 @@
 """What ranks compare as soon as they have met: one config, one program, the same data. Where they differ, no rank trains.
 
-A path stands for what it holds: token files, a tokenizer or weights may have other names on other machines. What only rank 0 uses (`log`, `model_source`) or
-decides (`dir`) is not compared. All of it is text: nothing that another process sent is unpickled.
+A path stands for what it holds: token files, a tokenizer or weights may have other names on other machines. What only rank 0 uses (`log`,
+`model_source`) or decides (`dir`) is not compared. All of it is text: nothing that another process sent is unpickled.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def _use_kept(data: dict[str, Any]) -> None:
 
 def check_weights(run: Run) -> list[Problem]:
     """The folder of init_from holds the model that the config describes, as far as its config.json says."""
-    from phalanx.checkpoint.hf import differences, folder_of, model_config_from_hf
+    from phalanx.checkpoint.hf import differences, folder_of, model_config_from_hf, read_config
 
     path = folder_of(str(run.init_from))
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG).is_file() or read_config(path).get("model_type") is None:
         return []
     try:
         theirs = model_config_from_hf(path)
