@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.base.batch import Batch
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.load import load_weights
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.data.files import TOKENIZER_FILES
-from phalanx.data.tokenizers import load_tokenizer
+from phalanx.data.tokenizers import Tokenizer, load_tokenizer
 from phalanx.nn.module import Block
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.train.build import build_for_inference
 from phalanx.train.config import Run, TrainConfig
 from phalanx.train.plan import Plan, make_plan
+
+SHOWN = 60  # characters of a prompt in a message
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not a whole character
 
 
 def weights_folder(path: str) -> Path:
@@ -31,19 +35,72 @@ def weights_folder(path: str) -> Path:
 
 def generate(path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0) -> str:
     """`prompt` continued by up to `tokens` tokens, ended early by the end-of-document token. temperature 0: the likeliest token."""
-    folder = weights_folder(path)
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise CheckpointError(f"{folder} holds no tokenizer, so text cannot be made with it (data.tokenizer was not set in its run)")
-    tokenizer = load_tokenizer(str(folder))
-    plan, mesh, stages = load_for_inference(folder)
-    ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
-    first = len(ids)
-    dice = torch.Generator().manual_seed(seed)
-    for _ in range(tokens):
-        ids.append(pick(next_logits(plan, mesh, stages, ids), temperature, dice))
-        if ids[-1] == tokenizer.eod:
-            break
-    return prompt + tokenizer.decode(ids[first:], skip_special_tokens=True)
+    return prompt + "".join(TextStream(path, prompt, tokens, temperature, seed))
+
+
+class TextStream:
+    """The continuation of a prompt, piece by piece as its tokens are made. ConfigError for a prompt that leaves no position for a token.
+
+    notice   when it is over: why it ended before `tokens`, if that needs a word; else None
+    """
+
+    def __init__(self, path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0):
+        folder = weights_folder(path)
+        if not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise CheckpointError(f"{folder} holds no tokenizer, so text cannot be made with it (data.tokenizer was not set in its run)")
+        self.tokenizer, self.tokens, self.temperature = load_tokenizer(str(folder)), tokens, temperature
+        self.positions = model_config_from_hf(folder).max_position_embeddings
+        self.ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod or 0]
+        if len(self.ids) >= self.positions:
+            raise ConfigError([too_long(prompt, len(self.ids), self.positions)])
+        self.plan, self.mesh, self.stages = load_for_inference(folder)
+        self.dice = torch.Generator().manual_seed(seed)
+        self.notice: str | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        first, text = len(self.ids), Pieces(self.tokenizer)
+        for count in range(self.tokens):
+            if len(self.ids) == self.positions:
+                room = f"the model has {self.positions} positions (max_position_embeddings), and the prompt takes {first} of them"
+                self.notice = f"stopped after {count} of {self.tokens} tokens: {room}"
+                break
+            self.ids.append(pick(next_logits(self.plan, self.mesh, self.stages, self.ids), self.temperature, self.dice))
+            if self.ids[-1] == self.tokenizer.eod:
+                break
+            yield text.add(self.ids[-1])
+        yield text.rest()
+
+
+def too_long(prompt: str, tokens: int, positions: int) -> Problem:
+    shown = prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
+    rule = "must leave a position for the next token; give a shorter one"
+    return Problem("--prompt", shown, rule, {"tokens of the prompt": tokens, "model.max_position_embeddings": positions}, (), "command line")
+
+
+class Pieces:
+    """Text of tokens that come one by one. Characters whose bytes are not all there yet wait for them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._given = ""
+
+    def add(self, token: int) -> str:
+        """What can be shown with this token that could not before."""
+        self._ids.append(token)
+        return self._beyond(self._text().removesuffix(UNFINISHED))
+
+    def rest(self) -> str:
+        """What is left at the end."""
+        return self._beyond(self._text())
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+    def _beyond(self, text: str) -> str:
+        more = text.removeprefix(self._given) if text.startswith(self._given) else ""
+        self._given += more
+        return more
 
 
 def load_for_inference(folder: Path) -> tuple[Plan, Mesh, Stages]:
@@ -61,8 +118,8 @@ def load_for_inference(folder: Path) -> tuple[Plan, Mesh, Stages]:
 
 @torch.no_grad()
 def next_logits(plan: Plan, mesh: Mesh, stages: Stages, ids: list[int]) -> Tensor:
-    """(vocab,) logits of the token after `ids`, of which the model sees as many as it has positions for."""
-    window = torch.tensor(ids[-plan.run.model.max_position_embeddings :], device=mesh.device)
+    """(vocab,) logits of the token after `ids`."""
+    window = torch.tensor(ids, device=mesh.device)
     n = len(window)
     zeros = torch.zeros_like(window)
     batch = Batch(window, zeros, torch.arange(n, device=mesh.device), zeros, 1, n)
