@@ -6,6 +6,13 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
+SHOWN = 400  # characters of a value that a message shows
+
+
+def shortened(text: str) -> str:
+    """The beginning of a long text, and how long it is."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}... ({len(text):,} characters)"
+
 
 class PhalanxError(Exception):
     """Base of every error that a user can cause. The launcher prints it without a traceback and exits with `exit_code`."""
@@ -33,14 +40,14 @@ class Problem:
         return replace(self, where=where)
 
     def __str__(self) -> str:
-        text = f"config error: {self.field}={self.value!r}: {self.rule}"
+        text = f"config error: {shortened(self.field)}={shortened(repr(self.value))}: {self.rule}"
         if self.because:
-            text += ", because " + ", ".join(f"{k}={v!r}" for k, v in self.because.items())
+            text += ", because " + ", ".join(f"{shortened(k)}={shortened(repr(v))}" for k, v in self.because.items())
         text += "."
         if self.valid:
-            text += " Valid near it: " + ", ".join(str(v) for v in self.valid) + "."
+            text += " Valid near it: " + ", ".join(shortened(str(v)) for v in self.valid) + "."
         if self.where:
-            text += f" (set in {self.where})"
+            text += f" (set in {shortened(self.where)})"
         return text
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 import time
@@ -9,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.base.errors import ConfigError, PhalanxError
+from phalanx.base.errors import ConfigError, PhalanxError, shortened
 from phalanx.base.journal import Journal
 
 
@@ -30,11 +32,38 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {shown}" if len(spans) > 1 or len(spans[0]) > 1 else f"rank {shown}"
 
 
+REFUSALS = {
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENFILE: "this machine has no file handles left",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "choose a path that you may use",
+    errno.EPERM: "choose a path that you may use",
+    errno.ENOTDIR: "part of the path is a file",
+    errno.ESTALE: "its file server no longer knows it",
+}  # what the system may refuse to a user, and what to do
+
+
+def refusal(error: BaseException) -> str | None:
+    """In words, with what to do, an error of the system that is no bug of ours; None for others."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and os.strerror(errno.EMFILE) in str(error):  # libraries wrap it
+        number = errno.EMFILE
+    if number not in REFUSALS:
+        return None
+    name = getattr(error, "filename", None)
+    return f"{shortened(os.fspath(name)) + ': ' if isinstance(name, str) else ''}{os.strerror(number)}; {REFUSALS[number]}"
+
+
 def describe(error: BaseException) -> str:
     """An error as users see it: its kind in words, then its text. Every problem of a config names its kind itself."""
     text = str(error) or type(error).__name__
     if isinstance(error, ConfigError):
         return text
+    if (refused := refusal(error)) is not None:
+        return refused
     if not isinstance(error, PhalanxError):
         return f"{type(error).__name__}: {text}"
     if error.kind is not None:

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.base.errors import CheckpointError, DataError, PhalanxError, Problem
@@ -19,6 +18,8 @@ class MissingPath(Problem):
     """A path that is not there. If nothing else is wrong, it ends the run as `error` rather than as a bad config."""
 
     error: type[PhalanxError] = DataError
+
+DEEP = 64  # folders inside each other where a mistyped name is still looked for
 
 
 def problem(section: str, config: Any, name: str, rule: str, because: dict[str, Any] | None = None, valid: Iterable[Any] = ()) -> Problem:
@@ -99,6 +100,8 @@ def missing_checkpoint(field: str, value: str) -> MissingPath:
 
 def near_paths(path: str, suffix: str = "") -> tuple[str, ...]:
     """Up to three existing paths whose name is like that of `path`; a mistyped folder is looked for one level up."""
+    if path.count("/") > DEEP:
+        return ()
     folder, name = os.path.split(path.rstrip("/"))
     if not os.path.isdir(folder or "."):
         return tuple(found for parent in near_paths(folder) for found in _like(parent, name, suffix))[:3]
@@ -106,9 +109,13 @@ def near_paths(path: str, suffix: str = "") -> tuple[str, ...]:
 
 
 def _like(folder: str, name: str, suffix: str) -> tuple[str, ...]:
-    names = {n.removesuffix(suffix) for n in os.listdir(folder or ".") if n.endswith(suffix)}
+    try:
+        names = {n.removesuffix(suffix) for n in os.listdir(folder or ".") if n.endswith(suffix)}
+    except OSError:  # it may not be read
+        return ()
     return tuple(os.path.join(folder, n) for n in difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5))
 
 
 def exists(path: str) -> bool:
-    return Path(path).exists()
+    """False too for what no path can be, such as one of 5,000 characters."""
+    return os.path.exists(path)

@@ -14,7 +14,7 @@ import click
 
 from phalanx import __version__
 from phalanx.base.errors import PhalanxError
-from phalanx.base.log import describe
+from phalanx.base.log import describe, refusal
 from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
 from phalanx.cli.completion import configs, keys, use_bash
 from phalanx.cli.evaluate import evaluate
@@ -22,6 +22,7 @@ from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import deaf, listen_early
+ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # that a process may open
 
 INVITATION = f"""\
 Phalanx {__version__}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
@@ -437,6 +438,19 @@ def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     return (*overrides, "data.mock=true") if run is not None and run.data == DataConfig() else overrides
 
 
+def allow_files(ranks: int) -> None:
+    """Raise this process's limit of open files as far as it may. PhalanxError where ranks could not even meet."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    needed = FEWEST_FILES + FILES_PER_RANK * ranks
+    if max(soft, most) < needed and soft != resource.RLIM_INFINITY:
+        raise PhalanxError(f"a process may open only {most} files here, and {ranks} ranks need {needed}: raise the limit with `ulimit -n {ENOUGH_FILES}`")
+
+
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
     """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
@@ -482,3 +496,8 @@ def guarded(call: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("stopped by Ctrl-C", err=True)
         return 130
+    except Exception as error:
+        if refusal(error) is None:
+            raise
+        click.echo(describe(error), err=True)
+        return 1

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from phalanx.base.errors import PhalanxError, Preempted
-from phalanx.base.log import describe
+from phalanx.base.log import describe, refusal
 from phalanx.base.placement import SECRET, Placement, Word
 from phalanx.launch.bus import BusErrors
 from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
@@ -80,7 +80,7 @@ class Left(Word):
         """Leave word first (others may lose this rank and say so), then end at once: a lost peer can make an orderly exit hang."""
         self.failed(error)
         code, _ = _code_and_text(error)
-        if code == 1 and not isinstance(error, (PhalanxError, SystemExit)):
+        if code == 1 and not isinstance(error, (PhalanxError, SystemExit)) and refusal(error) is None:
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import traceback
 import typing
 from collections.abc import Callable, Mapping
@@ -43,6 +44,10 @@ NO_MODEL = (
     "  model.from=FOLDER sizes and tokenizer alone (random weights). recipes/ has complete configs"
 )
 INDENT = "    "
+MAX_BYTES = 1 << 20  # of a config file
+MAX_VALUES = 50_000  # of a config, each alias counted as what it stands for
+MAX_CHARACTERS = 10 << 20  # of all of them
+MAX_DEPTH = 100  # of sections and lists inside each other
 
 
 @dataclass
@@ -153,7 +158,7 @@ def _default_text(key: tree.Key) -> str:
 
 def read_file(path: str | Path) -> Source:
     """A YAML or Python file, or the folder of a run: its config.yaml, and the run goes on in that folder, wherever it is called from."""
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         return read_python(path) if Path(path).suffix == ".py" else read_yaml(path)
     inside = Path(path) / "config.yaml"
     if not inside.is_file():
@@ -164,13 +169,20 @@ def read_file(path: str | Path) -> Source:
 
 def read_yaml(path: str | Path) -> Source:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        text = raw.decode()
+    except (OSError, ValueError) as error:
         return Source(problems=[_unreadable(path, error)])
+    if len(raw) > MAX_BYTES:
+        return Source(problems=[Problem("CONFIG", str(path), f"is no config: it has more than {MAX_BYTES:,} bytes", {}, (), COMMAND_LINE)])
     source = Source()
     node = _compose(text, lambda rule, line: source.problems.append(Problem("CONFIG", str(path), rule, where=f"{path}:{line}")))
     if isinstance(node, MappingNode):
-        source.data = Constructor(str(path), source).value(node, "")
+        try:
+            source.data = Constructor(str(path), source).value(node, "")
+        except TooLarge as error:
+            return Source(problems=[Problem("CONFIG", str(path), str(error), {}, (), f"{path}:{error.line}")])
     elif node is not None:
         source.problems.append(Problem("CONFIG", str(path), "must hold sections (model:, train:, ...)", where=f"{path}:1"))
     return source
@@ -178,7 +190,7 @@ def read_yaml(path: str | Path) -> Source:
 
 def read_python(path: str | Path) -> Source:
     """Run a recipe that the user named: a file with `def run() -> Run`."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         return Source(problems=[_unreadable(path, FileNotFoundError(2, "No such file or directory"))])
     spec = importlib.util.spec_from_file_location("phalanx_recipe", path)
     if spec is None or spec.loader is None:
@@ -227,7 +239,11 @@ def apply_override(source: Source, text: str) -> None:
     if len(source.problems) > count:
         return
     inner = Source()
-    value = None if node is None else Constructor(COMMAND_LINE, inner, lines=False).value(node, key)
+    try:
+        value = None if node is None else Constructor(COMMAND_LINE, inner, lines=False).value(node, key)
+    except TooLarge as error:
+        complain(str(error), error.line)
+        return
     source.problems += inner.problems
     for old in [path for path in source.origins if path.startswith(f"{key}.")]:
         del source.origins[old]
@@ -265,6 +281,9 @@ def _merged(low: Source, high: Source) -> Source:
 
 
 def _compose(text: str, complain: Callable[[str, int], None]) -> Node | None:
+    if _brackets(text) > 5 * MAX_DEPTH:
+        complain("is not YAML that can be read (too many brackets inside each other)", 1)
+        return None
     try:
         return YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
@@ -277,14 +296,33 @@ def _compose(text: str, complain: Callable[[str, int], None]) -> Node | None:
     return None
 
 
+def _brackets(text: str) -> int:
+    """How many brackets are inside each other at most, those in quotes and comments counted too: reading many takes minutes."""
+    depth = most = 0
+    for bracket in re.findall(r"[\[{\]}]", text):
+        depth += 1 if bracket in "[{" else -1
+        most = max(most, depth)
+    return most
+
+
+class TooLarge(Exception):
+    """A config that holds more than any config does, or lists inside each other without end."""
+
+    def __init__(self, rule: str, line: int):
+        self.line = line
+        super().__init__(rule)
+
+
 class Constructor:
     """YAML nodes -> plain values, keeping the line of every key. Only the types of YAML 1.2's core schema are made."""
 
     def __init__(self, file: str, source: Source, lines: bool = True):
         self.file, self.source, self.lines = file, source, lines
         self._open: list[Node] = []
+        self._values = self._characters = 0
 
     def value(self, node: Node, path: str) -> Any:
+        self._count(node)
         if any(node is outer for outer in self._open):
             return self._wrong(node, path, "*alias", "must not contain itself")
         self._open.append(node)
@@ -296,6 +334,17 @@ class Constructor:
             return self._scalar(node, path)  # type: ignore[arg-type]
         finally:
             self._open.pop()
+
+    def _count(self, node: Node) -> None:
+        self._values += 1
+        self._characters += len(node.value) if isinstance(node, ScalarNode) else 0
+        line = node.start_mark.line + 1
+        if self._values > MAX_VALUES:
+            raise TooLarge(f"must hold at most {MAX_VALUES:,} values (an alias counts as all that it stands for)", line)
+        if self._characters > MAX_CHARACTERS:
+            raise TooLarge(f"must hold at most {MAX_CHARACTERS:,} characters (an alias counts as all that it stands for)", line)
+        if len(self._open) > MAX_DEPTH:
+            raise TooLarge(f"must have at most {MAX_DEPTH} sections or lists inside each other", line)
 
     def _mapping(self, node: MappingNode, path: str) -> dict[str, Any]:
         made: dict[str, Any] = {}
