@@ -22,6 +22,7 @@ from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import deaf, listen_early
+
 ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # that a process may open
 
 INVITATION = f"""\
@@ -448,7 +449,8 @@ def allow_files(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     needed = FEWEST_FILES + FILES_PER_RANK * ranks
     if max(soft, most) < needed and soft != resource.RLIM_INFINITY:
-        raise PhalanxError(f"a process may open only {most} files here, and {ranks} ranks need {needed}: raise the limit with `ulimit -n {ENOUGH_FILES}`")
+        way_out = f"raise the limit with `ulimit -n {ENOUGH_FILES}`"
+        raise PhalanxError(f"a process may open only {most} files here, and {ranks} ranks need {needed}: {way_out}")
 
 
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
