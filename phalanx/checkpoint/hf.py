@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.fp8 import block_of
 from phalanx.checkpoint.hf_files import depths_in, folder_of, has_weights, hf_index, read_config, read_json, same_in, two_heads
+from phalanx.checkpoint.hf_keys import THETA, values_of
+from phalanx.checkpoint.hf_rope import OSS_ROPE, RopeFound, RopeOf, read_rope
 from phalanx.checkpoint.tensors import Index
-from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
+from phalanx.models.check import check
+from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling, UpperWindowConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig, Qwen3MoEConfig
 
@@ -30,30 +33,25 @@ BALANCE = (
     "router_bias_update_rate", "router_forced_balance", "mtp_loss_weight",
 )  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-GELU = ("gelu_new", "gelu_pytorch_tanh")
+GELUS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "gelu_python": "gelu"}  # names of each form
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
-# key -> the only values that our model computes; a key that is absent means the first
-LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0.0, None),
-    "quantization_config": (None,), "partial_rotary_factor": (1.0, None), "router_jitter_noise": (0.0, None),
+# key -> the only values that our models compute; in families that read the key. A key that is absent means the first
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"), "attention_dropout": (0.0, None), "router_jitter_noise": (0.0,),
+    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
 }  # fmt: skip
-OSS_ONLY: dict[str, tuple[Any, ...]] = {**LLAMA_ONLY, "attention_bias": (True,)}
-OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # where a config has none
+# the same of keys that transformers reads, or code published with a model, whatever the family
+ALWAYS_ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "per_layer_config": (None,), "configuration_files": (None,)}
+# of keys that DeepSeek's own code reads and transformers does not
 LATENT_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "attention_dropout": (0.0, None), "quantization_config": (None,),
-    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+    "attention_bias": (False,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
 LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave", "first_k_dense_replace",
     "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor",
     "norm_topk_prob",
 )  # fmt: skip
-LAYER_TYPES = ("sliding_attention", "full_attention")
-FULL_ONLY: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # families without a window
-GPT2_ONLY: dict[str, tuple[Any, ...]] = {
-    "activation_function": GELU, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,), "tie_word_embeddings": (True,), "quantization_config": (None,),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     if not has_weights(folder):
         return ModelFolder(folder, model, config, None)
     index = hf_index(folder)
-    if isinstance(model, LlamaConfig) and model.tie_word_embeddings and two_heads(index, same_in(folder)):
+    if model.tie_word_embeddings and two_heads(index, same_in(folder)):
         model = replace(model, tie_word_embeddings=False)
     if isinstance(model, DeepseekV3Config) and model.num_nextn_predict_layers and not depths_in(index):
         model = replace(model, num_nextn_predict_layers=0)
@@ -105,16 +103,26 @@ def model_config_from_hf(folder: str | Path) -> ModelConfig:
 
 
 def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """The model that a config.json describes; `where` names it in errors."""
+    """The model that a config.json describes, as transformers 5 reads it; `where` names it in errors."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise CheckpointError(f"{where}: {unknown_family(family)}")
-    if block_of(config) is not None:
-        config = {**config, "quantization_config": None}  # of how weights are stored: they are scaled as they are read
-    try:
-        return FAMILIES[family](config, where)
-    except KeyError as error:
-        raise CheckpointError(f"{where}: {error.args[0]} is missing") from error
+    if block_of(config) is not None or (family == "gpt_oss" and _is_mxfp4(config)):
+        config = {**config, "quantization_config": None}  # of how weights are stored: they are unpacked as they are read
+    values = values_of(config, family, where)
+    odd = [*_odd(values, ONLY), *_odd(config, ALWAYS_ONLY)]
+    model = FAMILIES[family](config, values, odd) if not odd else None
+    if model is None or odd:
+        raise CheckpointError(f"{where}: not supported: {'; '.join(odd)}. Change the file only if the weights were trained so")
+    problems = check(model, tp=1, seq_length=1)
+    if problems:
+        raise CheckpointError(f"{where}: " + "; ".join(str(p).removeprefix("config error: ") for p in problems))
+    return model
+
+
+def _is_mxfp4(config: dict[str, Any]) -> bool:
+    told = config.get("quantization_config")
+    return isinstance(told, dict) and told.get("quant_method") == "mxfp4"
 
 
 def unknown_family(name: Any) -> str:
@@ -126,148 +134,143 @@ def unknown_family(name: Any) -> str:
     )
 
 
-def _refuse(config: dict[str, Any], only: dict[str, tuple[Any, ...]], where: str, more: list[str] | None = None) -> None:
-    found = [f"{k}={config[k]!r} (supported: {_shown(ok)})" for k, ok in only.items() if k in config and config[k] not in ok] + (more or [])
-    if found:
-        raise CheckpointError(f"{where}: not supported: {'; '.join(found)}")
+def _odd(values: dict[str, Any], only: dict[str, tuple[Any, ...]]) -> list[str]:
+    return [f"{k}={values[k]!r} (supported: {_shown(ok)})" for k, ok in only.items() if k in values and values[k] not in ok]
 
 
 def _shown(values: tuple[Any, ...]) -> str:
     return ", ".join(repr(v) for v in values if v is not None) or "unset"
 
 
-def _llama(c: dict[str, Any], where: str) -> LlamaConfig:
-    cls = LLAMAS[c["model_type"]][0]
-    theta, scaling, odd = _rope(c)
-    _refuse(c, LLAMA_ONLY, where, [*odd, *_odd_layer_types(c)])
-    if cls not in (MistralConfig, Qwen2Config):
-        _refuse(c, FULL_ONLY if c.get("use_sliding_window") is not False else {}, where)
-    head_dim = c.get("head_dim", 128 if cls is Qwen3Config else None)
-    own = {**_window(c, cls), **_experts(c, cls)}
-    return cls(**_decoder(c, theta, scaling), num_key_value_heads=c.get("num_key_value_heads"), head_dim=head_dim, **own)
+def _llama(config: dict[str, Any], v: dict[str, Any], odd: list[str]) -> LlamaConfig | None:
+    family = "mistral" if config["model_type"] == "ministral" else config["model_type"]
+    cls = LLAMAS[family][0]
+    types = layer_types_of(v, odd) if "layer_types" in v else None
+    heads = max(1, v["num_attention_heads"])
+    head_dim = v["hidden_size"] // heads if v["head_dim"] is None else v["head_dim"]
+    kv_heads = heads if v["num_key_value_heads"] is None else v["num_key_value_heads"]
+    of = RopeOf(THETA.get(family, 10000.0), head_dim, v["max_position_embeddings"], _names(config.get("layer_types")))
+    rope = read_rope(config, of, OSS_ROPE if family == "gpt_oss" else None)
+    odd += rope.odd
+    own: dict[str, Any] = {k: v[k] for k in ("attention_bias", "mlp_bias", "swiglu_alpha", "swiglu_limit") if k in v}
+    own |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, **_window(cls, v, types, odd), **_experts(cls, v)}
+    return None if odd else cls(**_decoder(v, rope), **own)
 
 
-def _gpt_oss(c: dict[str, Any], where: str) -> GptOssConfig:
-    c = {"num_key_value_heads": 8, "rope_theta": 150000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **c}
-    if not c.get("rope_scaling") and not c.get("rope_parameters"):
-        c["rope_scaling"] = OSS_ROPE
-    theta, scaling, odd = _rope(c)
-    kinds = c.get("layer_types")
-    if kinds is not None and (len(kinds) != c["num_hidden_layers"] or set(kinds) - set(LAYER_TYPES)):
-        odd.append(f"layer_types={kinds!r} (supported: one of {_shown(LAYER_TYPES)} for each of {c['num_hidden_layers']} layers)")
-    if (c.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        c["quantization_config"] = None  # of how weights are stored: they are unpacked as they are read
-    if not c.get("output_router_logits", False):
-        c.pop("router_aux_loss_coef", None)  # without those no loss is made of it; the published configs say 0.9
-    _refuse(c, OSS_ONLY, where, odd)
-    own = {k: c[k] for k in ("head_dim", "sliding_window", "swiglu_alpha", "swiglu_limit") if c.get(k) is not None}
-    if kinds is not None and list(kinds) != [LAYER_TYPES[i % 2] for i in range(len(kinds))]:
-        own["layer_types"] = tuple(kinds)
-    return GptOssConfig(**_decoder(c, theta, scaling), num_key_value_heads=c["num_key_value_heads"], **own, **_experts(c, GptOssConfig))
+def _names(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else []
 
 
-def _decoder(c: dict[str, Any], theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+def _decoder(v: dict[str, Any], rope: RopeFound) -> dict[str, Any]:
     """What all families of Llama's kind have."""
-    return {
-        "vocab_size": c["vocab_size"], "hidden_size": c["hidden_size"], "intermediate_size": c["intermediate_size"],
-        "num_hidden_layers": c["num_hidden_layers"], "num_attention_heads": c["num_attention_heads"],
-        "max_position_embeddings": c.get("max_position_embeddings", 2048), "rms_norm_eps": c.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta, "rope_scaling": scaling, "tie_word_embeddings": c.get("tie_word_embeddings", False),
-        "initializer_range": c.get("initializer_range", 0.02),
-    }  # fmt: skip
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "rms_norm_eps",
+        "tie_word_embeddings", "initializer_range",
+    )  # fmt: skip
+    return {**{k: v[k] for k in same}, "rope_theta": rope.theta, "rope_scaling": rope.scaling}
 
 
-def _deepseek_v3(c: dict[str, Any], where: str) -> DeepseekV3Config:
-    theta, scaling, odd = _rope(c)
-    heads = c["num_attention_heads"]
-    if c.get("num_key_value_heads", heads) != heads:
-        odd.append(f"num_key_value_heads={c['num_key_value_heads']!r} (supported: {heads}, as many as query heads)")
-    _refuse(c, LATENT_ONLY, where, odd)
-    own = {"first_k_dense_replace": 3, **{k: c[k] for k in LATENT_FIELDS if k in c}}
-    if "n_routed_experts" not in c and "num_local_experts" in c:  # transformers' other name of it
-        own["n_routed_experts"] = c["num_local_experts"]
-    own["num_nextn_predict_layers"] = c.get("num_nextn_predict_layers", c.get("num_mtp_layers", 0))
-    if "aux_loss_alpha" in c:
-        own |= {"router_aux_loss_coef": c["aux_loss_alpha"], "router_aux_loss_scope": "sequence" if c.get("seq_aux", True) else "micro_batch"}
-    return DeepseekV3Config(**_decoder(c, theta, scaling), **own)
+def _deepseek_v3(config: dict[str, Any], v: dict[str, Any], odd: list[str]) -> DeepseekV3Config | None:
+    heads, rotated = v["num_attention_heads"], v["qk_rope_head_dim"]
+    kv_heads = heads if v["num_key_value_heads"] is None else v["num_key_value_heads"]
+    if kv_heads < 1 or heads // kv_heads != 1:
+        odd.append(f"num_key_value_heads={kv_heads!r} (supported: {heads}, as many as query heads)")
+    if config.get("head_dim", rotated) != rotated:
+        odd.append(f"head_dim={config['head_dim']!r} (supported: {rotated}, as qk_rope_head_dim, or none)")
+    rope = read_rope(config, RopeOf(10000.0, rotated, v["max_position_embeddings"], _names(config.get("layer_types")), scores=True))
+    odd += [*rope.odd, *_odd(config, LATENT_ONLY)]
+    own = {k: v[k] for k in LATENT_FIELDS} | {k: bool(v[k]) for k in ("norm_topk_prob", "rope_interleave")}
+    own["num_nextn_predict_layers"] = v["num_mtp_layers"]
+    if "aux_loss_alpha" in config:
+        scope = "sequence" if v["seq_aux"] else "micro_batch"
+        own |= {"router_aux_loss_coef": v["aux_loss_alpha"], "router_aux_loss_scope": scope}
+    return None if odd else DeepseekV3Config(**_decoder(v, rope), **own)
 
 
-def _window(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
-    """Mistral has a window unless it says null; Qwen2 only if it says so, in the layers from max_window_layers on."""
-    if cls is MistralConfig:
-        return {"sliding_window": c.get("sliding_window", 4096)}
-    if cls is Qwen2Config and c.get("use_sliding_window", False):
-        return {"sliding_window": c.get("sliding_window", 4096), "max_window_layers": c.get("max_window_layers", 28)}
-    return {}
+def layer_types_of(v: dict[str, Any], odd: list[str]) -> list[str] | None:
+    """The kind of each layer, if the config says it; `attention` is an old name of full attention."""
+    if v["layer_types"] is None:
+        return None
+    types = ["full_attention" if kind == "attention" else kind for kind in v["layer_types"]]
+    if len(types) != v["num_hidden_layers"] or any(kind not in LAYER_TYPES for kind in types):
+        odd.append(f"layer_types={types!r} (supported: one of {_shown(LAYER_TYPES)} for each of {v['num_hidden_layers']} layers)")
+    return types
 
 
-def _experts(c: dict[str, Any], cls: type[LlamaConfig]) -> dict[str, Any]:
-    """transformers 5 spells the number of experts `num_local_experts` in every family."""
+def _window(cls: type[LlamaConfig], v: dict[str, Any], types: list[str] | None, odd: list[str]) -> dict[str, Any]:
+    """The window, and the layers that have it in the shortest way to say it."""
+    if "sliding_window" not in v:
+        return {}
+    window = v["sliding_window"] if v.get("use_sliding_window", True) else None
+    if cls in (MixtralConfig, Qwen3MoEConfig):
+        return {"sliding_window": window}
+    layers = v["num_hidden_layers"]
+    if types is None:
+        types = _default_types(cls, layers, window, v.get("max_window_layers", 0))
+    slides = [kind == LAYER_TYPES[0] for kind in types]
+    if any(slides) and window is None:
+        odd.append("layer_types with 'sliding_attention' and no sliding_window in use (supported: a sliding_window, use_sliding_window=true)")
+    if cls is GptOssConfig:
+        alternating = types == _default_types(cls, layers, window, 0)
+        said = {} if alternating else {"layer_types": tuple(types)}
+        return {**said, **({"sliding_window": window} if any(slides) else {})}
+    if not any(slides):
+        return {"sliding_window": None}
+    first = slides.index(True)
+    if not all(slides[first:]) or (cls is MistralConfig and first > 0):
+        return {"sliding_window": window, "layer_types": tuple(types)}
+    return {"sliding_window": window} if cls is MistralConfig else {"sliding_window": window, "max_window_layers": first}
+
+
+def _default_types(cls: type[LlamaConfig], layers: int, window: int | None, first: int) -> list[str]:
+    if cls is GptOssConfig:
+        return [LAYER_TYPES[i % 2] for i in range(layers)]
+    return [LAYER_TYPES[0] if window is not None and i >= first else LAYER_TYPES[1] for i in range(layers)]
+
+
+def _experts(cls: type[LlamaConfig], v: dict[str, Any]) -> dict[str, Any]:
     if not issubclass(cls, ExpertsConfig):
         return {}
-    common = {k: c[k] for k in ("num_experts_per_tok", "router_aux_loss_coef") if c.get(k) is not None}
+    found = {"num_experts_per_tok": v["num_experts_per_tok"], "router_aux_loss_coef": v["router_aux_loss_coef"]}
+    if cls is GptOssConfig and not v["output_router_logits"]:
+        del found["router_aux_loss_coef"]  # without those no loss is made of it; the published configs say 0.9
     if cls in (MixtralConfig, GptOssConfig):
-        return {**common, "num_local_experts": c.get("num_local_experts", cls.num_local_experts)}  # type: ignore[attr-defined]
-    count = c["num_experts"] if "num_experts" in c else c["num_local_experts"]
-    layers = tuple(c.get("mlp_only_layers") or ())
-    return {
-        **common, "num_experts": count, "moe_intermediate_size": c["moe_intermediate_size"], "norm_topk_prob": c.get("norm_topk_prob", False),
-        "decoder_sparse_step": c.get("decoder_sparse_step", 1), "mlp_only_layers": layers,
-    }  # fmt: skip
+        return {**found, "num_local_experts": v["num_local_experts"]}
+    same = ("num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+    dense = tuple(i for i in v["mlp_only_layers"] or () if i in range(v["num_hidden_layers"]))  # others name no layer
+    return {**found, **{k: v[k] for k in same}, "mlp_only_layers": dense}
 
 
-def _odd_layer_types(c: dict[str, Any]) -> list[str]:
-    """transformers 5 writes the kind of each layer; it must say what the other keys say."""
-    first = c.get("max_window_layers", 28) if c.get("use_sliding_window", False) and c.get("sliding_window", 4096) else c["num_hidden_layers"]
-    expected = ["sliding_attention" if i >= first else "full_attention" for i in range(c["num_hidden_layers"])]
-    given = c.get("layer_types")
-    return [] if given in (None, expected) else [f"layer_types={given!r} (supported: {expected!r})"]
-
-
-def _rope(c: dict[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
-    """Base, scaling, and what of the rotary embedding we cannot compute. Both spellings are read; `type` is the old name of `rope_type`."""
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = float(rope.get("rope_theta", c.get("rope_theta", 10000.0)))
-    odd = [] if kind in ("default", *ROPE_FIELDS) else [f"rope_type={kind!r} (supported: {_shown(('default', *ROPE_FIELDS))})"]
-    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        odd.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} (supported: 1.0)")
-    if odd or kind == "default":
-        return theta, None, odd
-    needed, optional = ROPE_FIELDS[kind]
-    longest = c.get("original_max_position_embeddings", c.get("max_position_embeddings", 2048))
-    rope = {"original_max_position_embeddings": longest, **rope}
-    given = {k: rope[k] for k in needed} | {k: rope[k] for k in optional if rope.get(k) is not None}
-    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return theta, RopeScaling(rope_type=kind, **plain), []
-
-
-def _gpt2(c: dict[str, Any], where: str) -> GPT2Config:
-    dropout, embedding = c.get("resid_pdrop", 0.1), c.get("embd_pdrop", 0.1)
-    odd = [] if dropout == embedding else [f"embd_pdrop={embedding!r} beside resid_pdrop={dropout!r} (supported: equal ones)"]
-    _refuse(c, GPT2_ONLY, where, odd)
+def _gpt2(config: dict[str, Any], v: dict[str, Any], odd: list[str]) -> GPT2Config | None:
+    dropout, embedding = v["resid_pdrop"], v["embd_pdrop"]
+    if dropout != embedding:
+        odd.append(f"embd_pdrop={embedding!r} beside resid_pdrop={dropout!r} (supported: equal ones)")
+    if v["activation_function"] not in GELUS:
+        odd.append(f"activation_function={v['activation_function']!r} (supported: {_shown(tuple(GELUS))})")
+        return None
     return GPT2Config(
-        vocab_size=c["vocab_size"], hidden_size=c["n_embd"], num_hidden_layers=c["n_layer"], num_attention_heads=c["n_head"],
-        intermediate_size=c.get("n_inner"), max_position_embeddings=c.get("n_positions", 1024),
-        layer_norm_epsilon=c.get("layer_norm_epsilon", 1e-5), dropout=dropout, attention_dropout=c.get("attn_pdrop", 0.1),
-        initializer_range=c.get("initializer_range", 0.02),
+        vocab_size=v["vocab_size"], hidden_size=v["n_embd"], num_hidden_layers=v["n_layer"], num_attention_heads=v["n_head"],
+        intermediate_size=v["n_inner"], max_position_embeddings=v["n_positions"], layer_norm_epsilon=v["layer_norm_epsilon"], dropout=dropout,
+        attention_dropout=v["attn_pdrop"], initializer_range=v["initializer_range"], tie_word_embeddings=v["tie_word_embeddings"],
+        activation_function=GELUS[v["activation_function"]],  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
-    **dict.fromkeys(LLAMAS, _llama), "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3, "gpt2": _gpt2,
+# model_type -> what makes our model of a config.json, the values of its keys, and a list that it adds to what cannot be honoured
+FAMILIES: dict[str, Callable[[dict[str, Any], dict[str, Any], list[str]], ModelConfig | None]] = {
+    **dict.fromkeys((*LLAMAS, "ministral"), _llama), "deepseek_v3": _deepseek_v3, "gpt2": _gpt2,
 }  # fmt: skip
 
 
 def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, Any] | None = None) -> dict[str, Any]:
     """config.json for a model whose weights are of `dtype`. Special tokens that are not given are none (not Hugging Face's defaults)."""
+    write = WRITERS.get(type(model))
+    if write is None:
+        known = ", ".join(cls.__name__ for cls in WRITERS)
+        raise CheckpointError(f"no config.json is known for {type(model).__name__} (there is one for {known}): add a writer to WRITERS in {__name__}")
     ids = {name: (token_ids or {}).get(name) for name in TOKEN_IDS}
     kind = str(dtype).removeprefix("torch.")
-    if isinstance(model, DeepseekV3Config):
-        specific = _to_deepseek_v3(model)
-    else:
-        specific = _to_llama(model) if isinstance(model, LlamaConfig) else _to_gpt2(model)
-    return {**specific, **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}
+    return {**write(model), **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}
 
 
 def generation_config(token_ids: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -284,11 +287,58 @@ def _to_decoder(m: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _to_llamas(m: LlamaConfig) -> dict[str, Any]:
+    """A config.json with the class of the family, and the width of a head in so many words."""
+    return {"architectures": [LLAMAS[m.family][1]], **_to_decoder(m), "head_dim": m.head_dim or m.hidden_size // m.num_attention_heads}
+
+
 def _to_llama(m: LlamaConfig) -> dict[str, Any]:
-    head_dim = m.head_dim or m.hidden_size // m.num_attention_heads
-    biases = {} if isinstance(m, Qwen2Config) else {"attention_bias": isinstance(m, GptOssConfig)}  # Qwen2 has no such key
-    own = {**biases, "mlp_bias": False, **_to_window(m), **_to_experts(m)}
-    return {"architectures": [LLAMAS[m.family][1]], **_to_decoder(m), "head_dim": head_dim, **own}
+    return {**_to_llamas(m), "attention_bias": m.attention_bias, "mlp_bias": m.mlp_bias}
+
+
+def _to_mistral(m: MistralConfig) -> dict[str, Any]:
+    """With windows in some layers only it is what transformers calls Ministral."""
+    own = {**_to_llamas(m), "sliding_window": m.sliding_window}
+    if m.layer_types is None:
+        return own
+    return {**own, "model_type": "ministral", "architectures": ["MinistralForCausalLM"], "layer_types": list(m.layer_types)}
+
+
+def _to_qwen2(m: UpperWindowConfig) -> dict[str, Any]:
+    first = m.num_hidden_layers if m.sliding_window is None else m.max_window_layers
+    used = {"use_sliding_window": m.sliding_window is not None, "sliding_window": m.sliding_window, "max_window_layers": first}
+    return {**_to_llamas(m), **used, "layer_types": _types(m)}
+
+
+def _to_qwen3(m: Qwen3Config) -> dict[str, Any]:
+    return {**_to_qwen2(m), "attention_bias": m.attention_bias}
+
+
+def _types(m: LlamaConfig) -> list[str]:
+    return [LAYER_TYPES[1] if m.window(i) is None else LAYER_TYPES[0] for i in range(m.num_hidden_layers)]
+
+
+def _to_router(m: ExpertsConfig) -> dict[str, Any]:
+    return {"num_experts_per_tok": m.num_experts_per_tok, "router_aux_loss_coef": m.router_aux_loss_coef, "output_router_logits": False}
+
+
+def _to_mixtral(m: MixtralConfig) -> dict[str, Any]:
+    own = {"num_local_experts": m.num_local_experts, "router_jitter_noise": 0.0, "sliding_window": m.sliding_window}
+    return {**_to_llamas(m), **_to_router(m), **own}
+
+
+def _to_qwen3_moe(m: Qwen3MoEConfig) -> dict[str, Any]:
+    return {
+        **_to_llamas(m), **_to_router(m), "attention_bias": m.attention_bias, "use_sliding_window": m.sliding_window is not None,
+        "sliding_window": m.sliding_window, "num_experts": m.num_experts, "moe_intermediate_size": m.moe_intermediate_size,
+        "norm_topk_prob": m.norm_topk_prob, "decoder_sparse_step": m.decoder_sparse_step, "mlp_only_layers": list(m.mlp_only_layers),
+    }  # fmt: skip
+
+
+def _to_gpt_oss(m: GptOssConfig) -> dict[str, Any]:
+    gate = {"swiglu_alpha": m.swiglu_alpha, "swiglu_limit": m.swiglu_limit}
+    own = {"num_local_experts": m.num_local_experts, "experts_per_token": m.num_experts_per_tok, "attention_bias": m.attention_bias}
+    return {**_to_llamas(m), **_to_router(m), **own, **gate, "sliding_window": m.sliding_window, "layer_types": _types(m)}
 
 
 def _to_deepseek_v3(m: DeepseekV3Config) -> dict[str, Any]:
@@ -307,32 +357,6 @@ def _to_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": old, "rope_parameters": {"rope_theta": theta, **(old or {"rope_type": "default"})}}
 
 
-def _to_window(m: LlamaConfig) -> dict[str, Any]:
-    if isinstance(m, MistralConfig):
-        return {"sliding_window": m.sliding_window}
-    if isinstance(m, GptOssConfig):
-        kinds = ["full_attention" if m.window(i) is None else "sliding_attention" for i in range(m.num_hidden_layers)]
-        return {"sliding_window": m.sliding_window, "layer_types": kinds}
-    if isinstance(m, Qwen2Config):
-        return {"use_sliding_window": m.sliding_window is not None, "sliding_window": m.sliding_window, "max_window_layers": m.max_window_layers}
-    return {}
-
-
-def _to_experts(m: LlamaConfig) -> dict[str, Any]:
-    if not isinstance(m, ExpertsConfig):
-        return {}
-    common = {"num_experts_per_tok": m.num_experts_per_tok, "router_aux_loss_coef": m.router_aux_loss_coef, "output_router_logits": False}
-    if isinstance(m, GptOssConfig):
-        gate = {"swiglu_alpha": m.swiglu_alpha, "swiglu_limit": m.swiglu_limit}
-        return {**common, "num_local_experts": m.num_local_experts, **gate, "experts_per_token": m.num_experts_per_tok}
-    if not isinstance(m, Qwen3MoEConfig):
-        return {**common, "num_local_experts": m.routed_experts, "router_jitter_noise": 0.0}
-    return {
-        **common, "num_experts": m.num_experts, "moe_intermediate_size": m.moe_intermediate_size, "norm_topk_prob": m.norm_topk_prob,
-        "decoder_sparse_step": m.decoder_sparse_step, "mlp_only_layers": list(m.mlp_only_layers),
-    }  # fmt: skip
-
-
 def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_embd": m.hidden_size,
@@ -340,18 +364,28 @@ def _to_gpt2(m: GPT2Config) -> dict[str, Any]:
         "n_positions": m.max_position_embeddings, "n_ctx": m.max_position_embeddings,  # the same: llama.cpp's converter asks for the latter
         "layer_norm_epsilon": m.layer_norm_epsilon, "resid_pdrop": m.dropout,
         "embd_pdrop": m.dropout, "attn_pdrop": m.attention_dropout, "initializer_range": m.initializer_range,
-        "activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True,
+        "activation_function": m.activation_function, "scale_attn_weights": True, "tie_word_embeddings": m.tie_word_embeddings,
     }  # fmt: skip
 
 
+WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    LlamaConfig: _to_llama, MistralConfig: _to_mistral, Qwen2Config: _to_qwen2, Qwen3Config: _to_qwen3, MixtralConfig: _to_mixtral,
+    Qwen3MoEConfig: _to_qwen3_moe, GptOssConfig: _to_gpt_oss, DeepseekV3Config: _to_deepseek_v3, GPT2Config: _to_gpt2,
+}  # fmt: skip
+
+
 def resolved(model: dict[str, Any]) -> dict[str, Any]:
-    """A model config's dict with the defaults that depend on other fields filled in, so that two spellings of one model are equal."""
-    m = dict(model)
+    """A model config's dict with all defaults filled in, also of fields that came after it was written, so that two spellings are equal."""
+    cls = next((cls for cls in WRITERS if cls.family == model.get("family")), None)  # type: ignore[attr-defined]
+    later = {} if cls is None else {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+    m = {**later, **model}
     if m.get("family") in LLAMAS:  # deepseek_v3 has neither
         m["num_key_value_heads"] = m.get("num_key_value_heads") or m.get("num_attention_heads")
         m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
     if m.get("family") == "gpt2":
         m["intermediate_size"] = m.get("intermediate_size") or 4 * m["hidden_size"]
+    if isinstance(m.get("rope_scaling"), dict):
+        m["rope_scaling"] = {k: v for k, v in m["rope_scaling"].items() if v is not None}
     return m
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
-from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, RopeScaling
+from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, RopeScaling, UpperWindowConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, Qwen3MoEConfig
 
@@ -29,7 +29,7 @@ def check_llama(config: LlamaConfig) -> list[Problem]:
     if config.rope_scaling is not None:
         heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
         found += check_rope_scaling(config.rope_scaling, rotated_features(config) if heads_known else 0)
-    found += check_window(config)
+    found += check_rope_base(config) + check_window(config) + check_biases(config)
     if isinstance(config, ExpertsConfig):
         found += check_experts(config)
     if isinstance(config, DeepseekV3Config):
@@ -82,7 +82,9 @@ def check_latent(config: DeepseekV3Config) -> list[Problem]:
     return found + no_effect("model", config, ["num_key_value_heads", "head_dim"], "heads of their own (deepseek_v3 makes them from latents)", {})
 
 
-ROPE_EXAMPLES: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE_EXAMPLES: dict[str, Any] = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 
 
 def check_rope_scaling(config: RopeScaling, dim: int) -> list[Problem]:
@@ -112,6 +114,9 @@ def check_rope_values(config: RopeScaling, dim: int) -> list[Problem]:
             found.append(problem(at, config, name, "must have a number per pair of rotated features", {"pairs": dim // 2}, ((1.0,) * (dim // 2),)))
         elif given is not None and not all(0 < x < math.inf for x in given):
             found.append(problem(at, config, name, "must be numbers in (0, inf)", {}, ((1.0,) * len(given),)))
+    found += within(at, config, "partial_rotary_factor", "[0, 1]", (0.5,))
+    if config.rope_type == "longrope" and config.original_max_position_embeddings == 1:
+        found.append(problem(at, config, "original_max_position_embeddings", "must be > 1 (its logarithm divides)", {}, (4096,)))
     low, high = config.low_freq_factor, config.high_freq_factor
     if not found and low is not None and high is not None and high <= low:
         found.append(problem(at, config, "high_freq_factor", "must be > low_freq_factor", {f"{at}.low_freq_factor": low}, (4 * low,)))
@@ -121,16 +126,59 @@ def check_rope_values(config: RopeScaling, dim: int) -> list[Problem]:
     return found
 
 
+def check_rope_base(config: LlamaConfig) -> list[Problem]:
+    """YaRN divides by the logarithm of the base; dynamic scaling by the rotated features less two."""
+    scaling = config.rope_scaling
+    if scaling is None or min(config.hidden_size, config.num_attention_heads) < 1:
+        return []
+    because = {"model.rope_scaling.rope_type": scaling.rope_type}
+    if scaling.rope_type == "yarn" and config.rope_theta == 1.0:
+        return [problem("model", config, "rope_theta", "must not be 1", because, (10000.0,))]
+    if scaling.rope_type == "dynamic" and rotated_features(config) == 2:
+        rule, valid = "must not be dynamic for heads with two rotated features", ("linear", "yarn")
+        return [problem("model.rope_scaling", scaling, "rope_type", rule, {"rotated features": 2}, valid)]
+    return []
+
+
 def check_window(config: LlamaConfig) -> list[Problem]:
-    """Of the families that have one."""
-    if not isinstance(config, MistralConfig | Qwen2Config):
+    """Of the families that have one, in all layers or in some."""
+    names = {f.name for f in fields(config)}
+    if "sliding_window" not in names:
         return []
     found = at_least("model", config, 1, "sliding_window")
-    if isinstance(config, Qwen2Config):
+    window, types = getattr(config, "sliding_window"), getattr(config, "layer_types", None)  # noqa: B009
+    if isinstance(config, UpperWindowConfig):
         found += at_least("model", config, 0, "max_window_layers")
-        if config.sliding_window is None:
+        if types is not None:
+            found += no_effect("model", config, ["max_window_layers"], "model.layer_types=null", {"model.layer_types": types})
+        elif window is None:
             found += no_effect("model", config, ["max_window_layers"], "model.sliding_window", {"model.sliding_window": None})
-    return found
+    return found if types is None else found + check_layer_types(config, types, window)
+
+
+def check_layer_types(config: LlamaConfig, types: tuple[str, ...], window: int | None) -> list[Problem]:
+    layers = config.num_hidden_layers
+    if len(types) != layers >= 1:
+        rule, because = "must have one kind per layer", {"kinds": len(types), "model.num_hidden_layers": layers}
+        whole = (types * layers)[:layers]
+        return [problem("model", config, "layer_types", rule, because, (*((whole,) if whole else ()), None))]
+    if "sliding_attention" not in types:
+        return no_effect("model", config, ["sliding_window"], "a layer of sliding_attention", {"model.layer_types": types})
+    if window is None:
+        return [problem("model", config, "sliding_window", "must be set for layers of sliding_attention", {"model.layer_types": types}, (4096,))]
+    return []
+
+
+WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "gpt_oss")
+
+
+def check_biases(config: LlamaConfig) -> list[Problem]:
+    """Which families may have them: those whose published code has the switch."""
+    because = {"model.family": config.family}
+    found = []
+    if config.family not in WITH_ATTENTION_BIAS:
+        found += no_effect("model", config, ["attention_bias"], f"model.family {' or '.join(WITH_ATTENTION_BIAS)}", because)
+    return found + (no_effect("model", config, ["mlp_bias"], "model.family llama", because) if config.family != "llama" else [])
 
 
 def check_experts(config: ExpertsConfig) -> list[Problem]:
@@ -184,16 +232,7 @@ def check_deepseek_experts(config: DeepseekV3Config, before: list[Problem]) -> l
 
 
 def check_gpt_oss(config: GptOssConfig) -> list[Problem]:
-    layers, given = config.num_hidden_layers, config.layer_types
-    found = at_least("model", config, 1, "sliding_window")
-    found += within("model", config, "swiglu_alpha", "(0, inf)") + within("model", config, "swiglu_limit", "(0, inf]")
-    if given is not None and len(given) != layers >= 1:
-        rule, because = "must have one kind per layer", {"kinds": len(given), "model.num_hidden_layers": layers}
-        whole = (given * layers)[:layers]
-        found.append(problem("model", config, "layer_types", rule, because, (*((whole,) if whole else ()), None)))
-    elif given is not None and "sliding_attention" not in given:
-        found += no_effect("model", config, ["sliding_window"], "a layer of sliding_attention", {"model.layer_types": given})
-    return found
+    return within("model", config, "swiglu_alpha", "(0, inf)") + within("model", config, "swiglu_limit", "(0, inf]")
 
 
 def check_qwen3_moe(config: Qwen3MoEConfig) -> list[Problem]:

@@ -10,8 +10,9 @@ from typing import Literal
 class RopeScaling:
     """How the rotary embedding of a longer context is made from a shorter one: `rope_scaling` (or `rope_parameters`) of transformers."""
 
-    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
-    """llama3 (Llama 3.1), linear (positions divided), dynamic (a base that grows with the sequence), yarn (YaRN), longrope (LongRoPE)."""
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"] = "llama3"
+    """llama3 (Llama 3.1), linear (positions divided), dynamic (a base that grows with the sequence), yarn (YaRN), longrope (LongRoPE), proportional
+    (partial rotary embedding: only part of each head is rotated)."""
     factor: float | None = None
     """How many times longer the context is made; longrope: unset, max_position_embeddings / the original length."""
     original_max_position_embeddings: int | None = None
@@ -36,6 +37,8 @@ class RopeScaling:
     """longrope: a divisor per pair of features, for sequences up to the original length."""
     long_factor: tuple[float, ...] | None = None
     """longrope: a divisor per pair of features, for longer sequences."""
+    partial_rotary_factor: float | None = None
+    """proportional: the part of each head that is rotated, from 0 to 1; the rest carries no position."""
 
 
 # fields of RopeScaling that each type must be given, and those that it may be given
@@ -45,7 +48,9 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
     "yarn": (("factor", "original_max_position_embeddings"), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (("short_factor", "long_factor", "original_max_position_embeddings"), ("factor", "attention_factor")),
+    "proportional": (("partial_rotary_factor",), ("factor",)),
 }
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -77,6 +82,14 @@ class LlamaConfig:
     """Use the input embedding as output head."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
+    attention_bias: bool = False
+    """llama, qwen3, qwen3_moe, gpt_oss: the projections of attention (q, k, v and output) have biases."""
+    mlp_bias: bool = False
+    """llama: the three projections of the MLP have biases."""
+
+    def window(self, layer: int) -> int | None:
+        """The tokens that attention of a layer reads, itself included; None: all before it."""
+        return None
 
     @property
     def routed_experts(self) -> int:
@@ -94,8 +107,27 @@ class LlamaConfig:
         return 0
 
 
+LayerType = Literal["sliding_attention", "full_attention"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config(LlamaConfig):
+class UpperWindowConfig(LlamaConfig):
+    """Llama's fields and a window in the upper layers, or in those that layer_types names."""
+
+    sliding_window: int | None = None
+    """In a layer with a window a token reads itself and so many tokens less one before it; unset: all before it in every layer."""
+    max_window_layers: int = 0
+    """The first so many layers have no window."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """Whether each layer has the window; unset: all from number max_window_layers on."""
+
+    def window(self, layer: int) -> int | None:
+        slides = layer >= self.max_window_layers if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(UpperWindowConfig):
     """Llama's fields; queries and keys are normalised head by head before they are turned."""
 
     family: Literal["qwen3"] = "qwen3"  # type: ignore[assignment]
@@ -116,20 +148,21 @@ class MistralConfig(LlamaConfig):
     """Which model this section describes: mistral."""
     sliding_window: int | None = None
     """A token reads itself and so many tokens less one before it; unset: all before it."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """Whether each layer has the window; unset: every layer."""
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types is None or self.layer_types[layer] == "sliding_attention" else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(LlamaConfig):
+class Qwen2Config(UpperWindowConfig):
     """Llama's fields; queries, keys and values have biases; layers above some number may read in a window."""
 
     family: Literal["qwen2"] = "qwen2"  # type: ignore[assignment]
     """Which model this section describes: qwen2."""
     rms_norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
-    sliding_window: int | None = None
-    """In the upper layers a token reads itself and so many tokens less one before it; unset: all before it."""
-    max_window_layers: int = 0
-    """The first so many layers have no window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +183,10 @@ class GPT2Config:
     """Number of learned positions (n_positions)."""
     layer_norm_epsilon: float = 1e-5
     """Epsilon of LayerNorm."""
+    activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
+    """Activation of the MLP: gelu_new (GELU in its tanh form, GPT-2's own) or gelu (exact)."""
+    tie_word_embeddings: bool = True
+    """Use the input embedding as output head."""
     dropout: float = 0.0
     """Dropout of embeddings and of each sub-layer's output, the same in every layout."""
     attention_dropout: float = 0.0

@@ -1,4 +1,4 @@
-"""GPT-2: LayerNorm, learned positions, GELU, biases, tied embeddings, dropout. Radford et al., 2019."""
+"""GPT-2: LayerNorm, learned positions, GELU, biases, embeddings tied or not, dropout. Radford et al., 2019."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class GPT2Embedding(_Dropping):
     def __init__(self, config: GPT2Config, env: Env):
         super().__init__(env)
         c, n = config, config.max_position_embeddings
+        replicas = env.tied() if c.tie_word_embeddings else ()
         self.p = c.dropout
-        self.embed = Embedding(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, env.tied())
+        self.embed = Embedding(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas)
         whole = Piece(
             "transformer.wpe.weight", (n, c.hidden_size), Box.full((n, c.hidden_size)), (slice(0, n), slice(0, c.hidden_size)),
             Init("normal", c.initializer_range), replicas=env.everyone,
@@ -65,7 +66,7 @@ class GPT2Layer(_Dropping):
         )  # fmt: skip
         self.norm2 = LayerNorm(env, f"{at}.ln_2", c.hidden_size, c.layer_norm_epsilon)
         inner = c.intermediate_size or 4 * c.hidden_size
-        self.mlp = GeluMLP(env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out)
+        self.mlp = GeluMLP(env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out, c.activation_function)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)
@@ -81,7 +82,8 @@ class GPT2Head(Block):
         super().__init__(env)
         c = config
         self.norm = LayerNorm(env, "transformer.ln_f", c.hidden_size, c.layer_norm_epsilon)
-        self.head = Head(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, env.tied(), tied)
+        name, replicas = ("transformer.wte.weight", env.tied()) if c.tie_word_embeddings else ("lm_head.weight", ())
+        self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, tied)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.head.loss(self.norm(x), batch)
@@ -99,6 +101,6 @@ def make_blocks(config: GPT2Config, env: Env, which: range) -> list[Block]:
         elif i <= config.num_hidden_layers:
             made[i] = GPT2Layer(config, env, i - 1)
         else:
-            first = made.get(0)
+            first = made.get(0) if config.tie_word_embeddings else None
             made[i] = GPT2Head(config, env, first.embed.weight if isinstance(first, GPT2Embedding) else None)
     return list(made.values())

@@ -11,7 +11,6 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE, StackedNames
 from phalanx.ops.activation import Gate
-from phalanx.ops.attention import Kind
 
 
 def make_blocks(config: GptOssConfig, env: Env, which: range) -> list[Block]:
@@ -21,7 +20,7 @@ def make_blocks(config: GptOssConfig, env: Env, which: range) -> list[Block]:
 
 def attention(config: GptOssConfig, env: Env, layer: int) -> Attention:
     sinks = f"model.layers.{layer}.self_attn.sinks"
-    return llama.attention(config, env, layer, bias="all", kind=Kind(window=config.window(layer)), sinks=sinks)
+    return llama.attention(config, env, layer, sinks=sinks)
 
 
 def experts(config: GptOssConfig, env: Env, layer: int) -> MoE:

@@ -18,6 +18,7 @@ from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import RMSNorm
+from phalanx.ops.attention import Kind
 from phalanx.ops.rope_scaling import Rotation
 
 MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
@@ -83,20 +84,21 @@ class LlamaHead(Block):
 
 
 def attention(config: LlamaConfig, env: Env, layer: int, **more: Any) -> Attention:
-    """The attention of a layer; `more`: what a family adds to it (norms of heads, biases, a window)."""
+    """The attention of a layer; `more`: what a family adds to it (norms of heads, biases of its own, sinks)."""
     c, at = config, f"model.layers.{layer}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return Attention(
         env, (f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"), c.hidden_size, c.num_attention_heads,
         c.num_key_value_heads or c.num_attention_heads, head_dim, c.initializer_range, c.initializer_range,
-        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings), layer=layer, **more,
+        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings), layer=layer, kind=Kind(window=c.window(layer)),
+        **{"bias": "all" if c.attention_bias else "none", **more},
     )  # fmt: skip
 
 
 def mlp(config: LlamaConfig, env: Env, layer: int) -> SwiGLU:
     """The dense MLP of a layer."""
     names = tuple(f"model.layers.{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
-    return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range)  # type: ignore[arg-type]
+    return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
 def make_blocks(config: LlamaConfig, env: Env, which: Sequence[int], make_attention: MakePart | None = None, make_mlp: MakePart | None = None,

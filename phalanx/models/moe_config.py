@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.models.config import LlamaConfig
+from phalanx.models.config import LayerType, LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,11 @@ class MixtralConfig(ExpertsConfig):
     """Experts per layer."""
     rope_theta: float = 1000000.0
     """Base of the rotary embedding."""
+    sliding_window: int | None = None
+    """A token reads itself and so many tokens less one before it; unset: all before it."""
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
 
     @property
     def routed_experts(self) -> int:
@@ -77,6 +82,11 @@ class Qwen3MoEConfig(ExpertsConfig):
     """Epsilon of RMSNorm."""
     rope_theta: float = 1000000.0
     """Base of the rotary embedding."""
+    sliding_window: int | None = None
+    """A token reads itself and so many tokens less one before it; unset: all before it."""
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
 
     @property
     def routed_experts(self) -> int:
@@ -92,7 +102,7 @@ class Qwen3MoEConfig(ExpertsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ExpertsConfig):
-    """Llama's fields; intermediate_size is the width of an expert. Every projection and the router have biases, heads have sinks."""
+    """Llama's fields; intermediate_size is the width of an expert. The experts and the router have biases, heads have sinks."""
 
     family: Literal["gpt_oss"] = "gpt_oss"  # type: ignore[assignment]
     """Which model this section describes: gpt_oss."""
@@ -104,9 +114,11 @@ class GptOssConfig(ExpertsConfig):
     """Width of a head; null: hidden_size / num_attention_heads."""
     rope_theta: float = 150000.0
     """Base of the rotary embedding."""
+    attention_bias: bool = True
+    """The projections of attention (q, k, v and output) have biases."""
     sliding_window: int = 128
     """In a layer with a window a token reads itself and so many tokens less one before it."""
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    layer_types: tuple[LayerType, ...] | None = None
     """Whether each layer has the window; unset: they take turns, the first has it."""
     swiglu_alpha: float = 1.702
     """Gate of the experts: gate * sigmoid(alpha * gate) * (up + 1)."""
@@ -118,7 +130,6 @@ class GptOssConfig(ExpertsConfig):
         return self.num_local_experts
 
     def window(self, layer: int) -> int | None:
-        """The window of a layer, if it has one."""
         given = self.layer_types
         slides = layer % 2 == 0 if given is None else given[layer] == "sliding_attention"
         return self.sliding_window if slides else None

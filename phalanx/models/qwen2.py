@@ -7,12 +7,10 @@ from phalanx.models.config import Qwen2Config
 from phalanx.nn.attention import Attention
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
-from phalanx.ops.attention import Kind
 
 
 def attention(config: Qwen2Config, env: Env, layer: int) -> Attention:
-    window = config.sliding_window if layer >= config.max_window_layers else None
-    return llama.attention(config, env, layer, bias="qkv", kind=Kind(window=window))
+    return llama.attention(config, env, layer, bias="qkv")
 
 
 def make_blocks(config: Qwen2Config, env: Env, which: range) -> list[Block]:

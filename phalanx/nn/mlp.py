@@ -9,8 +9,8 @@ from torch import Tensor
 from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
-from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
-from phalanx.ops.activation import gelu, swiglu
+from phalanx.nn.module import ZEROS, Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.ops.activation import GELUS, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.low_matmul import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
@@ -22,13 +22,16 @@ def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *weights: 
 
 
 class SwiGLU(Module):
-    """down(silu(gate x) * up x), gate and up stacked in one matrix."""
+    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one."""
 
-    def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float):
+    def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float, bias: bool = False):
         super().__init__(env)
         a, b = env.cut(inner)
         self.gate_up = self.matrix(column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)), cut=0)
         self.down = self.matrix(row_spec(names[2], width, inner, a, b, Init("normal", std)), cut=1)
+        biases = [name.replace(".weight", ".bias") for name in names]
+        self.gate_up_bias = self.param(bias_spec([Rows(name, inner, a, b) for name in biases[:2]])) if bias else None
+        self.down_bias = self.replicated(biases[2], width, ZEROS) if bias else None
         self.num_weights = 3 * width * inner
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
@@ -36,14 +39,19 @@ class SwiGLU(Module):
         return run_mlp(self, self._of_rows, x, self.gate_up, self.down)
 
     def _of_rows(self, x: Tensor) -> Tensor:
+        if self.gate_up_bias is not None:
+            return self._in_ops(x)
         low, twin, again = low_of(self.gate_up) or low_of(self.down), self.env.twin("swiglu"), self.env.tape.makes_again  # of one op, no half can be
         if low is None and not again("up") and use_gated_mlp(self.env.twin("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
         if low is not None and not (again("up") or again("activation")) and use_low_gated_mlp(self.gate_up, self.down, twin, x):
             return low_gated_mlp(x, self.gate_up, self.down, self.env.tp, twin)
-        gate_up = self.env.tape.op("up", lambda x: gather_matmul(x, self.gate_up, self.env.tp), x)
+        return self._in_ops(x)
+
+    def _in_ops(self, x: Tensor) -> Tensor:
+        gate_up = self.env.tape.op("up", lambda x: gather_matmul(x, self.gate_up, self.env.tp, self.gate_up_bias), x)
         hidden = self.env.tape.op("activation", lambda x: swiglu(x, self.env.twin("swiglu")), gate_up)
-        return matmul_scatter(hidden, self.down, self.env.tp)
+        return matmul_scatter(hidden, self.down, self.env.tp, self.down_bias)
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:
         return None if any(map(self.env.tape.makes_again, ("norm", "up", "mlp"))) else nan_for(self.gate_up, x)
@@ -53,15 +61,16 @@ class SwiGLU(Module):
 
 
 class GeluMLP(Module):
-    """project(gelu(expand x)), with biases, matrices stored transposed outside (GPT-2's Conv1D)."""
+    """project(activation(expand x)), with biases, matrices stored transposed outside (GPT-2's Conv1D). `activation`: one of GELUS."""
 
-    def __init__(self, env: Env, names: tuple[str, str], width: int, inner: int, std: float, std_out: float):
+    def __init__(self, env: Env, names: tuple[str, str], width: int, inner: int, std: float, std_out: float, activation: str = "gelu_new"):
         super().__init__(env)
         a, b = env.cut(inner)
         self.expand = self.matrix(column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True), cut=0)
         self.expand_bias = self.param(bias_spec([Rows(f"{names[0]}.bias", inner, a, b)]))
         self.project = self.matrix(row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True), cut=1)
         self.project_bias = self.replicated(f"{names[1]}.bias", width, Init("zeros"))
+        self.activation = GELUS[activation]
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +79,7 @@ class GeluMLP(Module):
 
     def _of_rows(self, x: Tensor) -> Tensor:
         expanded = self.env.tape.op("up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x)
-        hidden = self.env.tape.op("activation", gelu, expanded)
+        hidden = self.env.tape.op("activation", self.activation, expanded)
         return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
 
     def flops(self, seq_length: int) -> float:

@@ -101,6 +101,14 @@ def _longrope(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
     return inverse_frequencies(r.dim, r.theta) / divisors, tempered if s.attention_factor is None else s.attention_factor
 
 
+def _proportional(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
+    """Partial rotary embedding: the first pairs of features are rotated as ever, those beyond `partial_rotary_factor` of the head not at all."""
+    inv = inverse_frequencies(r.dim, r.theta) / (1.0 if s.factor is None else s.factor)
+    rotated = int(s.partial_rotary_factor * r.dim // 2)
+    return torch.where(torch.arange(r.dim // 2) < rotated, inv, 0.0), 1.0
+
+
 SCALINGS: dict[str, Callable[[Rotation, Any, int], tuple[Tensor, float]]] = {
     "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+    "proportional": _proportional,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from phalanx.base.part import Part
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, RopeScaling
+from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling, UpperWindowConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, Qwen3MoEConfig
 from phalanx.train.checks import Facts, check
@@ -298,7 +298,7 @@ def small_window(model: LlamaConfig, seq_length: int, layers: int) -> dict[str, 
         changed["sliding_window"] = 5 if given < seq_length else given
     if types:
         changed["layer_types"] = small_types(types, layers)
-    if isinstance(model, Qwen2Config) and given is not None:
+    if isinstance(model, UpperWindowConfig) and given is not None and not types:
         whole = model.max_window_layers >= model.num_hidden_layers
         changed["max_window_layers"] = min(model.max_window_layers, layers if whole else layers - 1)
     return changed
