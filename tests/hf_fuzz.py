@@ -365,14 +365,13 @@ def soak(count: int, first: int = 0) -> tuple[Counter[tuple[str, str]], Counter[
                 reasons[found.why] += 1
             if found.kind in BAD:
                 bad.append(f"seed {seed} {family}: {'; '.join(done)}: {found.kind}: {found.why[:400]}")
+                print(bad[-1], flush=True)
     return counts, reasons, bad
 
 
 def main(count: int, first: int = 0) -> None:
     torch.set_num_threads(1)
-    counts, reasons, bad = soak(count, first)
-    for line in bad:
-        print(line)
+    counts, reasons, _ = soak(count, first)
     kinds = sorted({kind for _, kind in counts})
     for family in sorted(FAMILIES):
         print(family, {kind: counts[family, kind] for kind in kinds})

@@ -11,10 +11,15 @@ import torch
 import transformers
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import differences, from_hf, read_folder, to_hf
+from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
+from phalanx.models.moe_config import ExpertsConfig
 from tests import hf_fuzz
-from tests.parity import MODELS
+from tests.checkpoints import make_run, make_state, save_here, set_state
+from tests.parity import MODELS, base_run, compare, truth_of
+from tests.sample import rest_in_soak
 
 
 def bad_trials(first: int, count: int) -> list[str]:
@@ -130,3 +135,33 @@ def test_configs_of_new_features_go_there_and_back(name):
     assert [d for d in differences(vars(model) | {"rope_scaling": None}, vars(found) | {"rope_scaling": None})] == []
     if not isinstance(model, GPT2Config):
         assert found.rope_scaling == model.rope_scaling
+
+
+LAYOUTS = {
+    "tp2": dict(tp=2), "pp2": dict(pp=2), "cp2": dict(cp=2), "dp2 sharding 3": dict(sharding=3), "ep2": dict(ep=2),
+}  # fmt: skip
+CASES = {(name, layout): {name} for name in NEW for layout in LAYOUTS if layout != "ep2" or isinstance(NEW[name], ExpertsConfig)}
+SAMPLE = [(name, ("tp2", "cp2", "pp2", "dp2 sharding 3")[i % 2 if i % 3 else i % 4]) for i, name in enumerate(NEW)]
+
+
+@pytest.mark.trust(10, "biases, windows, layer types, partial rotary, an untied or gelu GPT-2 in a folder", "trained in every layout")
+@pytest.mark.parametrize("case", rest_in_soak(CASES, SAMPLE), ids=str)
+def test_new_features_in_every_layout(ranks, case):
+    name, layout = case
+    run = base_run("llama", global_batch=4)
+    run = replace(run, model=NEW[name], layout=LayoutConfig(**LAYOUTS[layout]))
+    compare(ranks.run("tests.parity:run_layout", 2, run, 2), truth_of(ranks, run, 2, False), 2)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_features_are_exported(tmp_path, name):
+    """Truth: transformers reads the folder with no tensor missing or left over, and computes the same."""
+    state = make_state(replace(make_run("llama", "fp32"), model=NEW[name]))
+    set_state(state)
+    folder = export(save_here(state, tmp_path / "run").path, tmp_path / "out", "fp64")
+    options = dict(dtype=torch.float64, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    empty = {n for n, p in theirs.named_parameters() if not p.numel()}
+    assert not any(set(found) - empty for found in info.values()), info
+    assert hf_fuzz.outcome(folder).kind == "equal"
+    assert differences(vars(read_folder(folder).model), vars(NEW[name])) == []
