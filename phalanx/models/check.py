@@ -135,8 +135,8 @@ def check_rope_base(config: LlamaConfig) -> list[Problem]:
     if scaling.rope_type == "yarn" and config.rope_theta == 1.0:
         return [problem("model", config, "rope_theta", "must not be 1", because, (10000.0,))]
     if scaling.rope_type == "dynamic" and rotated_features(config) == 2:
-        rule, valid = "must not be dynamic for heads with two rotated features", ("linear", "yarn")
-        return [problem("model.rope_scaling", scaling, "rope_type", rule, {"rotated features": 2}, valid)]
+        rule = "must not be dynamic for heads with two rotated features"
+        return [problem("model.rope_scaling", scaling, "rope_type", rule, {"rotated features": 2}, ("linear",))]
     return []
 
 
