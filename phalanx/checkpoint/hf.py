@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from phalanx.base.errors import CheckpointError
+from phalanx.base.rules import default_of
 from phalanx.checkpoint.fp8 import block_of
 from phalanx.checkpoint.hf_files import depths_in, folder_of, has_weights, hf_index, read_config, read_json, same_in, two_heads
 from phalanx.checkpoint.hf_keys import THETA, values_of
 from phalanx.checkpoint.hf_rope import OSS_ROPE, RopeFound, RopeOf, read_rope
 from phalanx.checkpoint.tensors import Index
-from phalanx.models.check import check
+from phalanx.models.check import DEEPSEEK_EXPERTS, check
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling, UpperWindowConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig, Qwen3MoEConfig
@@ -93,7 +94,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     if model.tie_word_embeddings and two_heads(index, same_in(folder)):
         model = replace(model, tie_word_embeddings=False)
     if isinstance(model, DeepseekV3Config) and model.num_nextn_predict_layers and not depths_in(index):
-        model = replace(model, num_nextn_predict_layers=0)
+        model = _dense_if_all_are(replace(model, num_nextn_predict_layers=0))
     return ModelFolder(folder, model, config, index)
 
 
@@ -184,7 +185,14 @@ def _deepseek_v3(config: dict[str, Any], v: dict[str, Any], odd: list[str]) -> D
     if "aux_loss_alpha" in config:
         scope = "sequence" if v["seq_aux"] else "micro_batch"
         own |= {"router_aux_loss_coef": v["aux_loss_alpha"], "router_aux_loss_scope": scope}
-    return None if odd else DeepseekV3Config(**_decoder(v, rope), **own)
+    return None if odd else _dense_if_all_are(DeepseekV3Config(**_decoder(v, rope), **own))
+
+
+def _dense_if_all_are(model: DeepseekV3Config) -> DeepseekV3Config:
+    """Without what the config says of experts, if all layers are dense: nothing reads it."""
+    if model.routed_experts:
+        return model
+    return replace(model, **{name: default_of(DeepseekV3Config, name) for name in DEEPSEEK_EXPERTS})
 
 
 def layer_types_of(v: dict[str, Any], odd: list[str]) -> list[str] | None:
