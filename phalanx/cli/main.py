@@ -462,6 +462,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     from phalanx.launch.worker import find
 
     listen_early()
+    allow_files(ready.ranks)
     if ready.placement is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     else:
