@@ -263,7 +263,8 @@ def two_hangs(run: Run, world: int, pick: random.Random, seconds: float) -> int:
 def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, int, int, float], list[int]]]) -> int:
     made = 0
     for how in hows:
-        if made and len(rows_of(run)) > run.train.steps - 4:
+        written = (Path(run.dir) / "metrics.jsonl").exists()  # not before the first line
+        if made and written and len(rows_of(run)) > run.train.steps - 4:
             break  # a fast machine has done most of it before the others noticed
         victim = pick.randrange(world)
         codes = how(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, victim, pick.uniform(0, 0.03))
