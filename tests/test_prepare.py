@@ -104,7 +104,7 @@ GOOD = b'{"text": "ok"}\n'
         (b'{"text": "\xff"}\n', "not UTF-8", r"line 2: not UTF-8: byte 0xff at offset 25"),
         (b'{"text": "a\0b"}\n', "not JSON", r"line 2: not JSON: Invalid control.*at byte 15"),
         (b'{"text": "a\\u0000b"}\n', "NUL", r"line 2: a NUL character.*at byte 15"),
-        (b'{"txt": "a"}\n', "no key", r"line 2: no text under key 'text'; keys: txt \(at byte 15"),
+        (b'{"txt": "a"}\n', "no key", r"line 2: no text under key 'text'; keys: txt; try --json-keys txt \(at byte 15"),
         (b'{"text": 3}\n', "no text", r"line 2: no text under key 'text', but int"),
         (b'{"text": null}\n', "no text", r"line 2: no text under key 'text', but NoneType"),
         (b'{"text": "a", "x": NaN}\n', "NaN", r"line 2: NaN is not JSON"),

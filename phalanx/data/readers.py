@@ -7,10 +7,12 @@ Lines of JSON, plain text (both perhaps compressed), columns of Parquet files an
 from __future__ import annotations
 
 import codecs
+import difflib
 import glob
 import io
 import json
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +28,10 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")
 LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet", ".arrow")
+VALUES = (".csv", ".tsv")  # not read
+USUAL = ("text", "content", "body", "document", "article")  # names of text, the commonest first
+CHATS = ("messages", "conversations")
+HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROWS = 256  # of a table, made into Python objects at a time
 BLOCK = 1 << 16  # of compressed input: at most a thousand times as much comes out of it
 Errors = Literal["strict", "replace", "skip"]
@@ -72,11 +78,32 @@ def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]
             found = sorted(name for name in glob.glob(os.fspath(given), recursive=True) if os.path.isfile(name))
             if not found:
                 raise DataError(f"{given}: no file matches")
-            yield from map(Path, found)
-        elif (path := must_exist(given)).is_dir():
-            yield from _dataset(path) or sorted(file for file in path.rglob("*") if _suffixes(file)[0] in suffixes and file.is_file())
+            yield from map(_no_values, map(Path, found))
+        elif (path := _there(given)).is_dir():
+            wanted = (*suffixes, *VALUES)
+            found_here = _dataset(path) or sorted(file for file in path.rglob("*") if _suffixes(file)[0] in wanted and file.is_file())
+            yield from map(_no_values, found_here)
         else:
-            yield path
+            yield _no_values(path)
+
+
+def _there(given: str | os.PathLike[str]) -> Path:
+    """An input that exists. DataError; of what looks like a name on the Hugging Face Hub, with the command that downloads it."""
+    name = os.fspath(given)
+    if not os.path.lexists(name) and HUB.fullmatch(name) and not os.path.isdir(os.path.dirname(name)) and not Path(name).suffix:
+        folder = name.rpartition("/")[2]
+        get = f"hf download {name} --repo-type dataset --local-dir {folder}"
+        why = "no such file or folder, and nothing is downloaded"
+        raise DataError(f"{name}: {why}; of a data set on the Hugging Face Hub: `{get}`, then give {folder}")
+    return must_exist(given)
+
+
+def _no_values(file: Path) -> Path:
+    """DataError for a table of values, which would be read as if its commas and quotes were text."""
+    if _suffixes(file)[0] not in VALUES:
+        return file
+    convert = "pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True)"
+    raise DataError(f"{file}: tables of this kind are not read: make a .jsonl or .parquet file of it (such as `{convert}`) or move it away")
 
 
 def _dataset(folder: Path) -> list[Path]:
@@ -150,7 +177,9 @@ def _refuse(bad: Bad, part: Part, row: int, offset: int, reading: Reading, count
         name += f"row {row}: "
     if "at offset" in str(bad):
         raise DataError(f"{name}{bad}; --errors replace or skip goes on")
-    raise DataError(f"{name}{bad} (at byte {offset + bad.at}); --errors skip goes on")
+    wrong_key = bad.reason == "no key" and row == part.start == 0  # of a later one the key is right and the record is not
+    way_out = "" if wrong_key else "; --errors skip goes on"
+    raise DataError(f"{name}{bad} (at byte {offset + bad.at}){way_out}")
 
 
 def _records(part: Part, reading: Reading) -> Iterator[tuple[int, int, Any]]:
@@ -232,7 +261,7 @@ def _value(row: dict[str, Any], key: str) -> str:
     value: Any = row
     for name in [key] if key in row else key.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise Bad("no key", f"no text under key {key!r}; keys: {', '.join(row)}")
+            raise Bad("no key", f"no text under key {key!r}; keys: {', '.join(row)}{_meant(row, key)}")
         value = value[name]
     if not isinstance(value, str):
         raise Bad("no text", f"no text under key {key!r}, but {type(value).__name__}; keys: {', '.join(row)}")
@@ -241,6 +270,15 @@ def _value(row: dict[str, Any], key: str) -> str:
     except UnicodeEncodeError as error:  # "\ud800" is JSON, but half a character
         raise Bad("half a character", f"not text: {error}") from None
     return value
+
+
+def _meant(row: dict[str, Any], key: str) -> str:
+    """What to type where a record has no text under a key."""
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if any(isinstance(row.get(name), list) for name in CHATS):
+        return "; these are chats, and chat data is not supported yet"
+    near = difflib.get_close_matches(key, texts, n=1) or [name for name in USUAL if name in texts] or sorted(texts, key=lambda n: -len(row[n]))
+    return f"; try --json-keys {near[0]}" if near else ""
 
 
 def _blocks(part: Part) -> Iterator[bytes]:
