@@ -53,7 +53,8 @@ class FileLock:
                 return False
         self.before = self.holder()
         os.ftruncate(self.file, 0)
-        os.pwrite(self.file, self._note.encode(), 0)
+        with suppress(OSError):  # a full disk: the lock holds all the same, and only its holder's name is missing
+            os.pwrite(self.file, self._note.encode(), 0)
         return True
 
     def wait(self) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,6 +73,16 @@ def describe(error: BaseException) -> str:
     return f"{words}: {text}"
 
 
+def flush_quietly() -> None:
+    """Write out what stdout and stderr still hold; of a stream that refuses it is dropped, so that Python's own exit does not fail over it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Log:
     """One per process. Rank 0 speaks on the console and writes the file; other ranks only speak when `warn` or `error` is called.
 
@@ -107,6 +118,18 @@ class Log:
         if self.rank == 0:
             self._write(self._out or sys.stdout, text)
 
+    def say(self, text: str) -> None:
+        """A line for rank 0's console alone."""
+        if self.rank == 0:
+            self._print(self._out or sys.stdout, text)
+
+    def console_width(self) -> int | None:
+        """Columns of the terminal that lines go to; None where they go to a file or a pipe."""
+        try:
+            return os.get_terminal_size((self._out or sys.stdout).fileno()).columns
+        except (OSError, ValueError, AttributeError):  # no terminal, a closed stream, or one without a number
+            return None
+
     def note(self, text: str) -> None:
         """A line for the file alone."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace")
@@ -136,11 +159,14 @@ class Log:
         return text if self.rank == 0 else f"rank {self.rank}: {text}"
 
     def _write(self, stream: TextIO, text: str) -> None:
+        self._print(stream, text)
+        self.note(text)
+
+    def _print(self, stream: TextIO, text: str) -> None:
         try:
             print(text, file=stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._not_heard(error)
-        self.note(text)
 
     def _not_heard(self, error: Exception) -> None:
         if not self._unheard:

@@ -148,18 +148,19 @@ def spared(root: Path, keep: Keep, protect: Iterable[Path] = ()) -> list[Path]:
     return [*good[-keep.last :], *every, *(p for p in there if pin_of(p).exists() or p.resolve() in linked), *protect]
 
 
-def retain(root: Path, keep: Keep, storage: Storage, protect: Iterable[Path] = ()) -> list[str]:
-    """Remove the checkpoints that are older than the newest `keep.last` good ones and not spared. What fails is told, not raised.
+def retain(root: Path, keep: Keep, storage: Storage, protect: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
+    """Remove the checkpoints that are older than the newest `keep.last` good ones and not spared: which went, and what failed.
 
     A damaged one counts for nothing: it neither is kept in place of a good one nor, if newer than these, removed.
     """
     if keep.last == 0:
-        return []
+        return [], []
     there = [p for p in list_checkpoints(root) if not p.is_symlink()]
     kept = [p for p in there if problem_of(p) is None][-keep.last :]
     names = {_same(p) for p in (*kept, *spared(root, keep, protect))}
     old = [p for p in there[: there.index(kept[0])] if _same(p) not in names] if kept else []
-    return [problem for p in old if (problem := _remove(p, storage)) is not None]
+    problems = {str(p): _remove(p, storage) for p in old}
+    return [path for path, problem in problems.items() if problem is None], [problem for problem in problems.values() if problem is not None]
 
 
 def _same(path: Path) -> str:

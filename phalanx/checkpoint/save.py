@@ -75,6 +75,7 @@ class Snapshot:
 class Saved:
     """Where the checkpoint is; `written` is false if a good one of that step was already there; `warnings` of its upkeep.
 
+    removed     older checkpoints that went for it (checkpoint.keep_last)
     write_s     seconds until every file of every rank was on disk; read_s: and until each was read again and compared
     """
 
@@ -83,6 +84,7 @@ class Saved:
     warnings: tuple[str, ...] = ()
     write_s: float = 0.0
     read_s: float = 0.0
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,13 +203,15 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
             with suppress(OSError):  # gives back the room; what cannot be removed now, the next save removes
                 remove_tree(storage, folder)
         raise
-    warnings += agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
-    return Saved(final, True, tuple(warnings), write_s, read_s)
+    removed, problems = agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
+    return Saved(final, True, (*warnings, *problems), write_s, read_s, tuple(removed))
 
 
-def _tidy(target: Target) -> list[str]:
-    """Remove what the new checkpoint replaces."""
-    return remove_leftovers(target.root, target.storage) + retain(target.root, target.keep, target.storage, target.protect)
+def _tidy(target: Target) -> tuple[list[str], list[str]]:
+    """Remove what the new checkpoint replaces: which went, and what failed."""
+    left = remove_leftovers(target.root, target.storage)
+    removed, problems = retain(target.root, target.keep, target.storage, target.protect)
+    return removed, left + problems
 
 
 def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path | None, list[str]]:

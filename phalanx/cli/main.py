@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import click
 
 from phalanx import __version__
 from phalanx.base.errors import PhalanxError
-from phalanx.base.log import describe, refusal
+from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
 from phalanx.cli.completion import configs, keys, use_bash
 from phalanx.cli.evaluate import evaluate
@@ -482,7 +483,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/phalanx/flash-attn"))
     if "_PHALANX_COMPLETE" in os.environ:
         use_bash()
-    sys.exit(guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False)))
+    code = guarded(lambda: cli.main(args=argv, prog_name="phalanx", standalone_mode=False))
+    flush_quietly()
+    sys.exit(code)
 
 
 def guarded(call: Callable[[], Any]) -> int:
@@ -490,7 +493,8 @@ def guarded(call: Callable[[], Any]) -> int:
         call()
         return 0
     except PhalanxError as error:
-        click.echo(describe(error), err=True)
+        with suppress(OSError):  # a console on a full disk
+            click.echo(describe(error), err=True)
         explain_end(describe(error))
         return error.exit_code
     except click.ClickException as error:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from phalanx.base.errors import PhalanxError, Preempted
-from phalanx.base.log import describe, refusal
+from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.placement import SECRET, Placement, Word
 from phalanx.launch.bus import BusErrors
 from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
@@ -43,6 +43,7 @@ def main(folder: str, target: str, meeting: str) -> None:
         with BusErrors(word.failed):
             find(target)(placement, **arguments)
         deaf()  # there is nothing left to stop
+        flush_quietly()
     except BaseException as error:
         deaf()
         word.leave(error)
@@ -82,8 +83,7 @@ class Left(Word):
         code, _ = _code_and_text(error)
         if code == 1 and not isinstance(error, (PhalanxError, SystemExit)) and refusal(error) is None:
             traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_quietly()
         # a preempted rank is no failure: the launcher must wait for the others rather than end them
         os._exit(0 if code == Preempted.exit_code else code)
 

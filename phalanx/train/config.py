@@ -187,8 +187,9 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    interval: int = 1
-    """Print a step line every so many steps; metrics.jsonl always has every step."""
+    interval: int | None = None
+    """Print a step line every so many steps; unset: each step in log.txt and where the output is no terminal, on a terminal one every 2
+    seconds, after a minute every 10. metrics.jsonl always has every step."""
     tensorboard: bool = False
     """Write TensorBoard files to the run's tb/ folder (needs the extra phalanx[tensorboard])."""
     wandb: str | None = None

@@ -48,7 +48,6 @@ from phalanx.train.model_source import keep
 from phalanx.train.oom import reported
 from phalanx.train.order import total_samples
 from phalanx.train.plan import grid_of, make_plan
-from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, check_steps, facts, read_of
 from phalanx.train.saves import Saves, numbers_of
@@ -95,7 +94,7 @@ def train(run: Run, placement: Placement) -> None:
 
     def report(failed: type[BaseException] | None, *_: object) -> None:
         if failed is None and placement.rank == 0 and run.log.report:
-            print(f"report {write_report(folder)}", flush=True)
+            report_at_the_end(folder, log)
 
     with ExitStack() as after:
         log = Log(placement.rank)
@@ -152,6 +151,25 @@ def train(run: Run, placement: Placement) -> None:
         log.info(f"done step={counters.step} folder={folder}")
 
 
+def keep_config(run: Run, path: Path, log: Log) -> None:
+    """Write the resolved config. Where the disk has no room, the run goes on without it if it would go on without a checkpoint."""
+    try:
+        save_run(run, path)
+    except OSError as error:
+        said = f"{path} cannot be written ({error.strerror or error})"
+        if run.checkpoint.on_error == "stop":
+            raise CheckpointError(f"{said}: free some space, or choose another dir") from error
+        log.warn(f"{said}: the run goes on (checkpoint.on_error=continue), and is to be continued with the config it was started with")
+
+
+def report_at_the_end(folder: Path, log: Log) -> None:
+    """A run that is done is done, whatever its report meets."""
+    try:
+        log.say(f"report {write_report(folder)}")
+    except OSError as error:
+        log.warn(f"report.html cannot be made: {error.filename or folder}: {error.strerror or error}")
+
+
 def background_check(loaders: tuple[Loader, dict[str, Loader]], placement: Placement, step: int, log: Log) -> BackgroundCheck:
     """On one rank of each machine, whose copy of the files may be its own. Machines and starts begin at different places."""
     loader, valid = loaders
@@ -183,7 +201,7 @@ def begin(run: Run, lock: FolderLock, log: Log) -> None:
     """From here on the run writes to its folder."""
     lock.keep()
     log.open(Path(run.dir) / "log.txt")
-    save_run(run, Path(run.dir) / "config.yaml")
+    keep_config(run, Path(run.dir) / "config.yaml", log)
     keep(run)
 
 
@@ -278,10 +296,9 @@ def loop_of(
         log.info(mfu_text(run, mesh.grid.world, device, name))
         trackers = Trackers(folder, counters.step, run.log, to_dict(run), log)
         after.callback(trackers.close)
-    bar = ProgressBar(run.train.last_step, counters.step, wanted=mesh.rank == 0)
-    after.callback(bar.close)
-    reporter = Reporter(log, trackers, speed, counters, run.train.last_step, run.log.interval, mesh.device, bar,
+    reporter = Reporter(log, trackers, speed, counters, run.train.last_step, run.log.interval, mesh.device,
                         state.low.names if state.low is not None else ())  # fmt: skip
+    reporter.remaining = lambda: total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
     saves = Saves(state, counters, start, now, log)
 
     def go_back(before: int, tries: int) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from phalanx.base.log import Log
 from phalanx.comm.pace import Slow
 from phalanx.comm.waits import Waited
 from phalanx.train.low import low_values, was_cast, worst
-from phalanx.train.progress import ProgressBar
 from phalanx.train.routing import routing_text, routing_values
 from phalanx.train.step import StepResult
 from phalanx.train.trackers import Trackers
 
+WIDTH = 120  # columns of a step line, at most
+SOON_S, LATER_S = 2.0, 10.0  # between two step lines on a terminal: in the first minute, and from then on
+FIRST_S = 60.0
+MEDIAN_OF = 51  # steps whose median gives the time that is left
 LOW_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
 
@@ -121,19 +126,45 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def step_line(values: dict[str, Any]) -> str:
-    """The step line of DESIGN: key=value, the same keys in the same order on every layout."""
-    v = values
-    ahead = f" mtp_loss={v['mtp_loss']:.4f}" if "mtp_loss" in v else ""
-    mfu = "n/a" if v["mfu"] is None else f"{100 * v['mfu']:.1f}%"
-    slow = "".join(f" slow={rank}x{ratio:.1f}" for rank, ratio in list(v.get("slow", {}).items())[:3])
-    experts = routing_text(v["experts"]) if "experts" in v else ""
-    lost = f" fp8_lost={v['fp8_lost']:.3g}@{v['fp8_worst'].rsplit(' ', 1)[-1]}" if "fp8_lost" in v else ""
-    return (
-        f"step={v['step']} loss={v['loss']:.4f} grad_norm={v['grad_norm']:.3g} lr={v['lr']:.3e} tok/s={v['tokens_per_s']:.0f} "
-        f"tok/s/gpu={v['tokens_per_s_per_gpu']:.0f} tflops/gpu={v['tflops_per_gpu']:.4g} mfu={mfu} mem={v['memory_gib']:.2f}GiB "
-        f"tokens={v['tokens']} eta={duration(v['eta_s'])} skipped={v['skipped']}{ahead}{lost}{experts}{slow}"
-    )
+def step_line(values: dict[str, Any], gpu: bool, ranks: int, width: int = WIDTH) -> str:
+    """The step line: `key=value` of what there is on this machine, in one order. What matters least is left out until it fits the width."""
+    fields = _fields(values, gpu, ranks)
+    while len(" ".join(text for _, text in fields)) > width and max(rank for rank, _ in fields) > 0:
+        least = max(range(len(fields)), key=lambda i: (fields[i][0], i))
+        del fields[least]
+    return " ".join(text for _, text in fields)
+
+
+def _fields(v: dict[str, Any], gpu: bool, ranks: int) -> list[tuple[int, str]]:
+    """Each with a number: 0 stays whatever the width, the highest goes first."""
+    fields = [(0, f"step={v['step']}"), (0, f"loss={v['loss']:.4f}"), (1, f"grad_norm={v['grad_norm']:.3g}"), (4, f"lr={v['lr']:.3e}"),
+              (2, f"tok/s={short(v['tokens_per_s'])}")]  # fmt: skip
+    if gpu and ranks > 1:
+        fields.append((6, f"tok/s/gpu={short(v['tokens_per_s_per_gpu'])}"))
+    if gpu and v["mfu"] is None:
+        fields.append((6, f"tflops/gpu={v['tflops_per_gpu']:.4g}"))
+    if gpu and v["mfu"] is not None:
+        fields.append((3, f"mfu={100 * v['mfu']:.1f}%"))
+    fields += [(4, f"mem={v['memory_gib']:.2f}GiB"), (6, f"tokens={short(v['tokens'])}"), (2, f"eta={duration(v['eta_s'])}")]
+    if v["skipped"]:
+        fields.append((1, f"skipped={v['skipped']}"))
+    if "mtp_loss" in v:
+        fields.append((3, f"mtp_loss={v['mtp_loss']:.4f}"))
+    if "fp8_lost" in v:
+        fields.append((5, f"fp8_lost={v['fp8_lost']:.3g}@{v['fp8_worst'].rsplit(' ', 1)[-1].removeprefix('model.')}"))
+    if "experts" in v:
+        fields += [(5, text) for text in routing_text(v["experts"]).split()]
+    return fields + [(1, f"slow={rank}x{ratio:.1f}") for rank, ratio in list(v.get("slow", {}).items())[:3]]
+
+
+def short(number: float) -> str:
+    """8308, 19.3k, 153.6k, 1.93M, 15.0T: at most four digits."""
+    if number < 9999.5:
+        return f"{number:.0f}"
+    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        if number < 999.95 * size or unit == "T":
+            break
+    return f"{number / size:.1f}{unit}"
 
 
 def duration(seconds: float) -> str:
@@ -142,14 +173,35 @@ def duration(seconds: float) -> str:
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
 
 
+class Pace:
+    """When a line is due on a terminal: the first at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._began: float | None = None
+        self._last = 0.0
+
+    def due(self) -> bool:
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+        elif now - self._last < (SOON_S if now - self._began < FIRST_S else LATER_S):
+            return False
+        self._last = now
+        return True
+
+
 class Reporter:
     """Turns finished steps into counters, lines and files. The counters are on every rank, the writing on rank 0."""
 
-    def __init__(self, log: Log, trackers: Trackers | None, speed: Speed, counters: Counters, total_steps: int, interval: int,
-                 device: torch.device, bar: ProgressBar | None = None, low_names: tuple[str, ...] = ()):  # fmt: skip
+    def __init__(self, log: Log, trackers: Trackers | None, speed: Speed, counters: Counters, total_steps: int, interval: int | None,
+                 device: torch.device, low_names: tuple[str, ...] = ()):  # fmt: skip
         self.low_names = low_names
-        self.log, self.trackers, self.speed, self.counters, self.bar = log, trackers, speed, counters, bar
+        self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
         self.total_steps, self.interval, self.device = total_steps, interval, device
+        self._pace = Pace()
+        self._sample_s: deque[float] = deque(maxlen=MEDIAN_OF)  # seconds per sequence of the last steps
+        self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
         self.mark = Moment(device)
         self.last_s: float | None = None  # seconds of the last finished step
         self.stepped: Callable[[float, float], None] = lambda work_s, step_s: None  # is told how long this rank worked in a step of so long
@@ -177,11 +229,24 @@ class Reporter:
         values = self._values(pending, loss, norm, samples, seconds)
         if self.trackers is not None:
             self.trackers.write(values)
-        if pending.step % self.interval == 0 or pending.step == self.total_steps:
-            self.log.info(step_line(values))
-        if self.bar is not None:
-            self.bar.show(pending.step, loss)
+        self._show(values)
         return stop
+
+    def _show(self, values: dict[str, Any]) -> None:
+        """A line every `interval` steps; without one, for each step in files, and as fast as a person reads on a terminal."""
+        step, width = values["step"], self.log.console_width()
+        last = step == self.total_steps
+        if self.interval is not None and step % self.interval and not last:
+            return
+        gpu, ranks = self.device.type == "cuda", self.speed.ranks
+        self.log.note(step_line(values, gpu, ranks))
+        if width is None or self.interval is not None or self._pace.due() or last:
+            self.log.say(step_line(values, gpu, ranks, min(WIDTH, width or WIDTH)))
+
+    def _left_s(self, seconds: float, samples: int) -> float:
+        """Seconds to the end of the run, at the median pace of the last steps."""
+        self._sample_s.append(seconds / samples)
+        return median(self._sample_s) * self.remaining()
 
     def _name_slow(self) -> None:
         """Say once of each rank that it is slow, and that it no longer is."""
@@ -202,7 +267,7 @@ class Reporter:
             "tokens_per_s_per_gpu": rate / self.speed.ranks, "tflops_per_gpu": flops / 1e12,
             "mfu": None if self.speed.peak is None else flops / self.speed.peak, "memory_gib": (peak_memory(self.device) + self.speed.shared) / 2**30,
             "tokens": self.counters.tokens, "consumed_samples": self.counters.consumed_samples, "skipped": self.counters.skipped,
-            "step_s": seconds, "eta_s": (self.total_steps - pending.step) * seconds,
+            "step_s": seconds, "eta_s": self._left_s(seconds, samples),
             **self._low_values(pending), **({"slow": {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
             **({} if ahead is None else {"mtp_loss": ahead}), **({} if routing is None else {"experts": routing}),
         }  # fmt: skip

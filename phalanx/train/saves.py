@@ -16,7 +16,7 @@ from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import Outcome, Saver
 from phalanx.comm.host import host_axis
-from phalanx.data.tokenizers import is_portable, load_tokenizer
+from phalanx.data.tokenizers import Tokenizer, is_portable, load_tokenizer
 from phalanx.train.build import State
 from phalanx.train.config import checkpoints_of
 from phalanx.train.load import to_dict
@@ -66,9 +66,15 @@ class Saves:
         if not is_portable(tokenizer):
             tokenizer = str(Path(self.run.dir) / "tokenizer")
             if rank == 0:
-                loaded.save(tokenizer)
+                self._keep_tokenizer(loaded, tokenizer)
         own = {} if loaded.eod is None else {"eos_token_id": loaded.eod}
         return tokenizer, {**own, **(named if self.source else {})}
+
+    def _keep_tokenizer(self, tokenizer: Tokenizer, folder: str) -> None:
+        try:
+            tokenizer.save(folder)
+        except OSError as error:
+            raise CheckpointError(f"the tokenizer that checkpoints carry cannot be written to {folder}: {error.strerror or error}") from error
 
     def save(self, last: bool = False) -> None:
         """Save the finished step. `last`: nothing comes after it, so it is waited for and must not fail."""
@@ -102,6 +108,9 @@ class Saves:
             return
         waited = f" (in {outcome.took_s:.2f} s; the run waited {outcome.waited_s:.3f} s)"
         self.log.info(f"saved {outcome.saved.path}{waited}")
+        if outcome.saved.removed:
+            names = ", ".join(Path(path).name for path in outcome.saved.removed)
+            self.log.info(f"removed {names} (checkpoint.keep_last={self.run.checkpoint.keep_last})")
         for warning in outcome.saved.warnings:
             self.log.warn(warning)
 
