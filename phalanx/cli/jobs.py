@@ -8,10 +8,10 @@ from phalanx.base.placement import Placement
 from phalanx.train.load import load_run
 
 
-def train(placement: Placement, config: dict[str, Any]) -> None:
+def train(placement: Placement, config: dict[str, Any], command: str = "") -> None:
     from phalanx.train.main import train as run_training
 
-    run_training(load_run(base=config), placement)
+    run_training(load_run(base=config), placement, command)
 
 
 def verify(placement: Placement, config: dict[str, Any], steps: int) -> None:

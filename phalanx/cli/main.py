@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,7 +67,12 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     ready = prepare(config, overrides, ranks)
     check_memory(ready, force)
     prepare_text(ready)
-    run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), logs)
+    run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": typed()}, logs)
+
+
+def typed() -> str:
+    """What a person typed to start this program, with its name as they know it."""
+    return shlex.join(["phalanx", *sys.argv[1:]])
 
 
 def prepare_text(ready: Any) -> None:

@@ -51,6 +51,7 @@ from phalanx.train.plan import grid_of, make_plan
 from phalanx.train.report import write_report
 from phalanx.train.resume import check_resume, check_steps, facts, read_of
 from phalanx.train.saves import Saves, numbers_of
+from phalanx.train.starts import note_start
 from phalanx.train.trackers import Trackers
 
 SAME_S = 1.0  # a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
@@ -84,10 +85,11 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-def train(run: Run, placement: Placement) -> None:
+def train(run: Run, placement: Placement, command: str = "") -> None:
     """Train this rank's part. Raises PhalanxError of the kind that decides the exit code.
 
     Until all ranks have agreed on the run and stand where it begins, nothing in its folder changes: a start that is refused leaves no trace.
+    command: what a person typed, for the report.
     """
     check_here(run, placement)
     folder, given = Path(run.dir), run
@@ -133,6 +135,8 @@ def train(run: Run, placement: Placement) -> None:
             begin(given, lock, log)
             placement.word.writes(folder)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        if lock is not None:
+            note_start(folder, placement.world_size, mesh.device, command, data_table(run, *loaders), log)
         data = after.enter_context(background_check(loaders, placement, counters.step, log))
 
         def began(step: int) -> None:
