@@ -28,6 +28,8 @@ class Plot:
     x_label: str
     curves: list[Curve]
     x_end: float
+    from_zero: bool = False
+    """Whether the y axis begins at 0: noise of what hardly changes is not drawn large."""
 
 
 def smoothed(values: Sequence[float], part: float = 0.02) -> list[float]:
@@ -50,6 +52,7 @@ def draw(plot: Plot) -> str:
     if not values:
         return ""
     low, high = _range(curves)
+    low = min(low, 0.0) if plot.from_zero else low
     x_ticks, y_ticks = ticks(0, plot.x_end or 1, 4), ticks(low, high, 4)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">']
     for value in y_ticks:

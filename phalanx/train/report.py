@@ -165,7 +165,7 @@ def plots(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Plot]
     for key, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("tokens_per_s", "Tokens per second")):
         values = [r[key] for r in steps]
         curves = [Curve(title, at, values)] if key == "lr" else both(title, at, values)
-        found.append(Plot(title, "step", curves, end))
+        found.append(Plot(title, "step", curves, end, from_zero=key == "tokens_per_s"))
     return found + routing_plots([r for r in steps if "experts" in r], end)
 
 
