@@ -241,7 +241,7 @@ def test_the_table_of_a_run_marks_what_is_unchecked(tmp_path, lines, capfd):
 # ---- in a run
 
 
-@pytest.mark.trust(11, "phalanx train with a flipped bit in train.idx", "exit 3 before the first step, naming the file")
+@pytest.mark.trust(11, "phalanx train with a flipped bit in text.idx", "exit 3 before the first step, naming the file")
 def test_a_run_with_a_damaged_index_does_not_start(warm, tmp_path, lines):
     prepare([lines], tmp_path / "train", byte_tokenizer())
     flip(tmp_path / "train.idx", 8 * 34 + 1)
@@ -268,7 +268,7 @@ def is_named(folder: Path, prefix: Path, bit: int) -> None:
         flip(Path(f"{prefix}.bin"), bit)
 
 
-@pytest.mark.trust(11, "phalanx train with a flipped bit in train.bin", "exit 3 before the run ends, naming the file and the bytes")
+@pytest.mark.trust(11, "phalanx train with a flipped bit in text.bin", "exit 3 before the run ends, naming the file and the bytes")
 def test_a_run_finds_damaged_tokens_before_it_ends(warm, tmp_path, lines):
     """Also where two ranks run: both say the same."""
     prepare([lines], tmp_path / "train", byte_tokenizer(), piece_bytes=1500)
