@@ -36,7 +36,7 @@ from tests.pool import free_port
 from tests.test_loop import make_run, rows_of
 
 CPU = torch.device("cpu")
-NOT_COMPARED = {"dir", "log"}
+NOT_COMPARED = {"dir", "log", "model_source"}
 
 
 # ---- ranks of one run ------------------------------------------------------------------------------------------------------------

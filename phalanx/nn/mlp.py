@@ -10,7 +10,7 @@ from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.module import ZEROS, Module, Rows, bias_spec, column_spec, row_spec
-from phalanx.ops.activation import GELUS, swiglu
+from phalanx.ops.activation import gelu, swiglu
 from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.low_matmul import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
 from phalanx.ops.matmul import gather_matmul, matmul_scatter
@@ -61,7 +61,10 @@ class SwiGLU(Module):
 
 
 class GeluMLP(Module):
-    """project(activation(expand x)), with biases, matrices stored transposed outside (GPT-2's Conv1D). `activation`: one of GELUS."""
+    """project(gelu(expand x)), with biases, matrices stored transposed outside (GPT-2's Conv1D).
+
+    activation   gelu_new (the tanh form) or gelu (exact)
+    """
 
     def __init__(self, env: Env, names: tuple[str, str], width: int, inner: int, std: float, std_out: float, activation: str = "gelu_new"):
         super().__init__(env)
@@ -70,7 +73,7 @@ class GeluMLP(Module):
         self.expand_bias = self.param(bias_spec([Rows(f"{names[0]}.bias", inner, a, b)]))
         self.project = self.matrix(row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True), cut=1)
         self.project_bias = self.replicated(f"{names[1]}.bias", width, Init("zeros"))
-        self.activation = GELUS[activation]
+        self.exact = activation == "gelu"
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ class GeluMLP(Module):
 
     def _of_rows(self, x: Tensor) -> Tensor:
         expanded = self.env.tape.op("up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x)
-        hidden = self.env.tape.op("activation", self.activation, expanded)
+        hidden = self.env.tape.op("activation", lambda x: gelu(x, self.exact), expanded)
         return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
 
     def flops(self, seq_length: int) -> float:

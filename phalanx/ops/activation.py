@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,9 +194,6 @@ def gated_rows(x_R2F: Tensor, ends_E: Tensor, weights_R: Tensor | None = None, g
     return _Gated.apply(x_R2F, weights_R, ends_E[-1], gate, use_triton(kernels, x_R2F))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in the tanh form of GPT-2. Hendrycks & Gimpel, "Gaussian error linear units", 2016."""
-    return F.gelu(x, approximate="tanh")
-
-
-GELUS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_new": gelu_tanh, "gelu": F.gelu}  # by Hugging Face's names
+def gelu(x: Tensor, exact: bool = False) -> Tensor:
+    """GELU, by default in the tanh form of GPT-2. Hendrycks & Gimpel, "Gaussian error linear units", 2016."""
+    return F.gelu(x, approximate="none" if exact else "tanh")

@@ -224,8 +224,9 @@ class Run:
     init_from: str | None = None
     """A Hugging Face folder whose weights the run starts from. It supplies family, sizes and tokenizer where they are unset."""
     model_source: str | None = None
-    """The Hugging Face folder that sizes and tokenizer came from; set by init_from and by `model: {from: FOLDER}`. Its token ids, generation
-    settings and chat template travel into checkpoints."""
+    """The Hugging Face folder of sizes and tokenizer: set by init_from and by model.from.
+
+    Its token ids, generation settings and chat template travel into checkpoints."""
 
 
 def checkpoints_of(run: Run) -> Path:

@@ -30,7 +30,8 @@ def sections_text() -> str:
     for name in tree.field_names(Run):
         inside = {k.path for k in every if k.path.startswith(f"{name}.") and not tree.sections(k.hint)}
         doc = SECTIONS.get(name) or next(k.doc for k in every if k.path == name)
-        rows.append((name, str(len(inside)) if inside else "", " ".join(doc.split())))
+        first = " ".join(doc.partition("\n\n")[0].partition(". ")[0].split()).rstrip(".")
+        rows.append((name, str(len(inside)) if inside else "", first))
     more = "`phalanx explain layout` or `phalanx explain layout.tp` says more, `--search WORD` finds keys, `--all` lists every one."
     return f"{table(rows, left=(0, 2))}\n\n{more}"
 
