@@ -48,6 +48,7 @@ fast: $(VENV)/.ready-dev
 
 lint: $(VENV)/.ready-dev
 	$(PY) -m ruff check phalanx tests
+	$(PY) -m ruff format --check -q phalanx tests benchmarks examples recipes
 
 types: $(VENV)/.ready-dev
 	$(PY) -m mypy

@@ -1,10 +1,11 @@
 """What each technique brings: the training step of a config with all of them, then with one left out at a time.
 
-python benchmarks/ablation.py benchmarks/configs/w1.yaml --out ablation.json [--only NAME ...] [--deadline 560] [a.b=c ...]
+python benchmarks/ablation.py benchmarks/configs/w1.yaml --out ablation.json [--only NAME ...] [--deadline 560]
+[a.b=c ...]
 
-Every row is a process of its own, forked from this one before CUDA is touched, so that it starts in seconds and leaves nothing behind:
-10 steps of warm-up, 10 timed, fresh made-up tokens in every micro-batch, the host's clock with an idle device at both ends. The table
-comes last; rows that the deadline left out are named.
+Every row is a process of its own, forked from this one before CUDA is touched, so that it starts in seconds and
+leaves nothing behind: 10 steps of warm-up, 10 timed, fresh made-up tokens in every micro-batch, the host's clock
+with an idle device at both ends. The table comes last; rows that the deadline left out are named.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 from phalanx.base.placement import Placement
 from phalanx.bench.step import LR, batches_of, joined, long_enough, timed_steps
 from phalanx.comm.mesh import many_queues
+from phalanx.config.read import load_run, to_dict
+from phalanx.engine.build import choices
+from phalanx.engine.step import train_step
+from phalanx.forecast.flops import step_flops
 from phalanx.nn.head import Head
-from phalanx.train.build import choices
-from phalanx.train.flops import step_flops
-from phalanx.train.load import load_run, to_dict
-from phalanx.train.step import train_step
 
 TRITON = ["train.kernels=triton"]
 ROWS: dict[str, list[str]] = {  # name -> overrides; the first is what the others are compared with
@@ -64,17 +65,30 @@ def measure(config: str, overrides: list[str], name: str, warmup: int, steps: in
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         tokens = run.train.global_batch * run.train.seq_length
         return {
-            "name": name, "overrides": ROWS[name], "step": times.as_dict(),
-            "tokens_per_s": tokens / times.median, "flops": step_flops(run) / times.median,
-            "peak_gib": peak / 2**30, "loss": result.loss.item(), "chosen": choices(state), "start_s": started, "config": to_dict(run),
-        }  # fmt: skip
+            "name": name,
+            "overrides": ROWS[name],
+            "step": times.as_dict(),
+            "tokens_per_s": tokens / times.median,
+            "flops": step_flops(run) / times.median,
+            "peak_gib": peak / 2**30,
+            "loss": result.loss.item(),
+            "chosen": choices(state),
+            "start_s": started,
+            "config": to_dict(run),
+        }
 
 
 def in_child(pipe: Any, *args: Any) -> None:
     try:
         pipe.send(measure(*args))
     except BaseException as error:  # a row that fails is a row of the table
-        pipe.send({"name": args[2], "error": f"{type(error).__name__}: {error}"[:2000], "trace": traceback.format_exc()[-3000:]})
+        pipe.send(
+            {
+                "name": args[2],
+                "error": f"{type(error).__name__}: {error}"[:2000],
+                "trace": traceback.format_exc()[-3000:],
+            }
+        )
 
 
 def row(config: str, overrides: list[str], name: str, warmup: int, steps: int, limit_s: float) -> dict[str, Any]:
@@ -95,7 +109,10 @@ def row(config: str, overrides: list[str], name: str, warmup: int, steps: int, l
 
 
 def table(rows: list[dict[str, Any]], left_out: list[str]) -> str:
-    lines = ["| | step ms (least-most) | against the first | tokens/s | TFLOP/s | peak GiB | loss |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | step ms (least-most) | against the first | tokens/s | TFLOP/s | peak GiB | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
     base = next((r["step"]["median"] for r in rows if "step" in r), None)
     for r in rows:
         if "error" in r:
@@ -103,7 +120,9 @@ def table(rows: list[dict[str, Any]], left_out: list[str]) -> str:
             continue
         s = {key: 1e3 * r["step"][key] for key in ("median", "low", "high")}
         spread = f"{s['median']:.1f} ({s['low']:.1f}-{s['high']:.1f}) | {s['median'] - 1e3 * base:+.1f}"
-        lines.append(f"| {r['name']} | {spread} | {r['tokens_per_s']:,.0f} | {r['flops'] / 1e12:.1f} | {r['peak_gib']:.1f} | {r['loss']:.4f} |")
+        lines.append(
+            f"| {r['name']} | {spread} | {r['tokens_per_s']:,.0f} | {r['flops'] / 1e12:.1f} | {r['peak_gib']:.1f} | {r['loss']:.4f} |"
+        )
     return "\n".join([*lines, *([f"no time was left for: {', '.join(left_out)}"] if left_out else [])])
 
 
@@ -125,7 +144,9 @@ def main() -> None:
             left_out.append(name)
             continue
         started = time.monotonic()
-        rows.append(row(options.config, [*options.overrides, "data.mock=true"], name, options.warmup, options.steps, left))
+        rows.append(
+            row(options.config, [*options.overrides, "data.mock=true"], name, options.warmup, options.steps, left)
+        )
         longest = time.monotonic() - started
         shown = {k: v for k, v in rows[-1].items() if k not in ("config", "trace")}
         print(f"{longest:.1f} s: {shown}", flush=True)

@@ -2,8 +2,9 @@
 
 python benchmarks/attention.py [--tokens 8192] [--repeats 10]
 
-A mask (torch's scaled_dot_product_attention with the additive mask of ops/attention.py), torch's flash kernels over spans, and
-flash-attn-4 from its wheel where it is installed. FLOPs count only what queries read: keys of their document, in their window.
+A mask (torch's scaled_dot_product_attention with the additive mask of ops/attention/attention.py), torch's flash
+kernels over spans, and flash-attn-4 from its wheel where it is installed. FLOPs count only what queries read: keys
+of their document, in their window.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from functools import partial
 
 import torch
 
-from phalanx.base.batch import Batch, room_for_documents
 from phalanx.bench.timing import measure
-from phalanx.ops.attention import Kind, attention
-from phalanx.ops.flash import flash_attention, spans_of
-from phalanx.ops.wheels import unusable
+from phalanx.ops.attention.attention import Kind, attention
+from phalanx.ops.attention.flash import flash_attention, spans_of
+from phalanx.ops.dense.optional_kernels import unusable
+from phalanx.sequence.batch import Batch, room_for_documents
 
 SHAPES = {  # heads, kv heads, width of queries, of values, window, mean document, sinks
     "8B, documents of ~1,000": (32, 8, 128, 128, None, 1000, False),
@@ -49,10 +50,23 @@ def keys_read(batch: Batch, window: int | None) -> float:
     return float((lengths * w - w * w / 2).sum())
 
 
-def row(tokens: int, repeats: int, heads: int, kv_heads: int, wide_k: int, wide_v: int, window: int | None, mean: int, with_sinks: bool) -> str:
+def row(
+    tokens: int,
+    repeats: int,
+    heads: int,
+    kv_heads: int,
+    wide_k: int,
+    wide_v: int,
+    window: int | None,
+    mean: int,
+    with_sinks: bool,
+) -> str:
     device = torch.device("cuda")
     batch, kind = batch_of(tokens, mean), Kind(window)
-    drawn = [torch.randn(1, h, tokens, w, device=device).bfloat16() for h, w in ((heads, wide_k), (kv_heads, wide_k), (kv_heads, wide_v))]
+    drawn = [
+        torch.randn(1, h, tokens, w, device=device).bfloat16()
+        for h, w in ((heads, wide_k), (kv_heads, wide_k), (kv_heads, wide_v))
+    ]
     q, k, v = (t.requires_grad_() for t in drawn)
     sinks = torch.randn(heads, device=device).bfloat16().requires_grad_() if with_sinks else None
     flops = keys_read(batch, window) * heads * 2 * (wide_k + wide_v) * 3.5
@@ -84,7 +98,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {options.tokens} tokens, forward + backward: ms (TFLOP/s)")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {options.tokens} tokens, forward + backward: ms (TFLOP/s)"
+    )
     for name, shape in SHAPES.items():
         print(f"{name:34s} {row(options.tokens, options.repeats, *shape)}", flush=True)
 

@@ -1,18 +1,24 @@
-"""What checkpoints cost on this machine, beside the raw disk in the same run, and how long a run takes to go on from one.
+"""What checkpoints cost on this machine, beside the raw disk in the same run, and how long a run takes to go on from
+one.
 
-torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150] [a.b=c ...]
-torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json [--cold] [layout.tp=2 ...]
+torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150]
+[a.b=c ...] torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json
+[--cold] [layout.tp=2 ...]
 
-Without torchrun: one rank. `measure` leaves what it saved in FOLDER; `resume` goes on from the newest, in any layout. Each adds a record to
-OUT.json and writes it anew as soon as a figure is known: a time limit loses nothing that was measured. `measure` begins with the raw speed of
-FOLDER; if a save at that speed does not fit into --seconds it stops there and names a number of layers that would. Loading comes after the first
-save with steps beside it, and further saves after that, each only if there is time (`resume` loads too).
+Without torchrun: one rank. `measure` leaves what it saved in FOLDER; `resume` goes on from the newest, in any
+layout. Each adds a record to OUT.json and writes it anew as soon as a figure is known: a time limit loses nothing
+that was measured. `measure` begins with the raw speed of FOLDER; if a save at that speed does not fit into --seconds
+it stops there and names a number of layers that would. Loading comes after the first save with steps beside it, and
+further saves after that, each only if there is time (`resume` loads too).
 
-Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its beginning to its end; of that,
-stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before they are read, where the system
-lets one (a tmpfs is memory whatever one does); `resume` reads them as they are unless --cold, and counts from the start of the rank's process.
-The raw speed that shares are of is that of as many threads as a save has, each with a file of its own; that of one thread a rank stands beside it.
-Room in FOLDER: one checkpoint (two, for saves without a removal before each) and twice RAW_BYTES for each rank; in memory: another for the copies.
+Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its
+beginning to its end; of that,
+stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before
+they are read, where the system lets one (a tmpfs is memory whatever one does); `resume` reads them as they are
+unless --cold, and counts from the start of the rank's process. The raw speed that shares are of is that of as many
+threads as a save has, each with a file of its own; that of one thread a rank stands beside it. Room in FOLDER: one
+checkpoint (two, for saves without a removal before each) and twice RAW_BYTES for each rank; in memory: another for
+the copies.
 """
 
 from __future__ import annotations
@@ -44,12 +50,12 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.host import host_axis
+from phalanx.config.read import load_run, to_dict
+from phalanx.config.run import Run
+from phalanx.engine.build import State
+from phalanx.engine.step import train_step
+from phalanx.forecast.text import num_parameters
 from phalanx.launch.env import read_placement
-from phalanx.train.build import State
-from phalanx.train.config import Run
-from phalanx.train.load import load_run, to_dict
-from phalanx.train.plan_text import num_parameters
-from phalanx.train.step import train_step
 
 RAW_BYTES = 2 << 30  # most that a rank writes and reads raw in one thread (twice as much in several),
 RAW_SECONDS = 4.0  # and for how long, unless syncing what was written takes longer
@@ -61,7 +67,9 @@ MOST_BESIDE, MOST_SAVES = 12, 5  # steps beside a save, and saves that steps go 
 def started() -> float:
     """time.time() at which this process began, imports included."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    boot = next(
+        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
     return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -89,8 +97,12 @@ def drop_from_cache(where: Path) -> None:
 
 
 def raw(state: State, folder: Path, size: int, threads: int) -> dict[str, float]:
-    """Bytes per second of all ranks together, each thread of a rank with a file of its own: written and synced, then read again."""
-    paths, block = [folder / f"raw-{state.mesh.rank}-{n}" for n in range(threads)], os.urandom(min(BLOCK, size // threads))
+    """Bytes per second of all ranks together, each thread of a rank with a file of its own: written and synced, then
+    read again."""
+    paths, block = (
+        [folder / f"raw-{state.mesh.rank}-{n}" for n in range(threads)],
+        os.urandom(min(BLOCK, size // threads)),
+    )
 
     def write(path: Path) -> int:
         written, end, file = 0, time.perf_counter() + RAW_SECONDS, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -112,7 +124,11 @@ def raw(state: State, folder: Path, size: int, threads: int) -> dict[str, float]
         for path in paths:
             drop_from_cache(path)
         total = over_ranks(state, sum(written), "sum")
-        found = {"raw_bytes": total, "raw_write": total / seconds, "raw_read": total / timed(state, lambda: list(pool.map(read, paths)))}
+        found = {
+            "raw_bytes": total,
+            "raw_write": total / seconds,
+            "raw_read": total / timed(state, lambda: list(pool.map(read, paths))),
+        }
     for path in paths:
         path.unlink()
     return found
@@ -121,7 +137,9 @@ def raw(state: State, folder: Path, size: int, threads: int) -> dict[str, float]
 def file_system(folder: Path) -> str:
     """Its kind, as `mount` calls it."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    return max(((where, kind) for where, kind in mounts if folder.resolve().is_relative_to(where)), key=lambda m: len(m[0]))[1]
+    return max(
+        ((where, kind) for where, kind in mounts if folder.resolve().is_relative_to(where)), key=lambda m: len(m[0])
+    )[1]
 
 
 class Record:
@@ -168,7 +186,8 @@ class Measured:
         self.host_s = time.perf_counter() - self.began
 
     def wait(self) -> float:
-        """Seconds from the beginning of the save to its end; `parts`: until all is written and synced, and of reading it back."""
+        """Seconds from the beginning of the save to its end; `parts`: until all is written and synced, and of
+        reading it back."""
         outcome = self.saver.wait()
         took = time.perf_counter() - self.began
         if outcome is not None:
@@ -193,9 +212,17 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
         first = timed(state, m.start)
         took = m.wait()
         size = sum(r.size for r in read_manifest(newest(root)).files.values())
-        record.add(bytes=size, background=m.saver.background, why_not=m.saver.why_not, first_start_s=first, first_save_s=took, alone_s=took - first,
-                   alone_over_raw=size / (took - first) / disk["raw_write"], **m.parts,
-                   write_over_raw=size / m.parts["write_s"] / disk["raw_write"])  # fmt: skip
+        record.add(
+            bytes=size,
+            background=m.saver.background,
+            why_not=m.saver.why_not,
+            first_start_s=first,
+            first_save_s=took,
+            alone_s=took - first,
+            alone_over_raw=size / (took - first) / disk["raw_write"],
+            **m.parts,
+            write_over_raw=size / m.parts["write_s"] / disk["raw_write"],
+        )
         took = beside(m, record, took - first)
         if left(state, ends) > 1.2 * size / disk["raw_read"]:
             reading(state, root, record)
@@ -206,7 +233,9 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
 def run_bytes(state: State) -> int:
     """Of the whole model: weights, masters and two moments."""
     numel = num_parameters(state.plan)
-    return numel * (next(f.weight.dtype for f in state.buffers.flat).itemsize + 3 * state.buffers.flat[0].master.element_size())
+    return numel * (
+        next(f.weight.dtype for f in state.buffers.flat).itemsize + 3 * state.buffers.flat[0].master.element_size()
+    )
 
 
 def left(state: State, ends: float) -> float:
@@ -217,8 +246,10 @@ def left(state: State, ends: float) -> float:
 def check_time(run: Run, size: int, seconds: float, left: float) -> None:
     if 1.5 * seconds > left:
         layers = max(1, int(run.model.num_hidden_layers * left / (1.5 * seconds)))
-        raise SystemExit(f"a save of {size / 1e9:.1f} GB takes {seconds:.0f} s at the speed of this folder, {left:.0f} s are left: "
-                         f"more --seconds, or model.num_hidden_layers={layers}")  # fmt: skip
+        raise SystemExit(
+            f"a save of {size / 1e9:.1f} GB takes {seconds:.0f} s at the speed of this folder, {left:.0f} s are left: "
+            f"more --seconds, or model.num_hidden_layers={layers}"
+        )
 
 
 def beside(m: Measured, record: Record, expected: float) -> float:
@@ -227,18 +258,27 @@ def beside(m: Measured, record: Record, expected: float) -> float:
     m.make_room(1.05 * found["bytes"])
     count = min(MOST_BESIDE, max(2, math.ceil(expected / plain)))
     steps = [timed(m.state, lambda: (m.start(), m.step())), *(timed(m.state, m.step) for _ in range(count - 1))]
-    stall = {"stall_first_s": steps[0] - plain, "stall_s": sum(steps) - count * plain, "host_s": over_ranks(m.state, m.host_s, "max")}
+    stall = {
+        "stall_first_s": steps[0] - plain,
+        "stall_s": sum(steps) - count * plain,
+        "host_s": over_ranks(m.state, m.host_s, "max"),
+    }
     if "saves" not in found:
         record.add(**stall, steps_beside_s=steps)  # while the rest is being written
     saves = [*found.get("saves", []), {**stall, "steps_s": steps, "save_s": m.wait()}]
     middle = {name: median(s[name] for s in saves) for name in (*stall, "save_s")}
-    record.add(saves=saves, **middle, stall_of_100_steps=middle["stall_s"] / (100 * plain),
-               save_over_raw=found["bytes"] / middle["save_s"] / found["raw_write"])  # fmt: skip
+    record.add(
+        saves=saves,
+        **middle,
+        stall_of_100_steps=middle["stall_s"] / (100 * plain),
+        save_over_raw=found["bytes"] / middle["save_s"] / found["raw_write"],
+    )
     return over_ranks(m.state, time.time() - began, "max")
 
 
 def reading(state: State, root: Path, record: Record) -> None:
-    """Load the checkpoint where it was saved, and compare the checksums of its weights, each rank those of its share of the files."""
+    """Load the checkpoint where it was saved, and compare the checksums of its weights, each rank those of its share
+    of the files."""
     path, size = newest(root), record.found["bytes"]
     drop_from_cache(path)
     seconds = timed(state, lambda: load(state, path))
@@ -285,7 +325,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     if found["what"] == "resume":
         marks = ", ".join(f"{name} {s:.2f}" for name, s in found["seconds_since_start"].items())
         return [f"first step {found['resume_s']:.2f} s after the start: {marks}"]
-    gb = {name: found.get(name, 0) / 1e9 for name in ("bytes", "raw_write", "raw_read", "raw_write_one", "raw_read_one", "verify_rate")}
+    gb = {
+        name: found.get(name, 0) / 1e9
+        for name in ("bytes", "raw_write", "raw_read", "raw_write_one", "raw_read_one", "verify_rate")
+    }
     done = [name for name in ("write", "alone", "save", "load") if f"{name}_s" in found]
     rate = {f"{name}_s": f"{gb['bytes'] / found[f'{name}_s']:.2f} GB/s in {found[f'{name}_s']:.2f} s" for name in done}
     share = {name: f"{100 * found[f'{name}_over_raw']:.0f} % of raw" for name in done}
@@ -298,7 +341,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{share['write']}; read back in {found['read_back_s']:.2f} s; all of it {rate['alone_s']}"
         + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
         f"save beside steps: {rate['save_s']}, {share['save']}",
-        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a rank" if "load" in done else "load: no time was left",
+        f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a rank"
+        if "load" in done
+        else "load: no time was left",
     ]
 
 
@@ -322,15 +367,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--profile", type=Path, help="write where the main thread of rank 0 spends its time (after the imports) to this file")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="write where the main thread of rank 0 spends its time (after the imports) to this file",
+    )
     options = parser.parse_args()
     placement = read_placement(os.environ)[0] or Placement()
     run = long_enough(load_run(options.config, ["data.mock=true", *options.overrides]), 1000)
     options.folder.mkdir(parents=True, exist_ok=True)
     known = {
-        "what": options.what, "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU", "torch": torch.__version__,
-        "ranks": placement.world_size, "config": options.config, "overrides": options.overrides, "layout": to_dict(run)["layout"],
-    }  # fmt: skip
+        "what": options.what,
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "ranks": placement.world_size,
+        "config": options.config,
+        "overrides": options.overrides,
+        "layout": to_dict(run)["layout"],
+    }
     record = Record(placement.rank, options.out, known)
     with profiled(options.profile if placement.rank == 0 else None):
         if options.what == "measure":

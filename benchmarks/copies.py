@@ -1,7 +1,9 @@
-"""Weights gathered and gradients summed by copies through shared memory, against the same by collectives, alone and beside matmuls.
+"""Weights gathered and gradients summed by copies through shared memory, against the same by collectives, alone and
+beside matmuls.
 
-`torchrun --nproc-per-node 4 benchmarks/copies.py`: first that both give what they must, to the bit, over rounds of other numbers while matmuls
-run; then a table of times. `--device cpu --params 1e5 --tokens 64` finds mistakes in the script itself.
+`torchrun --nproc-per-node 4 benchmarks/copies.py`: first that both give what they must, to the bit, over rounds of
+other numbers while matmuls run; then a table of times. `--device cpu --params 1e5 --tokens 64` finds mistakes in the
+script itself.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.base.text_table import table
 from phalanx.bench.comm import slowest
 from phalanx.bench.timing import measure
 from phalanx.comm.mesh import Groups, Mesh, init_world, leave_world, local_device
 from phalanx.launch.env import read_placement
 from phalanx.layout.grid import Grid
 from phalanx.layout.shards import Sharding
-from phalanx.train.plan_text import table
 
 
 class Exchange:
@@ -68,7 +70,8 @@ def matmuls(device: torch.device, tokens: int, count: int) -> Callable[[], None]
 
 
 def wrong(exchange: Exchange, beside: Callable[[], None], rounds: int) -> list[str]:
-    """Rounds of changing weights and gradients, gathering twice and summing once, while matmuls run; what was not as it must be."""
+    """Rounds of changing weights and gradients, gathering twice and summing once, while matmuls run; what was not as
+    it must be."""
     mesh, found = exchange.mesh, []
     for number in range(rounds):
         shared = exchange.groups.inner.shared
@@ -125,7 +128,11 @@ def main() -> None:
     for mode in ("off", "on"):
         exchange = Exchange(mesh_of(mesh, params, mode), params)
         bad += [f"{mode}: {text}" for text in wrong(exchange, beside, options.rounds)]
-        ways: dict[str, list[Callable[[], Any]]] = {"gather": [exchange.gather], "sum": [exchange.reduce], "both": [exchange.gather, exchange.reduce]}
+        ways: dict[str, list[Callable[[], Any]]] = {
+            "gather": [exchange.gather],
+            "sum": [exchange.reduce],
+            "both": [exchange.gather, exchange.reduce],
+        }
         for name, starts in ways.items():
             alone, compute = timed(lambda: wait([start() for start in starts])), timed(beside)  # noqa: B023 (called at once)
             both = timed(lambda: together(starts, beside))  # noqa: B023

@@ -1,10 +1,12 @@
-"""bf16 against fp32 on real text: the same seed, data and config, trained by `phalanx train` in both; how far apart are the curves?
+"""bf16 against fp32 on real text: the same seed, data and config, trained by `phalanx train` in both; how far apart
+are the curves?
 
 python benchmarks/curves.py --out benchmarks/results/curves [--steps 500]
 
-The text is source code that every machine with Phalanx has: the packages installed beside it (or --text PATH ...). Writes OUT.json (both
-curves, config, the gap) and OUT.svg. On a GPU a Llama of 6 layers of 640 with 55,296 ids, 100.6 M parameters, 65,536 tokens a step: few layers
-and many ids, because fp32 without TF32 runs at 50 to 60 TFLOP/s on an H200 and 500 steps shall take five minutes. Without a GPU: a tiny one.
+The text is source code that every machine with Phalanx has: the packages installed beside it (or --text PATH ...).
+Writes OUT.json (both curves, config, the gap) and OUT.svg. On a GPU a Llama of 6 layers of 640 with 55,296 ids,
+100.6 M parameters, 65,536 tokens a step: few layers and many ids, because fp32 without TF32 runs at 50 to 60 TFLOP/s
+on an H200 and 500 steps shall take five minutes. Without a GPU: a tiny one.
 """
 
 from __future__ import annotations
@@ -24,19 +26,34 @@ from typing import Any
 
 import torch
 
-from phalanx.data.prepare import demo_data
+from phalanx.text.prepare import demo_data
 
-GPU_MODEL = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 6, "num_attention_heads": 10, "vocab_size": 55296}
-CPU_MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1024}
+GPU_MODEL = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 10,
+    "vocab_size": 55296,
+}
+CPU_MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 1024,
+}
 GPU_TRAIN = {"global_batch": 128, "micro_batch": 32, "seq_length": 512, "device": "cuda"}
 CPU_TRAIN = {"global_batch": 8, "micro_batch": 4, "seq_length": 64, "device": "cpu"}
 LAST = 50  # steps over which the final loss is averaged, and the width of the drawn mean
 
 
 def package_sources(max_bytes: int) -> list[Path]:
-    """Python files of the installed packages, in an order that has nothing to do with their names, `max_bytes` at most."""
+    """Python files of the installed packages, in an order that has nothing to do with their names, `max_bytes` at
+    most."""
     root = Path(sysconfig.get_paths()["purelib"])
-    named = [(hashlib.sha256(f.relative_to(root).as_posix().encode()).digest(), f) for f in root.rglob("*.py") if f.is_file()]
+    named = [
+        (hashlib.sha256(f.relative_to(root).as_posix().encode()).digest(), f) for f in root.rglob("*.py") if f.is_file()
+    ]
     chosen, total = [], 0
     for _, file in sorted(named):
         total += file.stat().st_size
@@ -52,11 +69,16 @@ def write_config(folder: Path, options: argparse.Namespace, gpu: bool, **widths:
     files = options.text or package_sources(size)
     prefix, tokenizer = demo_data(folder / "data", files, vocab_size=model["vocab_size"])
     values = {
-        "model": {"family": "llama", **model, **widths}, "train": {**train, "steps": options.steps, "seed": options.seed},
-        "optim": {"lr": options.lr, "min_lr": options.lr / 10, "warmup_steps": options.warmup or max(1, options.steps // 10)},
+        "model": {"family": "llama", **model, **widths},
+        "train": {**train, "steps": options.steps, "seed": options.seed},
+        "optim": {
+            "lr": options.lr,
+            "min_lr": options.lr / 10,
+            "warmup_steps": options.warmup or max(1, options.steps // 10),
+        },
         "data": {"paths": [str(prefix)], "split": "1,0,0", "tokenizer": str(tokenizer)},
         "log": {"interval": 50, "report": False},
-    }  # fmt: skip
+    }
     path = folder / "curves.yaml"
     path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
     return path
@@ -67,13 +89,30 @@ def add_rate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
 
 
-def trained(config: Path, folder: Path, precision: str, limit_s: float, name: str = "", more: Sequence[str] = (),
-            gpu: int | None = None) -> dict[str, Any]:  # fmt: skip
-    """Losses by step of one run, and what it took. What a killed run has written counts too. name: of its folder; more: overrides;
+def trained(
+    config: Path,
+    folder: Path,
+    precision: str,
+    limit_s: float,
+    name: str = "",
+    more: Sequence[str] = (),
+    gpu: int | None = None,
+) -> dict[str, Any]:
+    """Losses by step of one run, and what it took. What a killed run has written counts too. name: of its folder;
+    more: overrides;
     gpu: the only one that the run sees."""
     run = folder / (name or precision)
     shutil.rmtree(run, ignore_errors=True)
-    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", f"train.precision={precision}", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(config),
+        f"dir={run}",
+        f"train.precision={precision}",
+        *more,
+    ]
     began, code, env = time.perf_counter(), None, {**os.environ}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
@@ -85,9 +124,15 @@ def trained(config: Path, folder: Path, precision: str, limit_s: float, name: st
     rows = [r for r in rows if "loss" in r]
     middle = sorted(r["step_s"] for r in rows)[len(rows) // 2]
     return {
-        "name": name or precision, "precision": precision, "exit_code": code, "wall_s": time.perf_counter() - began, "step_ms": 1e3 * middle,
-        "tflops": rows[-1]["tflops_per_gpu"], "losses": [r["loss"] for r in rows], "chosen": chosen(run),
-    }  # fmt: skip
+        "name": name or precision,
+        "precision": precision,
+        "exit_code": code,
+        "wall_s": time.perf_counter() - began,
+        "step_ms": 1e3 * middle,
+        "tflops": rows[-1]["tflops_per_gpu"],
+        "losses": [r["loss"] for r in rows],
+        "chosen": chosen(run),
+    }
 
 
 def chosen(run: Path) -> str:
@@ -102,11 +147,18 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def gaps(low: list[float], high: list[float]) -> dict[str, float]:
-    """How far the low-precision curve is from the other, relative: of the smoothed loss at the last step that both have, and at the worst step."""
+    """How far the low-precision curve is from the other, relative: of the smoothed loss at the last step that both
+    have, and at the worst step."""
     steps = min(len(low), len(high))
     low, high = smoothed(low[:steps]), smoothed(high[:steps])
     apart = [(a - b) / b for a, b in zip(low, high)]
-    return {"steps": steps, "final": apart[-1], "worst": max(apart, key=abs), "final_low": low[-1], "final_high": high[-1]}
+    return {
+        "steps": steps,
+        "final": apart[-1],
+        "worst": max(apart, key=abs),
+        "final_low": low[-1],
+        "final_high": high[-1],
+    }
 
 
 def draw(runs: list[dict[str, Any]], gap: dict[str, float], title: str, path: Path) -> None:
@@ -153,19 +205,30 @@ def main() -> None:
     gap = gaps(runs[0]["losses"], runs[1]["losses"])
     device = torch.cuda.get_device_name(0) if gpu else "CPU"
     facts = {
-        "date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__, "commit": options.commit,
-        "fp32_matmul": torch.get_float32_matmul_precision(), "command": " ".join(["python", *sys.argv]),
-        "config": json.loads(config.read_text(encoding="utf-8").replace(f"{options.work}/", "")), "text": text,
-    }  # fmt: skip
-    options.out.with_suffix(".json").write_text(json.dumps({**facts, "gap": gap, "runs": runs}, indent=1), encoding="utf-8")
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device,
+        "torch": torch.__version__,
+        "commit": options.commit,
+        "fp32_matmul": torch.get_float32_matmul_precision(),
+        "command": " ".join(["python", *sys.argv]),
+        "config": json.loads(config.read_text(encoding="utf-8").replace(f"{options.work}/", "")),
+        "text": text,
+    }
+    options.out.with_suffix(".json").write_text(
+        json.dumps({**facts, "gap": gap, "runs": runs}, indent=1), encoding="utf-8"
+    )
     title = " against ".join(options.precisions) + f", {device}"
     draw(runs, gap, title, options.out.with_suffix(".svg"))
     for r in runs:
-        print(f"{r['precision']}: {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, {r['tflops']:.1f} TFLOP/s, {r['wall_s']:.0f} s")
+        print(
+            f"{r['precision']}: {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, {r['tflops']:.1f} TFLOP/s, {r['wall_s']:.0f} s"
+        )
         print(f"  {r['chosen']}")
     tf32 = "without TF32" if facts["fp32_matmul"] == "highest" else f"matmul precision {facts['fp32_matmul']}"
-    print(f"fp32 {tf32}; final loss (mean of {LAST}) {gap['final_low']:.4f} and {gap['final_high']:.4f}: gap {100 * gap['final']:+.3f} %, "
-          f"worst {100 * gap['worst']:+.3f} %")  # fmt: skip
+    print(
+        f"fp32 {tf32}; final loss (mean of {LAST}) {gap['final_low']:.4f} and {gap['final_high']:.4f}: gap {100 * gap['final']:+.3f} %, "
+        f"worst {100 * gap['worst']:+.3f} %"
+    )
 
 
 if __name__ == "__main__":

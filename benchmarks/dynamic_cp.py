@@ -1,14 +1,17 @@
-"""Documents of very different lengths on cp ranks: padded batches, packed ones with every document cut over all ranks, and dealt by length.
+"""Documents of very different lengths on cp ranks: padded batches, packed ones with every document cut over all
+ranks, and dealt by length.
 
-    python -m torch.distributed.run --nproc-per-node 4 benchmarks/dynamic_cp.py      measure, on the GPUs there are (or --tiny on a CPU)
-    python benchmarks/dynamic_cp.py --predict                                        count FLOPs and bytes for 2, 4 and 8 ranks instead
+    python -m torch.distributed.run --nproc-per-node 4 benchmarks/dynamic_cp.py      measure, on the GPUs there are
+    (or --tiny on a CPU) python benchmarks/dynamic_cp.py --predict                                        count FLOPs
+    and bytes for 2, 4 and 8 ranks instead
 
-Lengths are lognormal with a long tail, cut off at the longest sequence, a form that made-up data for
-sequence packing often has. The parameters are ours and fixed here with the seed: median 1,500,
-sigma 1.2, longest 32,768 tokens. All rows train on the same documents, and tokens are counted without padding. What is compared with is
-the good kind of its sort: padded micro-batches have as many neighbouring documents as fit when each is filled up to the longest of them,
-and run kernels for whole sequences; packed ones are nearly full, attention costs nothing between documents and in padding, and the ratio
-printed is to the fastest of the ways in which keys or heads travel at a fixed degree.
+Lengths are lognormal with a long tail, cut off at the longest sequence, a form that made-up data for sequence
+packing often has. The parameters are ours and fixed here with the seed: median 1,500, sigma 1.2, longest 32,768
+tokens. All rows train on the same documents, and tokens are counted without padding. What is compared with is the
+good kind of its sort: padded micro-batches have as many neighbouring documents as fit when each is filled up to the
+longest of them, and run kernels for whole sequences; packed ones are nearly full, attention costs nothing between
+documents and in padding, and the ratio printed is to the fastest of the ways in which keys or heads travel at a
+fixed degree.
 """
 
 from __future__ import annotations
@@ -27,29 +30,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.base.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.base.part import Part
 from phalanx.base.placement import MEETING, Placement
 from phalanx.comm.mesh import leave_world
+from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.packing import first_fit
+from phalanx.engine.build import State, build, init_weights
+from phalanx.engine.meeting import join
+from phalanx.engine.step import train_step
+from phalanx.forecast.decide import make_plan
 from phalanx.launch.env import read_placement
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
-from phalanx.train.build import State, build, init_weights
-from phalanx.train.config import Run, TrainConfig
-from phalanx.train.main import join
-from phalanx.train.plan import make_plan
-from phalanx.train.step import train_step
+from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
+from phalanx.sequence.shard import Part
 
 SEED, MEDIAN, SIGMA, LONGEST = 20261122, 1500, 1.2, 32768
 MODEL = {
-    "vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128,
-}  # fmt: skip
-TINY = {**MODEL, "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4}
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+TINY = {
+    **MODEL,
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+}
 TINY = {**TINY, "num_key_value_heads": 2}
-MATMULS, ATTENTION, WHOLE_ATTENTION, LINK = 600e12, 350e12, 500e12, 200e9  # FLOP/s and bytes/s of a GPU that --predict assumes
+MATMULS, ATTENTION, WHOLE_ATTENTION, LINK = (
+    600e12,
+    350e12,
+    500e12,
+    200e9,
+)  # FLOP/s and bytes/s of a GPU that --predict assumes
 
 GOALS = {"padded": 1.8, "static": 1.2}
 
@@ -71,7 +92,8 @@ def lengths_of(tokens: float, longest: int) -> list[int]:
 
 
 def padded(lengths: list[int], room: int) -> Iterator[list[list[int]]]:
-    """Micro-batches of documents in rows of their own: as many as fit in `room` tokens, each filled up to the longest."""
+    """Micro-batches of documents in rows of their own: as many as fit in `room` tokens, each filled up to the
+    longest."""
     rows: list[int] = []
     for length in lengths:
         if rows and max(*rows, length) * (len(rows) + 1) > room:
@@ -82,7 +104,8 @@ def padded(lengths: list[int], room: int) -> Iterator[list[list[int]]]:
 
 
 def packed(lengths: list[int], room: int) -> list[list[list[int]]]:
-    """Micro-batches of one sequence of `room` places, the longest documents first into the first that has room; in random order."""
+    """Micro-batches of one sequence of `room` places, the longest documents first into the first that has room; in
+    random order."""
     lengths = sorted(lengths, reverse=True)
     bins = first_fit(np.array(lengths), room)
     found: list[list[list[int]]] = [[[]] for _ in range(int(bins.max()) + 1)]
@@ -97,8 +120,8 @@ def runs_of_padding(count: int) -> list[int]:
 
 
 def batch_of(rows: list[list[int]], length: int, vocab: int, number: int, whole: bool = False) -> Batch:
-    """Documents of given lengths in each sequence of `length` places, then padding; random tokens. `whole`: one document in each sequence,
-    behind which padding needs no border."""
+    """Documents of given lengths in each sequence of `length` places, then padding; random tokens. `whole`: one
+    document in each sequence, behind which padding needs no border."""
     dice = np.random.default_rng(number)
     tokens = torch.from_numpy(dice.integers(0, vocab, len(rows) * length))
     labels, real = tokens.roll(-1), torch.zeros_like(tokens)
@@ -129,10 +152,18 @@ def run_of(name: str, cp: int, longest: int, micro_batches: int, tiny: bool, gra
     if layout.get("cp_ulysses") == 0:
         layout["cp_ulysses"] = most_heads(cp, tiny)
     train = TrainConfig(
-        steps=1000, global_batch=micro_batches, micro_batch=1, seq_length=longest, precision="fp32" if tiny else "bf16",
-        device="cpu" if tiny else "auto", cuda_graphs="off" if padding else graphs,  # type: ignore[arg-type]  # padded shapes hardly come again
-    )  # fmt: skip
-    model, data = LlamaConfig(**(TINY if tiny else MODEL)), DataConfig(mock=True, packing="off" if padding else "online")
+        steps=1000,
+        global_batch=micro_batches,
+        micro_batch=1,
+        seq_length=longest,
+        precision="fp32" if tiny else "bf16",
+        device="cpu" if tiny else "auto",
+        cuda_graphs="off" if padding else graphs,  # type: ignore[arg-type]  # padded shapes hardly come again
+    )
+    model, data = (
+        LlamaConfig(**(TINY if tiny else MODEL)),
+        DataConfig(mock=True, packing="off" if padding else "online"),
+    )
     return Run(model=model, train=train, layout=LayoutConfig(cp=cp, **layout), data=data)
 
 
@@ -152,16 +183,23 @@ def state_of(run: Run, placement: Placement) -> Iterator[State]:
     leave_world()
 
 
-def measure(name: str, lengths: list[int], longest: int, placement: Placement, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, lengths: list[int], longest: int, placement: Placement, options: argparse.Namespace
+) -> dict[str, Any]:
     """Seconds of some passes over all documents, the slowest rank's; every step has about as many micro-batches."""
     made, steps = micro_batches_of(name, lengths, longest), options.steps
     run = run_of(name, placement.world_size, longest, -(-len(made) // steps), options.tiny, options.graphs)
     with state_of(run, placement) as state:
         mesh, whole = state.mesh, name.startswith("padded")
-        batches = [batch_of(rows, n, run.model.vocab_size, i, whole).cut(mesh.part).to(mesh.device) for i, (rows, n) in enumerate(made)]
+        batches = [
+            batch_of(rows, n, run.model.vocab_size, i, whole).cut(mesh.part).to(mesh.device)
+            for i, (rows, n) in enumerate(made)
+        ]
         groups = [batches[i * len(batches) // steps : (i + 1) * len(batches) // steps] for i in range(steps)]
         slowest, losses, left = [], [], options.seconds
-        while len(slowest) < 1 + options.repeats and (len(slowest) < 2 or left > slowest[-1]):  # the first compiles kernels and is not counted
+        while len(slowest) < 1 + options.repeats and (
+            len(slowest) < 2 or left > slowest[-1]
+        ):  # the first compiles kernels and is not counted
             began = time.perf_counter()
             for group in groups:
                 losses.append(train_step(state, [replace(b, _derived={}) for b in group], 1e-4).loss)
@@ -172,7 +210,13 @@ def measure(name: str, lengths: list[int], longest: int, placement: Placement, o
             slowest, left = [*slowest, taken], options.seconds - since
     slowest = slowest[1:]
     places = sum(len(rows) * n for rows, n in made)
-    found = {"name": name, "seconds": statistics.median(slowest), "passes": slowest, "micro-batches": len(made), "fill": sum(lengths) / places}
+    found = {
+        "name": name,
+        "seconds": statistics.median(slowest),
+        "passes": slowest,
+        "micro-batches": len(made),
+        "fill": sum(lengths) / places,
+    }
     return {**found, "loss": losses[0].item(), "last loss": losses[-1].item(), "seconds left": left}
 
 
@@ -182,7 +226,8 @@ def wait(device: torch.device) -> None:
 
 
 def predict(name: str, lengths: list[int], longest: int, cp: int) -> dict[str, Any]:
-    """Seconds of all micro-batches by counting: the fullest rank's FLOPs forward and backward, and bytes received, nothing hidden.
+    """Seconds of all micro-batches by counting: the fullest rank's FLOPs forward and backward, and bytes received,
+    nothing hidden.
 
     Attention counts the pairs that are read, as kernels without masks do. Keys and values travel twice (for forward
     and backward) and their gradients home; heads once each way, and their gradients.
@@ -191,7 +236,11 @@ def predict(name: str, lengths: list[int], longest: int, cp: int) -> dict[str, A
     width, inner, kv = m["hidden_size"], m["intermediate_size"], m["num_key_value_heads"] * m["head_dim"]
     heads = m["num_attention_heads"] * m["head_dim"]
     per_token = 6.0 * (layers * (width * (2 * heads + 2 * kv) + 3 * width * inner) + width * m["vocab_size"])
-    per_pair, per_key, per_place = layers * 3 * 4.0 * heads, layers * 3 * 2 * kv * 2, layers * 2 * (2 * heads + 2 * kv) * 2
+    per_pair, per_key, per_place = (
+        layers * 3 * 4.0 * heads,
+        layers * 3 * 2 * kv * 2,
+        layers * 2 * (2 * heads + 2 * kv) * 2,
+    )
     by_heads, u = "cp_ulysses" in ROWS[name], most_heads(cp)
     if by_heads and u < cp:
         return {"name": name, "seconds": float("nan")}
@@ -214,7 +263,9 @@ def pairs_of(batch: Batch, by_heads: bool) -> float:
     if batch.dealt is None:
         return int((batch.uncut.positions + 1).sum()) / batch.part.count
     shared = sum(d.part.size(d.length) for d in batch.shared)
-    return int((batch.positions[shared:] + 1).sum()) + sum(d.length * (d.length + 1) / 2 / d.part.count for d in batch.shared)
+    return int((batch.positions[shared:] + 1).sum()) + sum(
+        d.length * (d.length + 1) / 2 / d.part.count for d in batch.shared
+    )
 
 
 def sent_places(batch: Batch) -> float:
@@ -226,12 +277,20 @@ def sent_places(batch: Batch) -> float:
 
 def other_places(batch: Batch) -> int:
     """Tokens of other ranks whose keys and values travel."""
-    return batch.all_tokens - batch.num_tokens if batch.dealt is None else sum(d.length - d.part.size(d.length) for d in batch.shared)
+    return (
+        batch.all_tokens - batch.num_tokens
+        if batch.dealt is None
+        else sum(d.length - d.part.size(d.length) for d in batch.shared)
+    )
 
 
 def against(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """How many times the tokens per second of the padded row, and of the fastest static packed one, the fastest dynamic one has."""
-    return {"padded": least(rows, "padded") / least(rows, "dynamic"), "static": least(rows, "packed, static") / least(rows, "dynamic")}
+    """How many times the tokens per second of the padded row, and of the fastest static packed one, the fastest
+    dynamic one has."""
+    return {
+        "padded": least(rows, "padded") / least(rows, "dynamic"),
+        "static": least(rows, "packed, static") / least(rows, "dynamic"),
+    }
 
 
 def least(rows: list[dict[str, Any]], words: str) -> float:
@@ -247,7 +306,9 @@ def table(rows: list[dict[str, Any]], tokens: int, title: str) -> str:
         if "fill" in row:
             spread = (max(row["passes"]) - min(row["passes"])) / row["seconds"]
             more = f"  spread {spread:.1%}, fill {row['fill']:.1%}, {row['micro-batches']} micro-batches, loss {row['loss']:.4f}"
-        lines.append(f"{row['name']:<28}{tokens / row['seconds']:>12,.0f}{first / row['seconds']:>10.2f}{static / row['seconds']:>10.2f}{more}")
+        lines.append(
+            f"{row['name']:<28}{tokens / row['seconds']:>12,.0f}{first / row['seconds']:>10.2f}{static / row['seconds']:>10.2f}{more}"
+        )
     found = against(rows)
     said = ", ".join(f"{found[name]:.2f} times {name} (goal {goal})" for name, goal in GOALS.items())
     return "\n".join([*lines, f"dynamic, the fastest of each sort: {said}"])
@@ -257,11 +318,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=3.9e5, help="of all documents")
     parser.add_argument("--steps", type=int, default=2, help="that a pass over them is cut into")
-    parser.add_argument("--repeats", type=int, default=3, help="passes that are timed, after one that is not; the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="passes that are timed, after one that is not; the median counts"
+    )
     every = ",".join(map(str, range(len(ROWS))))
     parser.add_argument("--rows", default=every, help="numbers of the rows to measure, in this order")
-    parser.add_argument("--seconds", type=float, default=3600, help="after which nothing new begins: the rest of the passes and rows is left out")
-    parser.add_argument("--graphs", default="auto", choices=("auto", "on", "off"), help="train.cuda_graphs of packed rows")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3600,
+        help="after which nothing new begins: the rest of the passes and rows is left out",
+    )
+    parser.add_argument(
+        "--graphs", default="auto", choices=("auto", "on", "off"), help="train.cuda_graphs of packed rows"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that it works")
     parser.add_argument("--predict", action="store_true", help="count instead of measuring")
     parser.add_argument("--json", help="file for what was found")
@@ -278,7 +348,9 @@ def main() -> None:
         return
     placement, problems = read_placement(os.environ)
     if placement is None:
-        parser.error("; ".join(map(str, problems)) or "start it with python -m torch.distributed.run, or ask for --predict")
+        parser.error(
+            "; ".join(map(str, problems)) or "start it with python -m torch.distributed.run, or ask for --predict"
+        )
     device = "CPU" if options.tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()
     title = f"measured on {placement.world_size} x {device}, cp {placement.world_size}: {about}"
     rows: list[dict[str, Any]] = []
@@ -290,7 +362,14 @@ def main() -> None:
         if placement.rank == 0:
             print(f"{name}: {rows[-1]['seconds']:.2f} s a pass, {len(rows[-1]['passes'])} passes", flush=True)
             if options.json:
-                found = {"title": title, "torch": torch.__version__, "lengths": lengths, "rows": rows, "times": against(rows), "goals": GOALS}
+                found = {
+                    "title": title,
+                    "torch": torch.__version__,
+                    "lengths": lengths,
+                    "rows": rows,
+                    "times": against(rows),
+                    "goals": GOALS,
+                }
                 Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         if rows[-1]["seconds left"] < before - rows[-1]["seconds left"]:  # the next would take as long
             break

@@ -1,10 +1,13 @@
-"""A small mixture of experts on real text: is the loss the same wherever the experts are, and is the load even by each method?
+"""A small mixture of experts on real text: is the loss the same wherever the experts are, and is the load even by
+each method?
 
-python benchmarks/expert_curves.py --out benchmarks/results/experts [--steps 200] [--ranks 2] [--lr 1e-3] [--only ep1 all-gather ...]
+python benchmarks/expert_curves.py --out benchmarks/results/experts [--steps 200] [--ranks 2] [--lr 1e-3] [--only ep1
+all-gather ...]
 
-Trains through `phalanx train` in bf16: alone (ep1), alone with norms that add up in another order (how far apart are two
-runs that differ in nothing but rounding?), with the experts spread over all ranks (ep N, both exchanges), and then, spread, with each way of
-balancing the load. The text is that of curves.py: source code of the installed packages. Writes OUT.json and OUT.svg.
+Trains through `phalanx train` in bf16: alone (ep1), alone with norms that add up in another order (how far apart are
+two runs that differ in nothing but rounding?), with the experts spread over all ranks (ep N, both exchanges), and
+then, spread, with each way of balancing the load. The text is that of curves.py: source code of the installed
+packages. Writes OUT.json and OUT.svg.
 """
 
 from __future__ import annotations
@@ -22,15 +25,39 @@ from typing import Any
 import torch
 from curves import LAST, package_sources, smoothed
 
-from phalanx.data.prepare import demo_data
+from phalanx.text.prepare import demo_data
 
-GPU_MODEL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 512, "vocab_size": 16384,
-             "num_local_experts": 16, "num_experts_per_tok": 4}  # fmt: skip
-CPU_MODEL = {**GPU_MODEL, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 512}
+GPU_MODEL = {
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+    "vocab_size": 16384,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+}
+CPU_MODEL = {
+    **GPU_MODEL,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 512,
+}
 LATENT = {
-    "family": "deepseek_v3", "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
-    "first_k_dense_replace": 1, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
-}  # fmt: skip
+    "family": "deepseek_v3",
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 NO_LOSS = "model.router_aux_loss_coef=0"
 
 
@@ -51,8 +78,13 @@ def variants(ranks: int) -> dict[str, tuple[int, list[str]]]:
 def latent_model(model: dict[str, Any]) -> dict[str, Any]:
     """A DeepSeek-V3 of the same size: balanced by the bias of choice alone."""
     kept = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "num_experts_per_tok")
-    return {**{k: model[k] for k in kept}, **LATENT, "intermediate_size": 4 * model["hidden_size"],
-            "moe_intermediate_size": model["intermediate_size"], "router_aux_loss_coef": 0.0}  # fmt: skip
+    return {
+        **{k: model[k] for k in kept},
+        **LATENT,
+        "intermediate_size": 4 * model["hidden_size"],
+        "moe_intermediate_size": model["intermediate_size"],
+        "router_aux_loss_coef": 0.0,
+    }
 
 
 def trained(config: Path, folder: Path, name: str, ranks: int, overrides: list[str], limit_s: float) -> dict[str, Any]:
@@ -64,8 +96,15 @@ def trained(config: Path, folder: Path, name: str, ranks: int, overrides: list[s
     rows = [r for r in rows if "loss" in r]
     fullest = [max(v for v in r["experts"]["load_max"] if v is not None) for r in rows]
     middle = sorted(r["tokens_per_s_per_gpu"] for r in rows)[len(rows) // 2]
-    return {"name": name, "ranks": ranks, "overrides": overrides, "exit_code": code, "losses": [r["loss"] for r in rows], "fullest": fullest,
-            "tokens_per_s_per_gpu": middle}  # fmt: skip
+    return {
+        "name": name,
+        "ranks": ranks,
+        "overrides": overrides,
+        "exit_code": code,
+        "losses": [r["loss"] for r in rows],
+        "fullest": fullest,
+        "tokens_per_s_per_gpu": middle,
+    }
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
@@ -93,30 +132,50 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; of more than one, no speed means anything")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--only", nargs="*", default=[""], help="runs whose names contain one of these; the first is run in any case")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="runs whose names contain one of these; the first is run in any case"
+    )
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     model = GPU_MODEL if gpu else CPU_MODEL
-    prefix, tokenizer = demo_data(options.work / "data", package_sources(options.megabytes * 10**6), vocab_size=model["vocab_size"])
-    train = {"global_batch": 64, "micro_batch": 16, "seq_length": 512} if gpu else {"global_batch": 8, "micro_batch": 2, "seq_length": 64}
+    prefix, tokenizer = demo_data(
+        options.work / "data", package_sources(options.megabytes * 10**6), vocab_size=model["vocab_size"]
+    )
+    train = (
+        {"global_batch": 64, "micro_batch": 16, "seq_length": 512}
+        if gpu
+        else {"global_batch": 8, "micro_batch": 2, "seq_length": 64}
+    )
     shared = {
         "train": {**train, "steps": options.steps, "precision": "bf16", "device": "cuda" if gpu else "cpu"},
         "optim": {"lr": options.lr, "min_lr": options.lr / 10, "warmup_steps": options.steps // 10},
-        "data": {"paths": [str(prefix)], "split": "1,0,0", "tokenizer": str(tokenizer)}, "log": {"interval": 50, "report": False},
-    }  # fmt: skip
+        "data": {"paths": [str(prefix)], "split": "1,0,0", "tokenizer": str(tokenizer)},
+        "log": {"interval": 50, "report": False},
+    }
     configs = {}
-    for name, values in (("mixtral", {"family": "mixtral", "router_aux_loss_coef": 0.01, **model}), ("deepseek_v3", latent_model(model))):
+    for name, values in (
+        ("mixtral", {"family": "mixtral", "router_aux_loss_coef": 0.01, **model}),
+        ("deepseek_v3", latent_model(model)),
+    ):
         configs[name] = options.work / f"{name}.yaml"
         configs[name].write_text(json.dumps({"model": values, **shared}), encoding="utf-8")
     bias = (options.ranks, [f"layout.ep={options.ranks}", "model.router_bias_update_rate=0.01"])
     wanted = [(configs["mixtral"], name, *how) for name, how in variants(options.ranks).items()]
     wanted.append((configs["deepseek_v3"], f"DeepSeek-V3, ep{options.ranks}, bias alone", *bias))
     wanted = [w for w in wanted if w is wanted[0] or any(part in w[1] for part in options.only)]
-    facts = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(0) if gpu else "CPU", "torch": torch.__version__,
-             "commit": options.commit, "at_once": options.jobs, "lr": options.lr, "model": model, **shared["train"]}  # fmt: skip
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(0) if gpu else "CPU",
+        "torch": torch.__version__,
+        "commit": options.commit,
+        "at_once": options.jobs,
+        "lr": options.lr,
+        "model": model,
+        **shared["train"],
+    }
     runs: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for run in pool.map(lambda w: trained(w[0], options.work, *w[1:], options.limit), wanted):

@@ -1,12 +1,15 @@
-"""Does low precision hold the loss? One run in bf16 and one per recipe of train.fp8, same data, same seed; their gaps and shadow cosines.
+"""Does low precision hold the loss? One run in bf16 and one per recipe of train.fp8, same data, same seed; their
+gaps and shadow cosines.
 
-python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed "nvfp4, end_layers: 1" ...] [--steps 500] [--limit SECONDS] [--gpus 2]
+python benchmarks/fp8_curves.py --out FILE [--recipes tensorwise delayed "nvfp4, end_layers: 1" ...] [--steps 500]
+[--limit SECONDS] [--gpus 2]
 
 What follows a recipe's name are further settings of train.fp8.
 
-The data and the model are those of benchmarks/curves.py (real text; on a GPU above 100M parameters and 64K tokens a batch). Every run with a
-recipe compares its gradients with those in bf16 at its first, middle and last step (train.fp8.shadow_interval). Writes FILE.json and
-FILE.svg, and rewrites both after each run, so that a session which ends early keeps what it has. With --gpus N as many runs go side by side.
+The data and the model are those of benchmarks/curves.py (real text; on a GPU above 100M parameters and 64K tokens a
+batch). Every run with a recipe compares its gradients with those in bf16 at its first, middle and last step
+(train.fp8.shadow_interval). Writes FILE.json and FILE.svg, and rewrites both after each run, so that a session which
+ends early keeps what it has. With --gpus N as many runs go side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from curves import LAST, add_rate, gaps, smoothed, trained, write_config  # type
 
 GPU_WIDTHS = {"intermediate_size": 1792}  # of 128, as blockwise wants; 101.3 M parameters
 CPU_WIDTHS = {"hidden_size": 128, "intermediate_size": 256}
-AGAIN = "bf16-again"  # bf16 whose norms add up in another order: how far apart two runs are that differ in rounding alone
+AGAIN = (
+    "bf16-again"  # bf16 whose norms add up in another order: how far apart two runs are that differ in rounding alone
+)
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed")
 
 
@@ -96,10 +101,15 @@ def main() -> None:
     text = json.loads((options.work / "data" / "text.json").read_text(encoding="utf-8"))
     device = torch.cuda.get_device_name(0) if gpu else "CPU"
     facts = {
-        "date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__, "commit": options.commit,
-        "config": json.loads(config.read_text(encoding="utf-8").replace(f"{options.work}/", "")),  # no paths of this machine
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device,
+        "torch": torch.__version__,
+        "commit": options.commit,
+        "config": json.loads(
+            config.read_text(encoding="utf-8").replace(f"{options.work}/", "")
+        ),  # no paths of this machine
         "text": {key: text[key] for key in ("files", "text_bytes", "documents", "tokens", "vocab_size", "inputs_hash")},
-    }  # fmt: skip
+    }
     runs: list[dict[str, Any]] = []
     free: Queue[int] = Queue()
     for index in range(options.gpus):
@@ -108,7 +118,9 @@ def main() -> None:
     def run(recipe: str) -> dict[str, Any]:
         index = free.get()
         try:
-            return run_recipe(config, options.work, recipe, options.steps, options.limit, index if options.gpus > 1 else None)
+            return run_recipe(
+                config, options.work, recipe, options.steps, options.limit, index if options.gpus > 1 else None
+            )
         except (OSError, IndexError) as error:  # it ended before its first step; the others go on
             return {"name": recipe, "exit_code": f"no step was done: {error}", "step_ms": 0.0, "losses": []}
         finally:
@@ -129,9 +141,13 @@ def told(r: dict[str, Any]) -> list[str]:
     last = [math.nan, *smoothed(r["losses"])][-1]
     said = f"final gap {100 * gap['final']:+.3f} %, worst {100 * gap['worst']:+.3f} %" if gap else f"loss {last:.4f}"
     width = max(11, len(r["name"]))
-    lines = [f"{r['name']:{width}} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}"]
+    lines = [
+        f"{r['name']:{width}} {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, exit {r['exit_code']}: {said}"
+    ]
     for step, s in r.get("shadow", {}).items():
-        lines.append(f"{'':{width}} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}")
+        lines.append(
+            f"{'':{width}} shadow at step {step}: least cosine {s['least']:.5f} ({s['whose']}), mean {s['mean']:.5f}"
+        )
     return lines
 
 

@@ -1,10 +1,12 @@
-"""How fast are the ops of a mixture of experts on one GPU? Three tables: grouped matmuls, the moves of rows, and (--sweep) tile sizes.
+"""How fast are the ops of a mixture of experts on one GPU? Three tables: grouped matmuls, the moves of rows, and
+(--sweep) tile sizes.
 
 python benchmarks/grouped.py [--only W4] [--sweep] [--uneven 0.25]
 
-Grouped matmuls in TFLOP/s: our Triton kernels, torch._grouped_mm (its weight gradient makes a bf16 tensor; `+ add` adds it to an fp32
-buffer as training needs), and one dense product of the same FLOPs. Moves in GB/s of the bytes that must be read and written at least.
-Without a GPU the sizes are tiny and the numbers mean nothing: a way to try the script (TRITON_INTERPRET=1).
+Grouped matmuls in TFLOP/s: our Triton kernels, torch._grouped_mm (its weight gradient makes a bf16 tensor; `+ add`
+adds it to an fp32 buffer as training needs), and one dense product of the same FLOPs. Moves in GB/s of the bytes
+that must be read and written at least. Without a GPU the sizes are tiny and the numbers mean nothing: a way to try
+the script (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.ops.activation import SWIGLU
-from phalanx.ops.kernels import gated, grouped, permute
-from phalanx.ops.kernels import route as route_kernels
-from phalanx.ops.kernels.grouped import Tiles, tiles_of
-from phalanx.ops.permute import Rows
-from phalanx.ops.route import Router
+from phalanx.ops.dense import gated_kernel
+from phalanx.ops.dense.gate import SWIGLU
+from phalanx.ops.experts import grouped_kernel, permute_kernel
+from phalanx.ops.experts import route_kernel as route_kernels
+from phalanx.ops.experts.grouped_kernel import Tiles, tiles_of
+from phalanx.ops.experts.router import Router
+from phalanx.ops.experts.rows import Rows
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -55,11 +58,20 @@ SHAPES = {
     "gpt-oss-120b ep8": Shape(16, 2880, 2880, 8192, 4, 128),
 }
 SWEEP = [  # m, n, k, stages, warps, group, flatten, programs a processor
-    Tiles(128, 256, 64, 3, 8), Tiles(128, 256, 64, 4, 8), Tiles(128, 256, 64, 3, 8, 4), Tiles(128, 256, 64, 3, 8, 16),
+    Tiles(128, 256, 64, 3, 8),
+    Tiles(128, 256, 64, 4, 8),
+    Tiles(128, 256, 64, 3, 8, 4),
+    Tiles(128, 256, 64, 3, 8, 16),
     Tiles(128, 256, 64, 3, 8, 8, True),
-    Tiles(256, 128, 64, 3, 8), Tiles(256, 128, 64, 4, 8), Tiles(128, 128, 64, 3, 4, 8, False, 2), Tiles(128, 128, 64, 3, 8, 8, False, 2),
-    Tiles(128, 128, 64, 5, 4), Tiles(128, 128, 64, 4, 4, 8, True), Tiles(128, 128, 32, 6, 4, 8, False, 2), Tiles(64, 256, 64, 4, 4),
-]  # fmt: skip
+    Tiles(256, 128, 64, 3, 8),
+    Tiles(256, 128, 64, 4, 8),
+    Tiles(128, 128, 64, 3, 4, 8, False, 2),
+    Tiles(128, 128, 64, 3, 8, 8, False, 2),
+    Tiles(128, 128, 64, 5, 4),
+    Tiles(128, 128, 64, 4, 4, 8, True),
+    Tiles(128, 128, 32, 6, 4, 8, False, 2),
+    Tiles(64, 256, 64, 4, 4),
+]
 
 
 def seconds(fn: Callable[[], object], window: float = 0.06, repeats: int = 5) -> float:
@@ -117,7 +129,9 @@ def add_dense_(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 Ours = Callable[[Tiles | None], object]
 
 
-def products(shape: Shape, uneven: float) -> list[tuple[str, float, Ours, list[Callable[[], object]], Callable[[], object]]]:
+def products(
+    shape: Shape, uneven: float
+) -> list[tuple[str, float, Ours, list[Callable[[], object]], Callable[[], object]]]:
     """(name, FLOPs, ours of tile sizes, torch's, the dense product of as many FLOPs) of each matmul of the layer."""
     found = []
     ends, rows = ends_of(shape, uneven), shape.rows
@@ -128,14 +142,31 @@ def products(shape: Shape, uneven: float) -> list[tuple[str, float, Ours, list[C
         flops = 2.0 * rows * outer * inner
         turned = weight.transpose(1, 2)
         found += [
-            (f"{name} fwd {inner}->{outer}", flops, lambda t, x=x, w=turned, e=ends: grouped.grouped_product(x, w, e, None, t),
-             [lambda x=x, w=turned, e=ends: library(x, w, e)], lambda x=x, w=dense: x @ w.t()),
-            (f"{name} dgrad", flops, lambda t, d=dy, w=weight, e=ends: grouped.grouped_product(d, w, e, None, t),
-             [lambda d=dy, w=weight, e=ends: library(d, w, e)], lambda d=dy, w=dense: d @ w),
-            (f"{name} wgrad", flops, lambda t, d=dy, x=x, e=ends, b=buffer: grouped.add_grouped_product_(b, d, x, e, t),
-             [lambda d=dy, x=x, e=ends: library(d.t(), x, e), lambda d=dy, x=x, e=ends, b=buffer: b.add_(library(d.t(), x, e))],
-             lambda d=dy, x=x, b=one: add_dense_(b, d, x)),
-        ]  # fmt: skip
+            (
+                f"{name} fwd {inner}->{outer}",
+                flops,
+                lambda t, x=x, w=turned, e=ends: grouped_kernel.grouped_product(x, w, e, None, t),
+                [lambda x=x, w=turned, e=ends: library(x, w, e)],
+                lambda x=x, w=dense: x @ w.t(),
+            ),
+            (
+                f"{name} dgrad",
+                flops,
+                lambda t, d=dy, w=weight, e=ends: grouped_kernel.grouped_product(d, w, e, None, t),
+                [lambda d=dy, w=weight, e=ends: library(d, w, e)],
+                lambda d=dy, w=dense: d @ w,
+            ),
+            (
+                f"{name} wgrad",
+                flops,
+                lambda t, d=dy, x=x, e=ends, b=buffer: grouped_kernel.add_grouped_product_(b, d, x, e, t),
+                [
+                    lambda d=dy, x=x, e=ends: library(d.t(), x, e),
+                    lambda d=dy, x=x, e=ends, b=buffer: b.add_(library(d.t(), x, e)),
+                ],
+                lambda d=dy, x=x, b=one: add_dense_(b, d, x),
+            ),
+        ]
     return found
 
 
@@ -144,18 +175,26 @@ def tflops(flops: float, took: float | None) -> str:
 
 
 def matmul_table(name: str, shape: Shape, uneven: float) -> None:
-    print(f"\n{name}: {shape.experts} experts, {shape.rows} rows, width {shape.width}, inner {shape.inner}, loads +-{uneven:.0%}; TFLOP/s")
+    print(
+        f"\n{name}: {shape.experts} experts, {shape.rows} rows, width {shape.width}, inner {shape.inner}, loads +-{uneven:.0%}; TFLOP/s"
+    )
     print("| product | ours | torch._grouped_mm | + add | dense |\n| --- | --- | --- | --- | --- |")
     totals: dict[str, float] = {}
     for what, flops, ours, theirs, dense in products(shape, uneven):
         took = {"ours": attempt(lambda ours=ours: ours(None)), "torch": attempt(theirs[-1]), "dense": attempt(dense)}
         plain = attempt(theirs[0]) if len(theirs) > 1 else took["torch"]
-        print("|", " | ".join([what, *(tflops(flops, t) for t in (took["ours"], plain, took["torch"], took["dense"]))]), "|")
+        print(
+            "|",
+            " | ".join([what, *(tflops(flops, t) for t in (took["ours"], plain, took["torch"], took["dense"]))]),
+            "|",
+        )
         for key, t in took.items():
             totals[key] = totals.get(key, 0.0) + (t or float("nan"))
     flops = 18.0 * shape.rows * shape.inner * shape.width
     cells = [tflops(flops, totals[k]) for k in ("ours", "torch", "dense")]
-    print(f"| all six, ms {', '.join(f'{k} {v * 1e3:.2f}' for k, v in totals.items())} | {cells[0]} | - | {cells[1]} | {cells[2]} |")
+    print(
+        f"| all six, ms {', '.join(f'{k} {v * 1e3:.2f}' for k, v in totals.items())} | {cells[0]} | - | {cells[1]} | {cells[2]} |"
+    )
 
 
 def sweep_table(name: str, shape: Shape, uneven: float, most: int = 3) -> None:
@@ -181,7 +220,7 @@ def moves_table(name: str, shape: Shape) -> None:
     router = Router(slots, shape.all_experts)
     logits = torch.randn(tokens, shape.all_experts, device=DEVICE)
     experts, weights, _ = route_kernels.route_forward(logits, router, None, None, 0)
-    plan = Rows(*permute.plan_rows(experts, 0, shape.all_experts, rows))
+    plan = Rows(*permute_kernel.plan_rows(experts, 0, shape.all_experts, rows))
     x, y, gate_up, dh = normal(tokens, width), normal(rows, width), normal(rows, 2 * inner), normal(rows, inner)
     last, row_weight, size = plan.ends_E[-1], torch.rand(rows, device=DEVICE), x.element_size()
     scores = torch.randn_like(logits)
@@ -189,19 +228,40 @@ def moves_table(name: str, shape: Shape) -> None:
     forced = Router(slots, shape.all_experts, forced="balanced")
     moved = {
         "route": (logits.nbytes * 2, lambda: route_kernels.route_forward(logits, router, None, None, 0)),
-        "route, forced": (logits.nbytes * 2, lambda: route_kernels.route_forward(logits, forced, None, (places, places), 0)),
-        "route backward": (logits.nbytes * 3, lambda: route_kernels.route_backward(weights, scores, logits, experts, router)),
-        "plan rows": (experts.nbytes * 2 + rows * 12, lambda: permute.plan_rows(experts, 0, shape.all_experts, rows)),
-        "gather rows": ((tokens + rows) * width * size, lambda: permute.gather_forward(x, plan)),
-        "sum rows": ((tokens + rows) * width * size, lambda: permute.sum_forward(y, None, plan)),
-        "weighted sum": ((tokens + rows) * width * size, lambda: permute.sum_forward(y, weights, plan)),
-        "weighted sum backward": ((tokens + 2 * rows) * width * size, lambda: permute.weighted_backward(x, y, weights, plan)),
-        "gated": (rows * 3 * inner * size, lambda: gated.gated_forward(gate_up, SWIGLU, None, last)),
-        "gated backward": (rows * 5 * inner * size, lambda: gated.gated_backward(dh, gate_up, SWIGLU, None, last)),
-        "gated, weighed": (rows * 3 * inner * size, lambda: gated.gated_forward(gate_up, SWIGLU, row_weight, last)),
-        "gated, weighed, backward": (rows * 5 * inner * size, lambda: gated.gated_backward(dh, gate_up, SWIGLU, row_weight, last)),
+        "route, forced": (
+            logits.nbytes * 2,
+            lambda: route_kernels.route_forward(logits, forced, None, (places, places), 0),
+        ),
+        "route backward": (
+            logits.nbytes * 3,
+            lambda: route_kernels.route_backward(weights, scores, logits, experts, router),
+        ),
+        "plan rows": (
+            experts.nbytes * 2 + rows * 12,
+            lambda: permute_kernel.plan_rows(experts, 0, shape.all_experts, rows),
+        ),
+        "gather rows": ((tokens + rows) * width * size, lambda: permute_kernel.gather_forward(x, plan)),
+        "sum rows": ((tokens + rows) * width * size, lambda: permute_kernel.sum_forward(y, None, plan)),
+        "weighted sum": ((tokens + rows) * width * size, lambda: permute_kernel.sum_forward(y, weights, plan)),
+        "weighted sum backward": (
+            (tokens + 2 * rows) * width * size,
+            lambda: permute_kernel.weighted_backward(x, y, weights, plan),
+        ),
+        "gated": (rows * 3 * inner * size, lambda: gated_kernel.gated_forward(gate_up, SWIGLU, None, last)),
+        "gated backward": (
+            rows * 5 * inner * size,
+            lambda: gated_kernel.gated_backward(dh, gate_up, SWIGLU, None, last),
+        ),
+        "gated, weighed": (
+            rows * 3 * inner * size,
+            lambda: gated_kernel.gated_forward(gate_up, SWIGLU, row_weight, last),
+        ),
+        "gated, weighed, backward": (
+            rows * 5 * inner * size,
+            lambda: gated_kernel.gated_backward(dh, gate_up, SWIGLU, row_weight, last),
+        ),
         "copy of rows": (2 * rows * width * size, lambda: y.clone()),
-    }  # fmt: skip
+    }
     print(f"\n{name}: {tokens} tokens x {slots}, width {width}, inner {inner}, {shape.all_experts} experts")
     print("| move | us | GB/s |\n| --- | --- | --- |")
     for what, (count, fn) in moved.items():

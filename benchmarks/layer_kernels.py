@@ -1,10 +1,13 @@
-"""What one GPU takes for the casts and pointwise kernels of a layer in 8 bits, beside a copy of the same bytes: delayed scaling and blocks.
+"""What one GPU takes for the casts and pointwise kernels of a layer in 8 bits, beside a copy of the same bytes:
+delayed scaling and blocks.
 
-python benchmarks/layer_kernels.py [--tokens 8192 --width 4096 --inner 14336 --heads 32 8 128 --vocab 128256] [--warps 8 16] [--device cuda]
+python benchmarks/layer_kernels.py [--tokens 8192 --width 4096 --inner 14336 --heads 32 8 128 --vocab 128256]
+[--warps 8 16] [--device cuda]
 
-The sizes are W3's (benchmarks/configs/w3.yaml). Bytes are those that must be read and written at least; the copy moves as many. "a step": times 64
-(8 layers, 8 micro-batches), of the loss 8, of weights' codes and Adam 8 layers once. --warps: casts with blocks by so many warps, too. On a GPU each
-kernel is timed inside a CUDA graph, so that no time of the host counts. An older version of the package is timed with PYTHONPATH=FOLDER before it.
+The sizes are W3's (benchmarks/configs/w3.yaml). Bytes are those that must be read and written at least; the copy
+moves as many. "a step": times 64 (8 layers, 8 micro-batches), of the loss 8, of weights' codes and Adam 8 layers
+once. --warps: casts with blocks by so many warps, too. On a GPU each kernel is timed inside a CUDA graph, so that no
+time of the host counts. An older version of the package is timed with PYTHONPATH=FOLDER before it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from typing import Any
 import torch
 
 from phalanx.bench.timing import measure
-from phalanx.ops.activation import Gated, GatedGrad
-from phalanx.ops.codes import Blocks, cast_run_, note_largest_, turn_
-from phalanx.ops.kernels import adamw, loss, norm, rope
-from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.norm import Normed
-from phalanx.ops.quant import COUNTS, E4M3, E5M2, SLOTS
-from phalanx.ops.rope import RopeGrad, rotary_table
+from phalanx.ops.dense import loss_kernel, norm_kernel, rope_kernel
+from phalanx.ops.dense.activation import Gated, GatedGrad
+from phalanx.ops.dense.norm import Normed
+from phalanx.ops.dense.rope import RopeGrad, rotary_table
+from phalanx.ops.optimizer import adamw_kernel
+from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, SLOTS
+from phalanx.ops.quantized.scale_blocks import Blocks
+from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
 
 LAYERS, MICRO_BATCHES = 8, 8
 CALLS = 10  # in a graph
@@ -61,7 +66,13 @@ def sources(s: Sizes, device: torch.device) -> Iterator[tuple[str, Any, bool, in
     heads, kv_heads, features = s.heads
     x, both = values(device, s.tokens, s.width), values(device, s.tokens, 2 * s.inner)
     yield "cast of attention's output, of two gradients", x, False, 2 * x.numel(), 3
-    yield "cast of a norm", Normed(x, torch.ones(s.tokens, device=device), torch.ones(s.width, device=device).bfloat16()), False, 2 * x.numel(), 2
+    yield (
+        "cast of a norm",
+        Normed(x, torch.ones(s.tokens, device=device), torch.ones(s.width, device=device).bfloat16()),
+        False,
+        2 * x.numel(),
+        2,
+    )
     yield "cast of SwiGLU", Gated(both), False, 2 * both.numel(), 1
     yield "cast of SwiGLU's gradient", GatedGrad(values(device, s.tokens, s.inner), both), True, 3 * both.numel(), 1
     dq, dk, dv = (values(device, 1, n, s.tokens, features) for n in (heads, kv_heads, kv_heads))
@@ -70,7 +81,11 @@ def sources(s: Sizes, device: torch.device) -> Iterator[tuple[str, Any, bool, in
 
 def table(s: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     features = s.heads[2]
-    return rotary_table(torch.arange(s.tokens, device=device), 5e5 ** -(torch.arange(0, features, 2) / features).double(), torch.bfloat16)
+    return rotary_table(
+        torch.arange(s.tokens, device=device),
+        5e5 ** -(torch.arange(0, features, 2) / features).double(),
+        torch.bfloat16,
+    )
 
 
 def casts(s: Sizes, device: torch.device, warps: list[int]) -> Iterator[Row]:
@@ -78,33 +93,65 @@ def casts(s: Sizes, device: torch.device, warps: list[int]) -> Iterator[Row]:
     for what, x, gradient, read, times in sources(s, device):
         moved, times = read + 2 * x.shape[0] * x.shape[1], times * LAYERS * MICRO_BATCHES
         wide = E5M2 if gradient else E4M3
-        yield Row(f"{what}, delayed", lambda x=x, f=wide: kernels.cast_both(x, f, kernels.GIVEN, one, None, True, counts=counts), moved, times)
-        yield Row(f"{what}, blocks", lambda x=x: kernels.cast_both(x, E4M3, kernels.BLOCKS, None, None, True, counts=counts), moved, times)
+        yield Row(
+            f"{what}, delayed",
+            lambda x=x, f=wide: kernels.cast_both(x, f, kernels.GIVEN, one, None, True, counts=counts),
+            moved,
+            times,
+        )
+        yield Row(
+            f"{what}, blocks",
+            lambda x=x: kernels.cast_both(x, E4M3, kernels.BLOCKS, None, None, True, counts=counts),
+            moved,
+            times,
+        )
         for n in warps:
             tiles = kernels.Tiles(kernels.TILE, kernels.TILE, n)
-            yield Row(f"{what}, {n} warps", lambda x=x, t=tiles: kernels.cast_both(x, E4M3, kernels.BLOCKS, None, None, True, counts=counts, tiles=t),
-                      moved, 0)  # fmt: skip
+            yield Row(
+                f"{what}, {n} warps",
+                lambda x=x, t=tiles: kernels.cast_both(
+                    x, E4M3, kernels.BLOCKS, None, None, True, counts=counts, tiles=t
+                ),
+                moved,
+                0,
+            )
 
 
 def others(s: Sizes, device: torch.device) -> Iterator[Row]:
     x, y, z = (values(device, s.tokens, s.width) for _ in range(3))
     weight = values(device, s.width)
     n, each = x.numel(), LAYERS * MICRO_BATCHES
-    yield Row("norm's scale", lambda: norm.norm_scale(x, None, 1e-5), 2 * n, each)
-    yield Row("sum of the residual stream, norm's scale", lambda: norm.norm_scale(x, y, 1e-5), 6 * n, each)
+    yield Row("norm's scale", lambda: norm_kernel.norm_scale(x, None, 1e-5), 2 * n, each)
+    yield Row("sum of the residual stream, norm's scale", lambda: norm_kernel.norm_scale(x, y, 1e-5), 6 * n, each)
     scale, mean = torch.ones(s.tokens, device=device), torch.empty(0, device=device)
-    yield Row("norm's gradient, the residual stream's added", lambda: norm.norm_backward(y, x, weight, mean, scale, z), 8 * n, 2 * each)
+    yield Row(
+        "norm's gradient, the residual stream's added",
+        lambda: norm_kernel.norm_backward(y, x, weight, mean, scale, z),
+        8 * n,
+        2 * each,
+    )
     yield Row("sum of the residual stream", lambda: x + y, 6 * n, each)
     heads, kv_heads, features = s.heads
     qkv = values(device, s.tokens, heads + 2 * kv_heads, features).transpose(0, 1).unsqueeze(0)
     parts, angles = qkv.split((heads, kv_heads, kv_heads), 1), table(s, device)
-    yield Row("RoPE", lambda: rope.pack_heads(*parts, angles), 4 * s.tokens * s.qkv, each)
+    yield Row("RoPE", lambda: rope_kernel.pack_heads(*parts, angles), 4 * s.tokens * s.qkv, each)
     some = min(1024, s.tokens)
     logits, labels = values(device, some, s.vocab), torch.zeros(some, dtype=torch.int64, device=device)
-    here, lse, factor = torch.ones(some, dtype=torch.bool, device=device), torch.full((some,), 20.0, device=device), torch.ones(some, device=device)
+    here, lse, factor = (
+        torch.ones(some, dtype=torch.bool, device=device),
+        torch.full((some,), 20.0, device=device),
+        torch.ones(some, device=device),
+    )
     times = MICRO_BATCHES * s.tokens // some
-    yield Row("softmax's sums", lambda: loss.softmax_stats(logits, labels, here, s.vocab), 2 * logits.numel(), times)
-    yield Row("softmax's gradient", lambda: loss.softmax_gradient_(logits, labels, here, lse, factor, s.vocab), 4 * logits.numel(), times)
+    yield Row(
+        "softmax's sums", lambda: loss_kernel.softmax_stats(logits, labels, here, s.vocab), 2 * logits.numel(), times
+    )
+    yield Row(
+        "softmax's gradient",
+        lambda: loss_kernel.softmax_gradient_(logits, labels, here, lse, factor, s.vocab),
+        4 * logits.numel(),
+        times,
+    )
 
 
 def weights(s: Sizes, device: torch.device) -> Iterator[Row]:
@@ -112,20 +159,32 @@ def weights(s: Sizes, device: torch.device) -> Iterator[Row]:
     rows, columns = 2 * s.inner, s.width
     n, layer = rows * columns, (2 * s.inner + s.inner + s.qkv + s.heads[0] * s.heads[2]) / (2 * s.inner)
     master, codes = torch.randn(n, device=device), torch.zeros(n, dtype=torch.uint8, device=device)
-    turned, counts = torch.zeros(columns, rows, dtype=torch.uint8, device=device), torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device)
+    turned, counts = (
+        torch.zeros(columns, rows, dtype=torch.uint8, device=device),
+        torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device),
+    )
     times = round(LAYERS * layer)
     for what, block in (("delayed", (rows, columns)), ("blocks", (kernels.TILE, kernels.TILE))):
         blocks = Blocks(rows, columns, block)
         one, bits = torch.ones(blocks.count, device=device), torch.zeros(blocks.count, dtype=torch.int32, device=device)
         if what == "blocks":
-            yield Row("amaxes of weights, blocks", lambda b=blocks, bits=bits: note_largest_(bits, master, 0, b, torch.bfloat16, True), 4 * n, times)
+            yield Row(
+                "amaxes of weights, blocks",
+                lambda b=blocks, bits=bits: note_largest_(bits, master, 0, b, torch.bfloat16, True),
+                4 * n,
+                times,
+            )
         seen = bits if what == "delayed" else None
-        yield Row(f"weights' codes, {what}",
-                  lambda b=blocks, m=one, c=seen: cast_run_(codes, master, 0, b, m, E4M3, torch.bfloat16, counts, c, True), 5 * n, times)  # fmt: skip
+        yield Row(
+            f"weights' codes, {what}",
+            lambda b=blocks, m=one, c=seen: cast_run_(codes, master, 0, b, m, E4M3, torch.bfloat16, counts, c, True),
+            5 * n,
+            times,
+        )
     yield Row("weights' codes, transposed", lambda: turn_(turned, codes.view(rows, columns), True), 2 * n, times)
     g, m, v = (torch.zeros(n, device=device) for _ in range(3))
     scalars = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
-    yield Row("Adam", lambda: adamw.adamw_flat_(master, g, m, v, None, scalars, 0.9, 0.95, 1e-8), 32 * n, times)
+    yield Row("Adam", lambda: adamw_kernel.adamw_flat_(master, g, m, v, None, scalars, 0.9, 0.95, 1e-8), 32 * n, times)
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -159,9 +218,13 @@ def main() -> None:
                 copies[row.moved] = seconds(lambda a=a, b=b: b.copy_(a), device)
             took, copy = seconds(row.call, device), copies[row.moved]
             for recipe in sums:
-                sums[recipe] += 1e3 * took * row.times * (not any(row.what.endswith(other) for other in sums if other != recipe))
-            lines.append(f"{row.what:48} {1e3 * took:8.4f} ms {1e3 * copy:8.4f} copy {took / copy:6.2f}x {1e3 * took * row.times:7.1f} ms a step "
-                         f"({1e3 * copy * row.times:5.1f})")  # fmt: skip
+                sums[recipe] += (
+                    1e3 * took * row.times * (not any(row.what.endswith(other) for other in sums if other != recipe))
+                )
+            lines.append(
+                f"{row.what:48} {1e3 * took:8.4f} ms {1e3 * copy:8.4f} copy {took / copy:6.2f}x {1e3 * took * row.times:7.1f} ms a step "
+                f"({1e3 * copy * row.times:5.1f})"
+            )
             print(lines[-1].split(" ms ")[0], flush=True)
     print("", torch.cuda.get_device_name(0) if device.type == "cuda" else "CPU", torch.__version__)
     print("\n".join(lines))

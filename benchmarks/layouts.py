@@ -2,7 +2,8 @@
 
 python benchmarks/layouts.py --out benchmarks/results/layouts [--steps 200]
 
-Runs `phalanx train` once per layout on the same real text and writes OUT.md (the table), OUT.json (rows and curves) and OUT.svg.
+Runs `phalanx train` once per layout on the same real text and writes OUT.md (the table), OUT.json (rows and curves)
+and OUT.svg.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from phalanx.data.prepare import demo_data
+from phalanx.text.prepare import demo_data
 
 LAYOUTS = {  # name -> (ranks, overrides)
     "1 GPU": (1, []),
@@ -29,20 +30,48 @@ LAYOUTS = {  # name -> (ranks, overrides)
     "tp2": (2, ["layout.tp=2"]),
 }
 MODEL = {
-    "family": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
-}  # fmt: skip
+    "family": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 WARM = 20  # steps left out of the medians
 
 
 def write_config(folder: Path, steps: int, gpu: bool) -> Path:
     prefix, tokenizer = demo_data(folder / "data", vocab_size=8192)
-    model = MODEL if gpu else {**MODEL, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
+    model = (
+        MODEL
+        if gpu
+        else {
+            **MODEL,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+        }
+    )
     length, batch = (1024, 16) if gpu else (32, 8)
-    train = {"steps": steps, "global_batch": batch, "micro_batch": batch // 4, "seq_length": length, "precision": "bf16" if gpu else "fp32",
-             "device": "cuda" if gpu else "cpu"}  # fmt: skip
-    config = {"model": model, "train": train, "optim": {"lr": 6e-4, "warmup_steps": steps // 10},
-              "data": {"paths": [prefix], "split": "1,0,0", "tokenizer": tokenizer}, "log": {"interval": 50}}  # fmt: skip
+    train = {
+        "steps": steps,
+        "global_batch": batch,
+        "micro_batch": batch // 4,
+        "seq_length": length,
+        "precision": "bf16" if gpu else "fp32",
+        "device": "cuda" if gpu else "cpu",
+    }
+    config = {
+        "model": model,
+        "train": train,
+        "optim": {"lr": 6e-4, "warmup_steps": steps // 10},
+        "data": {"paths": [prefix], "split": "1,0,0", "tokenizer": tokenizer},
+        "log": {"interval": 50},
+    }
     path = folder / "config.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
     return path
@@ -50,7 +79,17 @@ def write_config(folder: Path, steps: int, gpu: bool) -> Path:
 
 def run_layout(config: Path, folder: Path, name: str, ranks: int, overrides: list[str]) -> dict[str, Any]:
     run = folder / name.replace(" ", "")
-    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={run}", "log.report=false", "log.budget=false", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(config),
+        f"dir={run}",
+        "log.report=false",
+        "log.budget=false",
+        *overrides,
+    ]
     command += ["--ranks", str(ranks)]
     began = time.perf_counter()
     try:
@@ -65,11 +104,19 @@ def run_layout(config: Path, folder: Path, name: str, ranks: int, overrides: lis
     timed = sorted(rows[min(WARM, len(rows) // 2) :], key=lambda r: r["step_s"])
     middle = timed[len(timed) // 2]
     return {
-        "layout": name, "ranks": ranks, "step_ms": middle["step_s"] * 1e3, "min_ms": timed[0]["step_s"] * 1e3,
-        "max_ms": timed[-1]["step_s"] * 1e3, "tokens_per_s_per_gpu": middle["tokens_per_s_per_gpu"], "tflops": middle["tflops_per_gpu"],
-        "mfu": middle["mfu"], "memory_gib": rows[-1]["memory_gib"], "losses": [r["loss"] for r in rows], "wall_s": wall,
+        "layout": name,
+        "ranks": ranks,
+        "step_ms": middle["step_s"] * 1e3,
+        "min_ms": timed[0]["step_s"] * 1e3,
+        "max_ms": timed[-1]["step_s"] * 1e3,
+        "tokens_per_s_per_gpu": middle["tokens_per_s_per_gpu"],
+        "tflops": middle["tflops_per_gpu"],
+        "mfu": middle["mfu"],
+        "memory_gib": rows[-1]["memory_gib"],
+        "losses": [r["loss"] for r in rows],
+        "wall_s": wall,
         "overrides": overrides,
-    }  # fmt: skip
+    }
 
 
 def smoothed(losses: list[float], width: int = 10) -> list[float]:
@@ -77,7 +124,8 @@ def smoothed(losses: list[float], width: int = 10) -> list[float]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """The largest difference of each loss curve from the first layout's, step by step and over a moving mean of 10 steps."""
+    """The largest difference of each loss curve from the first layout's, step by step and over a moving mean of 10
+    steps."""
     base = rows[0]["losses"]
     for row in rows:
         row["worst_step"] = max(abs(a - b) / b for a, b in zip(row["losses"], base))
@@ -85,9 +133,14 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, Any]], facts: str, command: str) -> str:
-    lines = [f"{facts}", "", f"Command: `{command}`", "",
-             "| layout | GPUs | step ms (min-max) | tok/s/GPU | TFLOP/s/GPU | MFU | peak GiB | final loss | largest loss difference |",
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"{facts}",
+        "",
+        f"Command: `{command}`",
+        "",
+        "| layout | GPUs | step ms (min-max) | tok/s/GPU | TFLOP/s/GPU | MFU | peak GiB | final loss | largest loss difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
         if "error" in r:
             lines.append(f"| {r['layout']} | {r['ranks']} | failed | | | | | | |")
@@ -120,7 +173,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/bench-layouts"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--only", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS), help="the first one is what the others are compared with")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=list(LAYOUTS),
+        default=list(LAYOUTS),
+        help="the first one is what the others are compared with",
+    )
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     options.work.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Tokens per second of one process's loader: made-up token files in the file cache, shuffled windows.
 
-`thread`: micro-batches taken from the prefetcher, as training does, by the clock; whatever else the machine does counts.
-`loader`: the same work without the thread, per second of processor time.
+`thread`: micro-batches taken from the prefetcher, as training does, by the clock; whatever else the machine does
+counts. `loader`: the same work without the thread, per second of processor time.
 
 python benchmarks/loader.py [--tokens 100e6] [--seconds 3] [--repeats 5]
 """
@@ -72,7 +72,9 @@ def main() -> None:
             write_corpus(Path(prefix), int(options.tokens / 2), seed)
         print("M tokens/s: median (lowest, highest)")
         print(f"{'sequence':>8} {'micro-batch':>11} {'sources':>7} {'documents':>9} {'thread':>26} {'loader':>26}")
-        for seq_length, micro_batch, sources, documents in itertools.product((1024, 8192), (1, 32), (1, 2), (False, True)):
+        for seq_length, micro_batch, sources, documents in itertools.product(
+            (1024, 8192), (1, 32), (1, 2), (False, True)
+        ):
             config = DataConfig(paths=tuple(prefixes[:sources]), document_attention=documents)
             loader = train_loader(config, seq_length=seq_length, seed=1, vocab_size=VOCABULARY, samples=1)
             shown = []
@@ -80,7 +82,10 @@ def main() -> None:
                 rates = sorted(how(loader, micro_batch, options.seconds) / 1e6 for _ in range(options.repeats))
                 shown.append(f"{statistics.median(rates):.1f} ({rates[0]:.1f}, {rates[-1]:.1f})")
             attention = "yes" if documents else "no"
-            print(f"{seq_length:>8} {micro_batch:>11} {sources:>7} {attention:>9} {shown[0]:>26} {shown[1]:>26}", flush=True)
+            print(
+                f"{seq_length:>8} {micro_batch:>11} {sources:>7} {attention:>9} {shown[0]:>26} {shown[1]:>26}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

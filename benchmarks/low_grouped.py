@@ -1,10 +1,12 @@
-"""How fast are the products and casts of experts in 8 bits on one GPU, and with which tiles? One table, about 40 s, most of it compiling.
+"""How fast are the products and casts of experts in 8 bits on one GPU, and with which tiles? One table, about 40 s,
+most of it compiling.
 
 python benchmarks/low_grouped.py [--experts 16] [--rows 65536]
 
-W4's experts (2,048 features, 768 inside), as ops.low_grouped calls them with delayed scaling and `accumulate: mixed`: forward with the tensor
-cores' own sums, gradients with sums in fp32 every 128 terms. Each product in TFLOP/s beside our bf16 one; a star marks the tiles in use.
-`off`: of results with other tiles, the largest difference from those, over the largest value. Casts in GB/s of the bytes that must move.
+W4's experts (2,048 features, 768 inside), as ops.quantized.experts calls them with delayed scaling and `accumulate:
+mixed`: forward with the tensor cores' own sums, gradients with sums in fp32 every 128 terms. Each product in TFLOP/s
+beside our bf16 one; a star marks the tiles in use. `off`: of results with other tiles, the largest difference from
+those, over the largest value. Casts in GB/s of the bytes that must move.
 """
 
 from __future__ import annotations
@@ -18,29 +20,42 @@ from torch import Tensor
 
 from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
-from phalanx.ops.activation import GatedRows, GatedRowsGrad, parts_of_sums
-from phalanx.ops.kernels import grouped, quant_grouped, scaled_grouped_mm
-from phalanx.ops.kernels.quant_tile import Tiles as CastTiles
-from phalanx.ops.kernels.scaled_grouped_mm import Tiles
-from phalanx.ops.low_grouped import LowExperts, tiles_for
-from phalanx.ops.low_matmul import DY, X
-from phalanx.ops.permute import CodedRows, Gathered, Rows
-from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS
+from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
+from phalanx.ops.experts import grouped_kernel
+from phalanx.ops.experts.permute import CodedRows, Gathered
+from phalanx.ops.experts.rows import Rows
+from phalanx.ops.quantized import grouped_gemm_kernel, quantize_grouped_kernel
+from phalanx.ops.quantized.experts import LowExperts, tiles_for
+from phalanx.ops.quantized.grouped_gemm_kernel import Tiles
+from phalanx.ops.quantized.linear import DY, X
+from phalanx.ops.quantized.quantize_tile import Tiles as CastTiles
+from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, RECIPES, SLOTS
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 TYPE = torch.bfloat16 if GPU else torch.float32
 WIDTH, INNER = (2048, 768) if GPU else (256, 128)
 OWN_SUMS = (
-    Tiles(128, 256, 4, 8), Tiles(128, 256, 4, 8, flatten=True), Tiles(128, 256, 3, 8, flatten=True), Tiles(256, 128, 4, 8),
-    Tiles(128, 128, 3, 4, per_processor=2), Tiles(128, 128, 3, 8, per_processor=2), Tiles(128, 128, 3, 8, per_processor=2, flatten=True),
-)  # fmt: skip
-CASTS = tuple(CastTiles(*t) for t in ((32, 128, 4), (64, 128, 8), (64, 64, 4), (128, 64, 8), (128, 128, 16), (128, 128, 8)))  # rows, columns, warps
+    Tiles(128, 256, 4, 8),
+    Tiles(128, 256, 4, 8, flatten=True),
+    Tiles(128, 256, 3, 8, flatten=True),
+    Tiles(256, 128, 4, 8),
+    Tiles(128, 128, 3, 4, per_processor=2),
+    Tiles(128, 128, 3, 8, per_processor=2),
+    Tiles(128, 128, 3, 8, per_processor=2, flatten=True),
+)
+CASTS = tuple(
+    CastTiles(*t) for t in ((32, 128, 4), (64, 128, 8), (64, 64, 4), (128, 64, 8), (128, 128, 16), (128, 128, 8))
+)  # rows, columns, warps
 FP32_SUMS = (
-    Tiles(128, 128, 4, 8), Tiles(128, 256, 4, 8, halves=True), Tiles(128, 256, 4, 8, halves=True, flatten=True),
-    Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True), Tiles(128, 128, 3, 8, per_processor=2, registers=128),
-    Tiles(128, 128, 3, 4, per_processor=2, halves=True), Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True, group=16),
-)  # fmt: skip
+    Tiles(128, 128, 4, 8),
+    Tiles(128, 256, 4, 8, halves=True),
+    Tiles(128, 256, 4, 8, halves=True, flatten=True),
+    Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True),
+    Tiles(128, 128, 3, 8, per_processor=2, registers=128),
+    Tiles(128, 128, 3, 4, per_processor=2, halves=True),
+    Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True, group=16),
+)
 
 
 def told(t: Tiles) -> str:
@@ -52,8 +67,15 @@ def timed(call: Callable[[], Any]) -> float:
     return measure(call, DEVICE, warmup=2, repeats=6, batch=8).median if GPU else measure(call, DEVICE, 0, 1).median
 
 
-def rates(name: str, flop: float, bf16: Callable[[], Any], low: Callable[[Tiles], Tensor], tiles: tuple[Tiles, ...], used: Tiles,
-          sum_: Tensor | None = None) -> None:  # fmt: skip
+def rates(
+    name: str,
+    flop: float,
+    bf16: Callable[[], Any],
+    low: Callable[[Tiles], Tensor],
+    tiles: tuple[Tiles, ...],
+    used: Tiles,
+    sum_: Tensor | None = None,
+) -> None:
     """`sum_`: what `low` adds to."""
     print(f"{name:24} bf16 {flop / timed(bf16) / 1e12:6.0f}", flush=True)
 
@@ -68,7 +90,10 @@ def rates(name: str, flop: float, bf16: Callable[[], Any], low: Callable[[Tiles]
             continue  # its kernel has one tile a program
         try:
             seconds, off = timed(lambda t=t: low(t)), (once(t) - truth).abs().max() / truth.abs().max()
-            print(f"{name:24} fp8  {flop / seconds / 1e12:6.0f} {'*' if t == used else ' '} {told(t):44} off {off.item():.1e}", flush=True)
+            print(
+                f"{name:24} fp8  {flop / seconds / 1e12:6.0f} {'*' if t == used else ' '} {told(t):44} off {off.item():.1e}",
+                flush=True,
+            )
         except Exception as error:  # does not fit, mostly
             print(f"{name:24} fp8  {told(t)}: {type(error).__name__} {str(error)[:80]}", flush=True)
 
@@ -76,37 +101,70 @@ def rates(name: str, flop: float, bf16: Callable[[], Any], low: Callable[[Tiles]
 def delayed() -> LowExperts:
     low = LowExperts(RECIPES["delayed"], "w", 0, ModelAxes(), "triton")
     low.multiplier = torch.tensor([50.0, 50.0, 2000.0], device=DEVICE)
-    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
+    low.counts, low.amax = (
+        torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=DEVICE),
+        torch.zeros(3, device=DEVICE),
+    )
     return low
 
 
 def products(name: str, outer: int, inner: int, rows: int, ends: Tensor) -> None:
     experts, flop = len(ends), 2.0 * rows * outer * inner
-    x, dy, w = (torch.randn(*s, device=DEVICE).to(TYPE) for s in ((rows, inner), (rows, outer), (experts, outer, inner)))
+    x, dy, w = (
+        torch.randn(*s, device=DEVICE).to(TYPE) for s in ((rows, inner), (rows, outer), (experts, outer, inner))
+    )
     buffer = torch.zeros(experts, outer, inner, device=DEVICE)
     low = delayed()
     (a, a_laid), (d, d_laid), (straight, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.codes(w)
-    fast, careful = scaled_grouped_mm.FAST, scaled_grouped_mm.CAREFUL
+    fast, careful = grouped_gemm_kernel.FAST, grouped_gemm_kernel.CAREFUL
 
     def added(t: Tiles) -> Tensor:
-        scaled_grouped_mm.add_product_(buffer, d_laid, a_laid, ends, False, t)
+        grouped_gemm_kernel.add_product_(buffer, d_laid, a_laid, ends, False, t)
         return buffer
 
-    rates(f"{name} forward", flop, lambda: grouped.grouped_product(x, w.transpose(1, 2), ends),
-          lambda t: scaled_grouped_mm.product(a, straight, ends, TYPE, None, True, t), OWN_SUMS, fast)  # fmt: skip
-    rates(f"{name} input's", flop, lambda: grouped.grouped_product(dy, w, ends),
-          lambda t: scaled_grouped_mm.product_by_places(d, turned, ends, TYPE, False, t), FP32_SUMS, careful)  # fmt: skip
-    rates(f"{name} weight's", flop, lambda: grouped.add_grouped_product_(buffer, dy, x, ends), added, FP32_SUMS, careful,
-          buffer)  # fmt: skip
+    rates(
+        f"{name} forward",
+        flop,
+        lambda: grouped_kernel.grouped_product(x, w.transpose(1, 2), ends),
+        lambda t: grouped_gemm_kernel.product(a, straight, ends, TYPE, None, True, t),
+        OWN_SUMS,
+        fast,
+    )
+    rates(
+        f"{name} input's",
+        flop,
+        lambda: grouped_kernel.grouped_product(dy, w, ends),
+        lambda t: grouped_gemm_kernel.product_by_places(d, turned, ends, TYPE, False, t),
+        FP32_SUMS,
+        careful,
+    )
+    rates(
+        f"{name} weight's",
+        flop,
+        lambda: grouped_kernel.add_grouped_product_(buffer, dy, x, ends),
+        added,
+        FP32_SUMS,
+        careful,
+        buffer,
+    )
 
 
 def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
-    """The four casts of a layer: of tensors in memory and as they are made, beside what making them takes on its own."""
-    tokens = torch.randn(rows // 2, WIDTH, device=DEVICE).to(TYPE)  # two rows of each, as of 16 of 64 experts with 8 chosen
+    """The four casts of a layer: of tensors in memory and as they are made, beside what making them takes on its
+    own."""
+    tokens = torch.randn(rows // 2, WIDTH, device=DEVICE).to(
+        TYPE
+    )  # two rows of each, as of 16 of 64 experts with 8 chosen
     gate_up, dh = torch.randn(rows, 2 * INNER, device=DEVICE).to(TYPE), torch.randn(rows, INNER, device=DEVICE).to(TYPE)
-    weights, sums, last = torch.rand(rows, device=DEVICE), torch.zeros(parts_of_sums(INNER), rows, device=DEVICE), ends[-1]
+    weights, sums, last = (
+        torch.rand(rows, device=DEVICE),
+        torch.zeros(parts_of_sums(INNER), rows, device=DEVICE),
+        ends[-1],
+    )
     each = rows // len(ends)
-    once = torch.stack([torch.randperm(len(tokens), device=DEVICE) for _ in range(2)])  # either half of the experts has every token once
+    once = torch.stack(
+        [torch.randperm(len(tokens), device=DEVICE) for _ in range(2)]
+    )  # either half of the experts has every token once
     source = once.view(2, -1, each).sort(2)[0].flatten().int()
     plan = Rows(source, source, source.argsort(stable=True).int().view(-1, 2), ends, last)
     made: dict[str, tuple[int, Any, int]] = {
@@ -118,21 +176,38 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
     print(f"{'':24} made, us (GB/s)  cast, us (GB/s)  cast as it is made, us (GB/s)")
     for name, (which, what, bytes_) in made.items():
         x = what.tensor()
-        times = timed(what.tensor), timed(lambda x=x, w=which: low.rows(w, x, ends)), timed(lambda s=what, w=which: low.rows(w, s, ends))
+        times = (
+            timed(what.tensor),
+            timed(lambda x=x, w=which: low.rows(w, x, ends)),
+            timed(lambda s=what, w=which: low.rows(w, s, ends)),
+        )
         told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in zip(times, (bytes_, 4 * x.numel(), bytes_)))
         print(f"{name:24}", "  ".join(told), flush=True)
     for which in (X, DY):  # of tokens that travel as codes
         codes = CodedRows(low.sent(which, tokens), plan)
         sent, placed = timed(lambda w=which: low.sent(w, tokens)), timed(lambda w=which, c=codes: low.rows(w, c, ends))
-        told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in ((sent, 3 * tokens.numel()), (placed, tokens.numel() + 2 * rows * WIDTH)))
+        told = (
+            f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})"
+            for t, n in ((sent, 3 * tokens.numel()), (placed, tokens.numel() + 2 * rows * WIDTH))
+        )
         print(f"{'tokens to codes, codes in place':24}", "  ".join(told), flush=True)
     for name, (which, what, bytes_) in made.items() if GPU else ():
-        form, counts, one = E5M2 if which == DY else E4M3, torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
+        form, counts, one = (
+            E5M2 if which == DY else E4M3,
+            torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=DEVICE),
+            torch.ones(1, device=DEVICE),
+        )
         for c in CASTS:
-            seconds = timed(lambda s=what, f=form, c=c, n=counts, m=one: quant_grouped.cast_both(
-                s, ends, tiles_for(rows, len(ends)), f, quant_grouped.GIVEN, m, None, n, None, c))  # fmt: skip
-            used = "*" if c == quant_grouped.tiles_of(what, quant_grouped.GIVEN) else " "
-            print(f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {used} {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s", flush=True)
+            seconds = timed(
+                lambda s=what, f=form, c=c, n=counts, m=one: quantize_grouped_kernel.cast_both(
+                    s, ends, tiles_for(rows, len(ends)), f, quantize_grouped_kernel.GIVEN, m, None, n, None, c
+                )
+            )
+            used = "*" if c == quantize_grouped_kernel.tiles_of(what, quantize_grouped_kernel.GIVEN) else " "
+            print(
+                f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {used} {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -142,7 +217,10 @@ def main() -> None:
     options = parser.parse_args()
     rows, experts = (options.rows, options.experts) if GPU else (512, 2)
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=DEVICE) * (rows // experts)
-    print(torch.cuda.get_device_name() if GPU else "no GPU: tiny sizes", f"torch {torch.__version__}, {experts} experts, {rows} rows")
+    print(
+        torch.cuda.get_device_name() if GPU else "no GPU: tiny sizes",
+        f"torch {torch.__version__}, {experts} experts, {rows} rows",
+    )
     casts(rows, ends, delayed())
     for name, outer, inner in (("gate+up", 2 * INNER, WIDTH), ("down", WIDTH, INNER)):
         products(name, outer, inner, rows, ends)

@@ -1,10 +1,11 @@
-"""How fast text becomes ids: MB of text a second on one core, each kind of tokenizer beside its library called plainly, and Megatron's own loop.
+"""How fast text becomes ids: MB of text a second on one core, each kind of tokenizer beside its library called
+plainly, and Megatron's own loop.
 
     python benchmarks/prepare.py [--mb 16] [--text FOLDER] [--vocab-size 16384]
 
-One process and one thread throughout; seconds are of CPU time, so that other programs disturb little. The text is Python's standard
-library or that of --text; half of it, another half, trains the tokenizers. `prepare` reads the documents as .jsonl and writes finished
-token files; the other columns only make ids in memory.
+One process and one thread throughout; seconds are of CPU time, so that other programs disturb little. The text is
+Python's standard library or that of --text; half of it, another half, trains the tokenizers. `prepare` reads the
+documents as .jsonl and writes finished token files; the other columns only make ids in memory.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by the library at each ca
 
 import numpy as np
 
-from phalanx.data.prepare import prepare, stdlib_files
-from phalanx.data.readers import find_files
-from phalanx.data.tokenizers import TRAINERS, Tokenizer, byte_tokenizer, load_tokenizer
+from phalanx.text.prepare import prepare, stdlib_files
+from phalanx.text.readers import find_files
+from phalanx.text.tokenizers import TRAINERS, Tokenizer, byte_tokenizer, load_tokenizer
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
+BYTE_OF = {chr(b): b for b in PRINTABLE} | {
+    chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)
+}
 
 
 def read(text: str | None, size: int) -> tuple[list[str], list[str]]:
@@ -50,7 +53,9 @@ def read(text: str | None, size: int) -> tuple[list[str], list[str]]:
     return halves
 
 
-def tokenizers_of(training: list[str], vocab_size: int, folder: Path) -> dict[str, tuple[Tokenizer, Callable[[list[str]], Any]]]:
+def tokenizers_of(
+    training: list[str], vocab_size: int, folder: Path
+) -> dict[str, tuple[Tokenizer, Callable[[list[str]], Any]]]:
     """kind -> (ours, the library called plainly)"""
     made: dict[str, tuple[Tokenizer, Callable[[list[str]], Any]]] = {}
     for kind, train in TRAINERS.items():
@@ -71,7 +76,11 @@ def with_tiktoken(bpe: Any, folder: Path) -> tuple[Tokenizer, Callable[[list[str
     import tiktoken
     from tiktoken_ext import openai_public
 
-    names = [name for name, _ in sorted(bpe._core.get_vocab().items(), key=lambda item: item[1]) if name not in bpe.special_tokens]
+    names = [
+        name
+        for name, _ in sorted(bpe._core.get_vocab().items(), key=lambda item: item[1])
+        if name not in bpe.special_tokens
+    ]
     merged = [token for token in (bytes(BYTE_OF[c] for c in name) for name in names) if len(token) > 1]
     ranks = {token: rank for rank, token in enumerate([*(bytes([b]) for b in range(256)), *merged])}
     path = folder / "cl100k_base.tiktoken"
@@ -81,21 +90,31 @@ def with_tiktoken(bpe: Any, folder: Path) -> tuple[Tokenizer, Callable[[list[str
     return load_tokenizer(path), lambda texts: [theirs.encode_ordinary(text) for text in texts]
 
 
-def with_sentencepiece(training: list[str], vocab_size: int, model_type: str, folder: Path) -> tuple[Tokenizer, Callable[[list[str]], Any]]:
+def with_sentencepiece(
+    training: list[str], vocab_size: int, model_type: str, folder: Path
+) -> tuple[Tokenizer, Callable[[list[str]], Any]]:
     import sentencepiece
 
     prefix = folder / f"sp-{model_type}"
     lines = (line for text in training for line in text.splitlines() if line.strip())
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_prefix=str(prefix), vocab_size=min(vocab_size, 8000), model_type=model_type, byte_fallback=True,
-        character_coverage=0.995, minloglevel=2, num_threads=1, hard_vocab_limit=False,
-    )  # fmt: skip
+        sentence_iterator=lines,
+        model_prefix=str(prefix),
+        vocab_size=min(vocab_size, 8000),
+        model_type=model_type,
+        byte_fallback=True,
+        character_coverage=0.995,
+        minloglevel=2,
+        num_threads=1,
+        hard_vocab_limit=False,
+    )
     theirs = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
     return load_tokenizer(f"{prefix}.model"), lambda texts: theirs.encode(texts, num_threads=1)
 
 
 def megatron_loop(lines: Path, prefix: Path, ours: Any) -> None:
-    """Megatron's preprocessing as its tools/preprocess_data.py does it, in one process: a JSON line, its ids, its builder."""
+    """Megatron's preprocessing as its tools/preprocess_data.py does it, in one process: a JSON line, its ids, its
+    builder."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -124,7 +143,9 @@ def in_batches(texts: list[str], call: Callable[[list[str]], Any]) -> None:
 
 def cpu() -> str:
     lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def main() -> None:
@@ -141,7 +162,16 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def row(kind: str, ours: Tokenizer, library: Callable[[list[str]], Any], texts: list[str], size: float, lines: Path, folder: Path, runs: int) -> str:
+def row(
+    kind: str,
+    ours: Tokenizer,
+    library: Callable[[list[str]], Any],
+    texts: list[str],
+    size: float,
+    lines: Path,
+    folder: Path,
+    runs: int,
+) -> str:
     plain = size / best(runs, lambda: in_batches(texts, library))
     cold = size / best(1, lambda: in_batches(texts, ours.encode_raw))
     warm = size / best(runs, lambda: in_batches(texts, ours.encode_raw))
@@ -154,14 +184,21 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     size = sum(len(text.encode()) for text in texts) / 1e6
     lines = folder / "text.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    print(f"{cpu()}, Python {platform.python_version()}, {size:.1f} MB in {len(texts)} documents, vocabulary {options.vocab_size}\n")
-    print("| tokenizer | library, MB/s | ours, cold | ours, warm | warm / library | prepare, MB/s |\n|---|---|---|---|---|---|")
+    print(
+        f"{cpu()}, Python {platform.python_version()}, {size:.1f} MB in {len(texts)} documents, vocabulary {options.vocab_size}\n"
+    )
+    print(
+        "| tokenizer | library, MB/s | ours, cold | ours, warm | warm / library | prepare, MB/s |\n|---|---|---|---|---|---|"
+    )
     made = tokenizers_of(training, options.vocab_size, folder)
     for kind, pair in made.items():
         print(row(kind, *pair, texts, size, lines, folder, options.runs), flush=True)
     bpe: Any = made["bpe"][0]
     encode_fast = bpe._core.encode_batch_fast
-    fast = size / best(options.runs, lambda: in_batches(texts, lambda some: [e.ids for e in encode_fast(some, add_special_tokens=False)]))
+    fast = size / best(
+        options.runs,
+        lambda: in_batches(texts, lambda some: [e.ids for e in encode_fast(some, add_special_tokens=False)]),
+    )
     print(f"\nbpe by encode_batch_fast: {fast:.2f} MB/s")
     if find_spec("megatron") is None:
         print("megatron-core is not installed")

@@ -5,12 +5,12 @@ Learning rate, batch and schedule are ours: the model card (OpenAI, "gpt-oss-120
 published weights are MXFP4, unpacked as they are read.
 """
 
+from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import RopeScaling
 from phalanx.models.moe_config import GptOssConfig
 from phalanx.optim.config import OptimConfig
-from phalanx.train.config import Run, TrainConfig
 
 
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 100_000) -> Run:
@@ -20,13 +20,23 @@ def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 1
     """
     return Run(
         model=GptOssConfig(
-            vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36, num_attention_heads=64, num_key_value_heads=8,
-            num_local_experts=128, max_position_embeddings=131072,
-            rope_scaling=RopeScaling(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+            vocab_size=201088,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_hidden_layers=36,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            num_local_experts=128,
+            max_position_embeddings=131072,
+            rope_scaling=RopeScaling(
+                rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+            ),
         ),
         layout=LayoutConfig(pp=4, ep=16),
-        train=TrainConfig(steps=steps, global_batch=512, micro_batch=1, seq_length=4096, precision="bf16", recompute="full"),
+        train=TrainConfig(
+            steps=steps, global_batch=512, micro_batch=1, seq_length=4096, precision="bf16", recompute="full"
+        ),
         optim=OptimConfig(lr=2e-4, min_lr=2e-5, schedule="cosine", warmup_steps=min(2000, steps // 10)),
         data=DataConfig(paths=data, mock=not data, tokenizer=tokenizer),
         dir="runs/gpt-oss-120b",
-    )  # fmt: skip
+    )

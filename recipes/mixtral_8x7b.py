@@ -4,11 +4,11 @@ Or go on from the published weights: `init_from=FOLDER`. Sizes: the published co
 parameters. Learning rate, batch and schedule are ours: the paper (Jiang et al., "Mixtral of experts", 2024) does not give them.
 """
 
+from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.moe_config import MixtralConfig
 from phalanx.optim.config import OptimConfig
-from phalanx.train.config import Run, TrainConfig
 
 
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 100_000) -> Run:
@@ -18,12 +18,22 @@ def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 1
     """
     return Run(
         model=MixtralConfig(
-            vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768, router_aux_loss_coef=0.01,
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=32768,
+            router_aux_loss_coef=0.01,
         ),
         layout=LayoutConfig(pp=4, ep=8),
-        train=TrainConfig(steps=steps, global_batch=512, micro_batch=1, seq_length=4096, precision="bf16", recompute="none"),
+        train=TrainConfig(
+            steps=steps, global_batch=512, micro_batch=1, seq_length=4096, precision="bf16", recompute="none"
+        ),
         optim=OptimConfig(lr=3e-4, min_lr=3e-5, schedule="cosine", warmup_steps=min(2000, steps // 10)),
         data=DataConfig(paths=data, mock=not data, tokenizer=tokenizer),
         dir="runs/mixtral-8x7b",
-    )  # fmt: skip
+    )

@@ -4,11 +4,11 @@ Or go on from the published weights: `init_from=FOLDER`. Sizes: the published co
 Learning rate, batch and schedule are ours: the report (Yang et al., "Qwen3 technical report", 2025) does not give them.
 """
 
+from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.moe_config import Qwen3MoEConfig
 from phalanx.optim.config import OptimConfig
-from phalanx.train.config import Run, TrainConfig
 
 
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 100_000) -> Run:
@@ -18,12 +18,22 @@ def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 1
     """
     return Run(
         model=Qwen3MoEConfig(
-            vocab_size=151936, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=94,
-            num_attention_heads=64, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, max_position_embeddings=40960,
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            moe_intermediate_size=1536,
+            num_hidden_layers=94,
+            num_attention_heads=64,
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            max_position_embeddings=40960,
         ),
         layout=LayoutConfig(pp=8, ep=8),
-        train=TrainConfig(steps=steps, global_batch=1024, micro_batch=1, seq_length=4096, precision="bf16", recompute="full"),
+        train=TrainConfig(
+            steps=steps, global_batch=1024, micro_batch=1, seq_length=4096, precision="bf16", recompute="full"
+        ),
         optim=OptimConfig(lr=2e-4, min_lr=2e-5, schedule="cosine", warmup_steps=min(2000, steps // 10)),
         data=DataConfig(paths=data, mock=not data, tokenizer=tokenizer),
         dir="runs/qwen3-235b-a22b",
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""What the checkpoint tests run on each rank, disks that fail, and values of every element that are made without the code under test."""
+"""What the checkpoint tests run on each rank, disks that fail, and values of every element that are made without the
+code under test."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from phalanx.checkpoint.save import Saved, Snapshot, save
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
 from phalanx.data_parallel.flat import FlatBucket
+from phalanx.engine.build import State, build
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.config import LayoutConfig
-from phalanx.ops.shard import Shard
-from phalanx.train.build import State, build
-from phalanx.train.config import Run
-from phalanx.train.plan import make_plan
+from phalanx.ops.optimizer.shard import Shard
 from tests.parity import base_run
 
 KINDS = ("master", "m", "v")
@@ -96,7 +97,11 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
     if state.optimizer.step.item() != 7 or scaler[:2] != [torch.tensor(1024.0 / 3).item(), 41]:
         wrong.append(f"optimizer scalars {state.optimizer.step} {scaler}")
     for shard in state.optimizer.shards:
-        wrong += [f"{kind} of {shard.bucket}" for kind in KINDS if not torch.equal(getattr(shard, kind), expected(shard, kind))]
+        wrong += [
+            f"{kind} of {shard.bucket}"
+            for kind in KINDS
+            if not torch.equal(getattr(shard, kind), expected(shard, kind))
+        ]
     for flat in state.buffers.flat:
         whole = values(flat.bucket, "master", flat.master.dtype).to(flat.weight.dtype)
         wrong += [] if torch.equal(flat.weight_kept, kept_of(flat, whole)) else [f"weights of {flat.bucket}"]
@@ -131,7 +136,8 @@ def load_and_count_on_rank(rank: int, world: int, run: Run, path: Path) -> tuple
 
 
 def load_weights_on_rank(rank: int, world: int, run: Run, folder: Path, truth: dict[str, np.ndarray]) -> list[str]:
-    """Names of tensors that are not exactly (the cast of) the truth after loading a Hugging Face folder under this layout."""
+    """Names of tensors that are not exactly (the cast of) the truth after loading a Hugging Face folder under this
+    layout."""
     state = make_state(run, rank, world)
     load_weights(folder, state.buffers, state.mesh)
     wrong = []
@@ -141,7 +147,9 @@ def load_weights_on_rank(rank: int, world: int, run: Run, folder: Path, truth: d
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:
                 piece.of(storage).copy_(torch.from_numpy(truth[piece.name])[piece.box.slices()])
-        good = torch.equal(flat.weight_kept, kept_of(flat, whole.to(flat.weight.dtype))) and torch.equal(flat.master, whole[flat.lo : flat.hi])
+        good = torch.equal(flat.weight_kept, kept_of(flat, whole.to(flat.weight.dtype))) and torch.equal(
+            flat.master, whole[flat.lo : flat.hi]
+        )
         wrong += [] if good else [p.name for slot in flat.bucket.slots for p in slot.spec.pieces]
     return wrong
 
@@ -163,9 +171,11 @@ def error_on_rank(rank: int, world: int, run: Run, what: str, path: Path, failin
 
 
 class Failing(Storage):
-    """A disk that stops at operation number `at`: `raise` once, `refuse` from then on, or `exit` the process in the middle of it.
+    """A disk that stops at operation number `at`: `raise` once, `refuse` from then on, or `exit` the process in the
+    middle of it.
 
-    Operations of several threads are counted as they come, so only those of one thread have the same number in every save.
+    Operations of several threads are counted as they come, so only those of one thread have the same number in every
+    save.
     """
 
     def __init__(self, at: int, how: str = "raise"):
@@ -216,7 +226,8 @@ class Failing(Storage):
 
 
 class Lossy(Failing):
-    """A disk that forgets at `crash` what was not synced: contents of files, names in folders, renames. `seed`: a random part of it."""
+    """A disk that forgets at `crash` what was not synced: contents of files, names in folders, renames. `seed`: a
+    random part of it."""
 
     def __init__(self, at: int, seed: int | None = None):
         super().__init__(at)

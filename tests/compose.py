@@ -1,8 +1,10 @@
-"""Random runs with three to eight features at once, compared with one process; what fails is made smaller, feature by feature.
+"""Random runs with three to eight features at once, compared with one process; what fails is made smaller, feature
+by feature.
 
     python -m tests.compose 1000 2000 --minutes 4
 
-tries the seeds 1000 to 1999 and prints what failed, with the fewest of its features that still fail. tests/test_compose.py runs some.
+tries the seeds 1000 to 1999 and prints what failed, with the fewest of its features that still fail.
+tests/test_compose.py runs some.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from functools import reduce
 from typing import Any
 
 from phalanx.base.errors import ConfigError
-from phalanx.ops.quant import RECIPES
+from phalanx.ops.quantized.recipes import RECIPES
 from tests.pool import RankPool
 from tests.support import broken, close_pool, confirm, mended, pool
 from tests.support_features import (
@@ -38,7 +40,7 @@ from tests.support_features import (
     sharded,
     trial,
     with_budget,
-)  # fmt: skip
+)
 
 HEADS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")
 
@@ -48,8 +50,15 @@ def in_low(name: str, kind: str = "", **fp8: Any) -> Feature:
 
 
 def as_codes(exchange: str) -> Feature:
-    return Feature(f"ep, {exchange} of codes", "Layout", "dispatch", EXPERTS, layout={"ep": 2, "dispatch": f"{exchange}_fp8"},
-                   fp8={"recipe": "delayed"}, unit=16)  # fmt: skip
+    return Feature(
+        f"ep, {exchange} of codes",
+        "Layout",
+        "dispatch",
+        EXPERTS,
+        layout={"ep": 2, "dispatch": f"{exchange}_fp8"},
+        fp8={"recipe": "delayed"},
+        unit=16,
+    )
 
 
 MORE = (
@@ -87,7 +96,9 @@ MORE = (
     Feature("moments in FP8", "Optimizer", "moments", optim={"moments": "fp8"}, unit=32),
 )
 NARROW = {"fp32", "bf16", "fp16", "Triton kernels"}  # compared less closely: seldom taken
-CUT = {"moments in FP8"}  # of FEATURES: runs of 32 that ranks cut are near, not the same; MORE has it with rows that are whole runs
+CUT = {
+    "moments in FP8"
+}  # of FEATURES: runs of 32 that ranks cut are near, not the same; MORE has it with rows that are whole runs
 
 
 def draw(seed: int) -> tuple[Feature, ...]:
@@ -98,7 +109,12 @@ def draw(seed: int) -> tuple[Feature, ...]:
     others = [*(f for f in FEATURES[len(FAMILIES) :] if f.name not in CUT), *MORE]
     for feature in pick.sample(others, len(others)):
         rare = feature.name in NARROW or feature.unit > 32 or (feature.budget and merged((*chosen, feature)).fp8)
-        if len(chosen) < count and together(chosen, feature) and not (rare and pick.random() < 0.9) and world_of(*chosen, feature) <= most:
+        if (
+            len(chosen) < count
+            and together(chosen, feature)
+            and not (rare and pick.random() < 0.9)
+            and world_of(*chosen, feature) <= most
+        ):
             chosen.append(feature)
     return tuple(chosen)
 
@@ -115,7 +131,8 @@ def together(chosen: Sequence[Feature], feature: Feature) -> bool:
     if one.optim.get("moments") == "fp8" and (one.layout.get("tp", 1) > 2 or any(f.kind == "odd" for f in everyone)):
         return False  # ranks cut runs of 32
     if one.optim.get("moments") == "fp8" and any(f.also == "resume" for f in everyone):
-        return False  # by a third step too many elements are rounded otherwise (`other_numbers`); tests/test_low.py resumes
+        # by a third step too many elements are rounded otherwise (`other_numbers`); tests/test_low.py resumes
+        return False
     if one.unit > 32 and one.layout.get("tp", 1) > 2:
         return False  # sequences of thousands of tokens
     if one.train.get("precision") == "fp16" and one.model.get("intermediate_size", 0) > 128:
@@ -126,14 +143,21 @@ def together(chosen: Sequence[Feature], feature: Feature) -> bool:
 def merged(features: Sequence[Feature]) -> Feature:
     """All as one feature, whose budget is left to `composed`."""
     one = reduce(both, features)
-    return replace(one, budget=False, near=one.near or other_codes(one) or (any(f.kind == "odd" for f in features) and cut_blocks(one)))
+    return replace(
+        one,
+        budget=False,
+        near=one.near or other_codes(one) or (any(f.kind == "odd" for f in features) and cut_blocks(one)),
+    )
 
 
 def other_codes(one: Feature) -> bool:
-    """Whether scales are not those of one process: experts' rows share them with others where ranks with other tokens have the same experts,
-    too; of a key-value head that several ranks have, each casts its part of the gradient."""
+    """Whether scales are not those of one process: experts' rows share them with others where ranks with other
+    tokens have the same experts, too; of a key-value head that several ranks have, each casts its part of the
+    gradient."""
     shared = set(one.families) <= set(KEYS) and one.layout.get("tp", 1) > one.model.get("num_key_value_heads", 2)
-    experts = set(one.families) <= set(EXPERTS) and any(one.layout.get(axis, 1) > 1 for axis in ("tp", "cp", "ep", "etp"))
+    experts = set(one.families) <= set(EXPERTS) and any(
+        one.layout.get(axis, 1) > 1 for axis in ("tp", "cp", "ep", "etp")
+    )
     return bool(one.fp8) and (shared or experts)
 
 
@@ -144,11 +168,21 @@ def cut_blocks(one: Feature) -> bool:
 
 
 def both(a: Feature, b: Feature) -> Feature:
-    sections = {name: {**getattr(a, name), **getattr(b, name)} for name in ("model", "layout", "train", "optim", "fp8", "reads")}
+    sections = {
+        name: {**getattr(a, name), **getattr(b, name)} for name in ("model", "layout", "train", "optim", "fp8", "reads")
+    }
     most = {name: max(getattr(a, name), getattr(b, name)) for name in ("least", "dp", "data", "micro", "unit")}
     families = tuple(f for f in a.families if f in b.families)
-    return Feature(f"{a.name}, {b.name}", "", families=families, **sections, **most, documents=b.documents or a.documents,
-                   also=a.also or b.also, near=a.near or b.near)  # fmt: skip
+    return Feature(
+        f"{a.name}, {b.name}",
+        "",
+        families=families,
+        **sections,
+        **most,
+        documents=b.documents or a.documents,
+        also=a.also or b.also,
+        near=a.near or b.near,
+    )
 
 
 def world_of(*features: Feature) -> int:
@@ -157,12 +191,15 @@ def world_of(*features: Feature) -> int:
 
 
 def composed(features: Sequence[Feature]) -> Trial:
-    """A run with all features, with the first values that the rules offer where they refuse it; ConfigError where they offer none."""
+    """A run with all features, with the first values that the rules offer where they refuse it; ConfigError where
+    they offer none."""
     one = merged(features)
     t = trial(one, one)
     t = mended(t, broken(t))[1]
     if any(f.budget for f in features):
-        t = replace(t, run=with_budget(replace(t.run, train=replace(t.run.train, recompute="none", recompute_ops=[])), t.world))
+        t = replace(
+            t, run=with_budget(replace(t.run, train=replace(t.run.train, recompute="none", recompute_ops=[])), t.world)
+        )
         t = mended(t, broken(t))[1]
     return t
 
@@ -186,9 +223,11 @@ def trouble(ranks: RankPool, features: Sequence[Feature]) -> str:
 
 
 def other_numbers(t: Trial) -> list[Trial]:
-    """With moments in FP8 the last bit of a gradient decides how a number is rounded (ops/moments.py), so now and then an element of a
-    run differs: what is wrong fails with other averages too."""
-    return [replace(t, run=replace(t.run, optim=replace(t.run.optim, beta1=0.8)))] if t.run.optim.moments == "fp8" else []
+    """With moments in FP8 the last bit of a gradient decides how a number is rounded (ops/optimizer/moments.py), so
+    now and then an element of a run differs: what is wrong fails with other averages too."""
+    return (
+        [replace(t, run=replace(t.run, optim=replace(t.run.optim, beta1=0.8)))] if t.run.optim.moments == "fp8" else []
+    )
 
 
 def smaller(features: Sequence[Feature], fails: Callable[[Sequence[Feature]], Any]) -> tuple[Feature, ...]:
@@ -220,7 +259,14 @@ def main() -> None:
             print("slow", seed, round(time.monotonic() - began), [f.name for f in features], flush=True)
         if text:
             close_pool()
-            print("=====", seed, [f.name for f in features], "\n".join(text.strip().splitlines()[-25:])[-2500:], sep="\n", flush=True)
+            print(
+                "=====",
+                seed,
+                [f.name for f in features],
+                "\n".join(text.strip().splitlines()[-25:])[-2500:],
+                sep="\n",
+                flush=True,
+            )
             if time.monotonic() - start < 60 * options.minutes:
                 print("FEWEST", [f.name for f in smaller(features, lambda fewer: trouble(pool(), fewer))], flush=True)
     print(dict(counts))

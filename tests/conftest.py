@@ -1,4 +1,5 @@
-"""Shared by all tests of a session: one pool of ranks, one server of processes that have torch imported, the order of files, `--table`."""
+"""Shared by all tests of a session: one pool of ranks, one server of processes that have torch imported, the order
+of files, `--table`."""
 
 import contextlib
 import os
@@ -7,7 +8,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is first imported; without a GPU they run interpreted
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when a kernel is first imported; without a GPU they run interpreted
 
 import pytest
 
@@ -16,9 +19,27 @@ from tests.pool import RankPool, warm_imports
 from tests.soak import table
 from tests.warm import Warm
 
-# Files that take a minute and more, the longest first: begun last, one would be running long after the other workers are done.
-LONG = ("parity", "docs", "training", "checkpoint", "plan", "precision", "low_experts", "mutations", "recompute", "verify", "cli", "bench", "faults",
-        "low", "moe_ops", "mixtures", "no_sync")  # fmt: skip
+# Files that take a minute and more, the longest first: begun last, one would be running long after the other workers
+# are done.
+LONG = (
+    "parity",
+    "docs",
+    "training",
+    "checkpoint",
+    "plan",
+    "precision",
+    "low_experts",
+    "mutations",
+    "recompute",
+    "verify",
+    "cli",
+    "bench",
+    "faults",
+    "low",
+    "moe_ops",
+    "mixtures",
+    "no_sync",
+)
 
 
 # Of `make soak`: faults wait for seconds and take up to a minute each, pairs of features take less than one.

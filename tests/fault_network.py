@@ -1,7 +1,9 @@
-"""Ranks on two hosts (network namespaces) with a bad cable between them: packets that come late, get lost, or no longer come.
+"""Ranks on two hosts (network namespaces) with a bad cable between them: packets that come late, get lost, or no
+longer come.
 
-Two tunnel devices, one in each namespace, and a process that carries packets from one to the other as it likes; ranks' connections know
-nothing of it. Needs root and /dev/net/tun (the kernel's own netem is a module that few machines have).
+Two tunnel devices, one in each namespace, and a process that carries packets from one to the other as it likes;
+ranks' connections know nothing of it. Needs root and /dev/net/tun (the kernel's own netem is a module that few
+machines have).
 """
 
 from __future__ import annotations
@@ -25,18 +27,26 @@ from pathlib import Path
 import pytest
 
 from phalanx.base.placement import Placement
-from phalanx.comm.heartbeat import NO_STORE
-from phalanx.train.config import Run
+from phalanx.comm.health.heartbeat import NO_STORE
+from phalanx.config.run import Run
 from tests.fault_runs import HANG_S, SECRET, _fork, end, said, until_step
 from tests.pool import free_port, join_network
 
 SET_INTERFACE, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
-BETWEEN: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 3}), (4, {"sharding": 0}), (4, {"pp": 2})]
+BETWEEN: list[tuple[int, dict]] = [
+    (2, {}),
+    (2, {"tp": 2}),
+    (2, {"pp": 2}),
+    (2, {"sharding": 3}),
+    (4, {"sharding": 0}),
+    (4, {"pp": 2}),
+]
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """names: of the two namespaces, whose devices and addresses are known by their place here. carrier: the cable's process."""
+    """names: of the two namespaces, whose devices and addresses are known by their place here. carrier: the cable's
+    process."""
 
     names: tuple[str, str]
     devices: tuple[str, str]
@@ -121,7 +131,8 @@ def enter(name: str, device: str) -> None:
 
 
 def bad_cable(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """Every packet late (50 ms, with tensor parallelism 5), one in a hundred lost: the run takes longer, and that is all."""
+    """Every packet late (50 ms, with tensor parallelism 5), one in a hundred lost: the run takes longer, and that is
+    all."""
     with hosts(0.005 if run.layout.tp > 1 else 0.05, 0.01, pick.randrange(1 << 30)) as between:
         codes = end(begin_on(between, run, world))
     assert codes == [0] * world, f"{codes}\n{said(run)}"
@@ -129,7 +140,8 @@ def bad_cable(run: Run, world: int, pick: random.Random, seconds: float) -> int:
 
 
 def cut_cable(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """No packet more between the hosts, with no word of it to anybody: both sides end with 6 in time and name the other; none saves alone."""
+    """No packet more between the hosts, with no word of it to anybody: both sides end with 6 in time and name the
+    other; none saves alone."""
     run = replace(run, train=replace(run.train, timeout_s=HANG_S))
     with hosts(0.0, 0.0, 0) as between:
         pids = begin_on(between, run, world)

@@ -1,4 +1,5 @@
-"""Faults at a step that is known beforehand: a rank pauses, the run's folder goes away, the same step goes wrong once or every time."""
+"""Faults at a step that is known beforehand: a rank pauses, the run's folder goes away, the same step goes wrong
+once or every time."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from typing import Any
 
 import pytest
 
-import phalanx.train.loop as loop
-import phalanx.train.step as step
-from phalanx.train.config import Run
+import phalanx.engine.step as step
+import phalanx.training.loop as loop
+from phalanx.config.run import Run
 from tests.fault_runs import begin, end, finish, rows_of, said, wait_for
 
 PAUSE_S = 3.0
@@ -38,7 +39,8 @@ def at_step(number: int, deed: Callable[[], None]) -> None:
 
 
 def pauses(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """One rank is stopped for some seconds (SIGSTOP, SIGCONT), or comes late to where ranks meet: the others wait, and the rank says so."""
+    """One rank is stopped for some seconds (SIGSTOP, SIGCONT), or comes late to where ranks meet: the others wait,
+    and the rank says so."""
     victim, number = pick.randrange(world), pick.randrange(3, run.train.steps - 2)
     stop = partial(at_step, number, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     pids = begin(run, world, stop, victim, tcp=True)
@@ -63,12 +65,12 @@ def pauses_or_comes_late(run: Run, world: int, pick: random.Random, seconds: flo
     return pick.choice([pauses, comes_late])(run, world, pick, seconds)
 
 
-# ---- the folder ----------------------------------------------------------------------------------------------------------------------
+# ---- the folder ----------------------------------------------------------------------------------
 
 
 def folder_moved(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """The run's folder gets another name, and perhaps an empty one its own: all end with 4 at the next save and name it, and nothing is
-    written there. Put back, the run goes on."""
+    """The run's folder gets another name, and perhaps an empty one its own: all end with 4 at the next save and name
+    it, and nothing is written there. Put back, the run goes on."""
     folder, replaced = Path(run.dir), pick.random() < 0.5
     away = folder.with_name("away")
 
@@ -81,7 +83,9 @@ def folder_moved(run: Run, world: int, pick: random.Random, seconds: float) -> i
     codes = end(begin(run, world, partial(at_step, pick.randrange(3, run.train.steps), move), 0))
     assert codes == [4] * world, f"{codes}\n{said(run)}"
     told = "was replaced by another of its name" if replaced else "was moved or removed"
-    assert f"the run's folder {folder} {told}" in said(run) or re.search(f"checkpoint error: .*{folder}/checkpoints/", said(run)), said(run)
+    assert f"the run's folder {folder} {told}" in said(run) or re.search(
+        f"checkpoint error: .*{folder}/checkpoints/", said(run)
+    ), said(run)
     left = [p.name for p in folder.rglob("*")] if folder.exists() else []
     assert set(left) <= {".lock"}, left
     if replaced:
@@ -92,7 +96,8 @@ def folder_moved(run: Run, world: int, pick: random.Random, seconds: float) -> i
 
 
 def checkpoints_removed(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """The folder of checkpoints is gone: they are saved anew into one of its name, or the run ends with 4 if one was being saved."""
+    """The folder of checkpoints is gone: they are saved anew into one of its name, or the run ends with 4 if one was
+    being saved."""
     folder = Path(run.dir) / "checkpoints"
 
     def move() -> None:
@@ -105,7 +110,8 @@ def checkpoints_removed(run: Run, world: int, pick: random.Random, seconds: floa
 
 
 def read_only(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """The folder of checkpoints may no longer be written to: the run ends with 4, or trains on to its end, as checkpoint.on_error says."""
+    """The folder of checkpoints may no longer be written to: the run ends with 4, or trains on to its end, as
+    checkpoint.on_error says."""
     folder, policy = Path(run.dir) / "checkpoints", pick.choice(["stop", "continue"])
     folder.mkdir(parents=True)
     check_mounts(folder)
@@ -141,7 +147,7 @@ def folder_goes(run: Run, world: int, pick: random.Random, seconds: float) -> in
     return pick.choice([folder_moved, checkpoints_removed, read_only])(run, world, pick, seconds)
 
 
-# ---- a step that goes wrong ----------------------------------------------------------------------------------------------------------
+# ---- a step that goes wrong ----------------------------------------------------------------------
 
 
 def wrong_result(number: int) -> None:
@@ -168,7 +174,8 @@ def raises(number: int) -> None:
 
 
 def wrong_step(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """A step stops the run: once, and the next start says that it did not repeat; or three times, and it says that it does."""
+    """A step stops the run: once, and the next start says that it did not repeat; or three times, and it says that
+    it does."""
     number, victim, times = pick.randrange(4, run.train.steps), pick.randrange(world), pick.choice([1, 3])
     how, own, others = pick.choice([(wrong_result, 5, 5), (raises, 1, 6)])
     stops = replace(run, train=replace(run.train, guard=replace(run.train.guard, policy="stop")))
@@ -177,7 +184,9 @@ def wrong_step(run: Run, world: int, pick: random.Random, seconds: float) -> int
         assert codes == [own if rank == victim else others for rank in range(world)], f"{codes}\n{said(run)}"
         again = f"the run was stopped {time_} times in a row at step {number} by the same kind of error: it repeats"
         assert (again in said(run)) == (time_ > 1) and ("times in a row" in said(run)) == (time_ > 1), said(run)
-        assert how is raises or f"step {number} is bad: the loss or the gradient norm is not finite" in said(run), said(run)
+        assert how is raises or f"step {number} is bad: the loss or the gradient norm is not finite" in said(run), said(
+            run
+        )
     finish(run, world)
     assert f"step {number}, where the run was stopped before, went well this time" in said(run), said(run)
     finish(run, world)

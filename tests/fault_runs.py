@@ -1,8 +1,9 @@
-"""Runs that are killed, stopped, starved of disk or handed damaged checkpoints, and what must be left of them: nothing lost.
+"""Runs that are killed, stopped, starved of disk or handed damaged checkpoints, and what must be left of them:
+nothing lost.
 
-tests/faults.py has which of them are made, and how often. Ranks are forked from this process, which has everything imported: a run with
-its death takes a second. The oracle of a case is a run that nobody disturbed: every loss and gradient norm as hex, the place in the data,
-and the bytes of the last checkpoint.
+tests/faults.py has which of them are made, and how often. Ranks are forked from this process, which has everything
+imported: a run with its death takes a second. The oracle of a case is a run that nobody disturbed: every loss and
+gradient norm as hex, the place in the data, and the bytes of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from typing import Any
 
 from torch import Tensor
 
-import phalanx.train.loop as loop
-import phalanx.train.step as step
-from phalanx.base.batch import Batch
+import phalanx.engine.step as step
+import phalanx.training.loop as loop
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
@@ -38,26 +38,37 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest, list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest, verify
 from phalanx.comm.axis import Axis
+from phalanx.config.run import Run
 from phalanx.data.loader import Prefetcher
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config
-from phalanx.train.config import Run
-from phalanx.train.main import train
+from phalanx.sequence.batch import Batch
+from phalanx.training.main import train
 from tests.checkpoints import Lossy, make_state, save_here, set_state
 from tests.pool import free_port
 from tests.test_checkpoint import Failing, check_survived, prepare, tiny_run
 from tests.test_loop import make_run, rows_of
 
-DROPOUT = GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16,
-                     dropout=0.1, attention_dropout=0.1)  # fmt: skip
+DROPOUT = GPT2Config(
+    vocab_size=67,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    dropout=0.1,
+    attention_dropout=0.1,
+)
 SECRET = "0123456789abcdef" * 2  # of every run here
 LIMIT_S = 120.0
-Fault = Callable[[Run, int, random.Random, float], int]  # (run, ranks, pick, seconds of the undisturbed run) -> how many were made
+Fault = Callable[
+    [Run, int, random.Random, float], int
+]  # (run, ranks, pick, seconds of the undisturbed run) -> how many were made
 
 
 @dataclass
 class Tally:
-    """faults: how many were made; runs: how many were compared to the end; differing: how many values were not as undisturbed."""
+    """faults: how many were made; runs: how many were compared to the end; differing: how many values were not as
+    undisturbed."""
 
     faults: int = 0
     runs: int = 0
@@ -69,7 +80,7 @@ class Tally:
         self.differing += other.differing
 
 
-# ---- runs of forked ranks ----------------------------------------------------------------------------------------------------------
+# ---- runs of forked ranks ------------------------------------------------------------------------
 
 
 LAYOUTS: list[tuple[int, dict]] = [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"sharding": 0})]
@@ -82,13 +93,18 @@ def config_of(folder: Path, seed: int, layouts: list[tuple[int, dict]] = LAYOUTS
     precision = pick.choice(["fp32", "bf16"])
     run = make_run(folder, steps=10, precision=precision, timeout_s=10.0)
     run = replace(run, layout=LayoutConfig(**layout), model=pick.choice([run.model, DROPOUT]))
-    return replace(run, checkpoint=CheckpointConfig(interval=pick.choice([1, 2, 3]), background=pick.random() < 0.7)), world
+    return replace(
+        run, checkpoint=CheckpointConfig(interval=pick.choice([1, 2, 3]), background=pick.random() < 0.7)
+    ), world
 
 
-def begin(run: Run, world: int, before: Callable[[], None] = lambda: None, victim: int | None = None, tcp: bool = False) -> list[int]:
+def begin(
+    run: Run, world: int, before: Callable[[], None] = lambda: None, victim: int | None = None, tcp: bool = False
+) -> list[int]:
     """Process numbers of forked ranks that train; what they say goes to output-RANK.txt beside the run's folder.
 
-    before: what each rank does first, or only rank `victim`. tcp: they meet at rank 0, as on several machines, rather than in a file
+    before: what each rank does first, or only rank `victim`. tcp: they meet at rank 0, as on several machines,
+    rather than in a file
     """
     store = "file://" + tempfile.mktemp(prefix="store-", dir=Path(run.dir).parent)
     if tcp:
@@ -127,8 +143,8 @@ def _fork(run: Run, placement: Placement, before: Callable[[], None]) -> int:
 
 
 def in_step(number: int, late_s: float, deed: Callable[[], None]) -> None:
-    """In a rank: done `late_s` after its step of this number (of this start) begins, and before the one after it begins, however slow the
-    machine is."""
+    """In a rank: done `late_s` after its step of this number (of this start) begins, and before the one after it
+    begins, however slow the machine is."""
     rate, begun, doing = loop.learning_rate, list[int](), threading.Timer(late_s, deed)
 
     def learning_rate(optim: Any, now: int, steps: int) -> float:
@@ -173,8 +189,11 @@ def left_behind(run: Run) -> dict[str, object]:
     """Everything that must be as undisturbed."""
     root = Path(run.dir) / "checkpoints"
     manifest = read_manifest(latest(root))
-    found: dict[str, object] = {f"step {r['step']} {k}": r[k].hex() if isinstance(r[k], float) else r[k]
-                                for r in rows_of(run) for k in ("loss", "grad_norm", "consumed_samples", "skipped")}  # fmt: skip
+    found: dict[str, object] = {
+        f"step {r['step']} {k}": r[k].hex() if isinstance(r[k], float) else r[k]
+        for r in rows_of(run)
+        for k in ("loss", "grad_norm", "consumed_samples", "skipped")
+    }
     found |= {f"file {name}": receipt.xxh3 for name, receipt in manifest.files.items()}
     found |= {f"number {name}": value for name, value in {**manifest.optimizer, **manifest.scalars}.items()}
     found["damage"] = [p for path in list_checkpoints(root) for p in verify(path)]
@@ -191,7 +210,8 @@ def compare(run: Run, undisturbed: dict[str, object]) -> int:
 
 
 def disturbed(folder: Path, fault: Fault, seed: int, layouts: list[tuple[int, dict]] = LAYOUTS) -> Tally:
-    """A run that nobody disturbs, then one that `fault` disturbs (it returns how often), then the same command once more."""
+    """A run that nobody disturbs, then one that `fault` disturbs (it returns how often), then the same command once
+    more."""
     whole, world = config_of(folder / "whole/run", seed, layouts)
     (folder / "whole").mkdir(parents=True)
     (folder / "other").mkdir()
@@ -204,16 +224,19 @@ def disturbed(folder: Path, fault: Fault, seed: int, layouts: list[tuple[int, di
     return Tally(faults, 1, compare(run, left_behind(whole)))
 
 
-# ---- cases -------------------------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
 def kills(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """kill -9 of one rank, or of all at once, at any time; several times. The others end by themselves and say that a peer is lost."""
+    """kill -9 of one rank, or of all at once, at any time; several times. The others end by themselves and say that
+    a peer is lost."""
     made = 0
     for _ in range(8):
         pids = begin(run, world)
         moment = time.monotonic() + pick.uniform(0, 0.8 * seconds)
-        while time.monotonic() < moment and (made or steps_of(run) < run.train.steps - 3):  # what goes faster than expected is met near its end
+        while time.monotonic() < moment and (
+            made or steps_of(run) < run.train.steps - 3
+        ):  # what goes faster than expected is met near its end
             time.sleep(0.002)
         victims = pids if pick.random() < 0.3 else [pick.choice(pids)]
         for pid in victims:
@@ -228,11 +251,18 @@ def stops(run: Run, world: int, pick: random.Random, seconds: float) -> int:
     """SIGTERM or SIGUSR1 to one rank: all save the same step and end with 75, and no step is done again."""
     made = done = 0
     while done < run.train.steps - 3:
-        signum, step, late_s, before = pick.choice([signal.SIGTERM, signal.SIGUSR1]), 1 + pick.randrange(2), pick.uniform(0, 0.03), done
+        signum, step, late_s, before = (
+            pick.choice([signal.SIGTERM, signal.SIGUSR1]),
+            1 + pick.randrange(2),
+            pick.uniform(0, 0.03),
+            done,
+        )
         tell = partial(in_step, step, late_s, partial(signal_self, signum))
         codes = end(begin(run, world, tell, pick.randrange(world)))
         done = len(rows_of(run))
-        assert codes == [75] * world and before < done == read_manifest(latest(Path(run.dir) / "checkpoints")).step, f"{codes}\n{said(run)}"
+        assert codes == [75] * world and before < done == read_manifest(latest(Path(run.dir) / "checkpoints")).step, (
+            f"{codes}\n{said(run)}"
+        )
         made += 1
     return made
 
@@ -248,11 +278,18 @@ def steps_of(run: Run) -> int:
 
 
 HANG_S, HANG_STEP = 10.0, 2  # train.timeout_s of ranks that hang, and in which step of a start one does
-SEVERAL: list[tuple[int, dict]] = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"sharding": 0}), (4, {"tp": 2, "pp": 2})]
+SEVERAL: list[tuple[int, dict]] = [
+    (2, {}),
+    (2, {"tp": 2}),
+    (2, {"pp": 2}),
+    (4, {"sharding": 0}),
+    (4, {"tp": 2, "pp": 2}),
+]
 
 
 def hangs(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """One rank stops for good (SIGSTOP), stands still in Python, loses its connections or dies: the others end with 6 in time and name it."""
+    """One rank stops for good (SIGSTOP), stands still in Python, loses its connections or dies: the others end with
+    6 in time and name it."""
     return hang(run, world, pick, pick.sample([stopped, stuck, cut_off, killed], 4))
 
 
@@ -272,15 +309,18 @@ def hang(run: Run, world: int, pick: random.Random, hows: list[Callable[[Run, in
         assert set(others) == {6}, f"{how.__name__} {victim}: {codes}\n{said(run)}"
         names = [f"rank {victim} (host {socket.gethostname()}, process ", f"nothing was heard of ranks {victim} "]
         names += ["rank 0, which keeps the ranks' store, does not answer"] if victim == 0 else []
-        assert how is cut_off or any(f"peer lost: {name}" in said(run) for name in names), f"{how.__name__} {victim}\n{said(run)}"
-        assert how is not stuck or "train/loop.py" in said(run), said(run)
+        assert how is cut_off or any(f"peer lost: {name}" in said(run) for name in names), (
+            f"{how.__name__} {victim}\n{said(run)}"
+        )
+        assert how is not stuck or "training/loop.py" in said(run), said(run)
         made += 1
     return made
 
 
 def skips(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """One rank leaves out one collective in the middle of the run: all end with 6, and the one is named with what it called instead.
-    Gloo aborts a process that was sent more than it asked for, with words of its own (NCCL does not)."""
+    """One rank leaves out one collective in the middle of the run: all end with 6, and the one is named with what it
+    called instead. Gloo aborts a process that was sent more than it asked for, with words of its own (NCCL does
+    not)."""
     victim, step, number = pick.randrange(world), pick.randrange(3, run.train.steps - 1), pick.randrange(200)
 
     def before() -> None:
@@ -301,7 +341,9 @@ def skips(run: Run, world: int, pick: random.Random, seconds: float) -> int:
 
     codes = end(begin(replace(run, train=replace(run.train, timeout_s=HANG_S)), world, before, victim, tcp=True))
     by_gloo = -signal.SIGABRT in codes and "Is there a distributed collective mismatch in your code?" in said(run)
-    assert set(codes) <= {6, -signal.SIGABRT} and (by_gloo or -signal.SIGABRT not in codes), f"{victim}: {codes}\n{said(run)}"
+    assert set(codes) <= {6, -signal.SIGABRT} and (by_gloo or -signal.SIGABRT not in codes), (
+        f"{victim}: {codes}\n{said(run)}"
+    )
     named = rf"peer lost: rank {victim} \(host \S+, process \d+\) went another way than the others: rank \d called"
     assert by_gloo or re.search(named, said(run)), f"rank {victim} left out call {number}\n{said(run)}"
     return 1
@@ -331,7 +373,10 @@ def slow(run: Run, world: int, pick: random.Random, seconds: float) -> int:
 
 def stopped(run: Run, world: int, victim: int, late_s: float) -> list[int]:
     """Exit codes."""
-    return outlived(begin(run, world, partial(in_step, HANG_STEP, late_s, partial(signal_self, signal.SIGSTOP)), victim, tcp=True), victim)
+    return outlived(
+        begin(run, world, partial(in_step, HANG_STEP, late_s, partial(signal_self, signal.SIGSTOP)), victim, tcp=True),
+        victim,
+    )
 
 
 def stuck(run: Run, world: int, victim: int, late_s: float) -> list[int]:
@@ -364,7 +409,10 @@ def cut_off(run: Run, world: int, victim: int, late_s: float) -> list[int]:
 
 
 def killed(run: Run, world: int, victim: int, late_s: float) -> list[int]:
-    return outlived(begin(run, world, partial(in_step, HANG_STEP, late_s, partial(signal_self, signal.SIGKILL)), victim, tcp=True), victim)
+    return outlived(
+        begin(run, world, partial(in_step, HANG_STEP, late_s, partial(signal_self, signal.SIGKILL)), victim, tcp=True),
+        victim,
+    )
 
 
 def outlived(pids: list[int], victim: int) -> list[int]:
@@ -392,7 +440,8 @@ def wait_for(true: Callable[[], bool]) -> None:
 
 
 def full_disk(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """No file may grow past some kilobytes: the run ends with 4 and names the file, or warns and trains on (then its last save ends it)."""
+    """No file may grow past some kilobytes: the run ends with 4 and names the file, or warns and trains on (then its
+    last save ends it)."""
     policy = pick.choice(["stop", "continue"])
     limit = pick.choice([12_000, 20_000, 30_000])
     limited = replace(run, checkpoint=replace(run.checkpoint, on_error=policy))
@@ -407,7 +456,8 @@ DAMAGE = ("flip", "cut to nothing", "cut to a byte", "cut in half", "cut by a by
 
 
 def damage(run: Run, world: int, pick: random.Random, seconds: float) -> int:
-    """The newest checkpoint of a finished run damaged in one file, in one of eight ways: the next one is used, and the file is named."""
+    """The newest checkpoint of a finished run damaged in one file, in one of eight ways: the next one is used, and
+    the file is named."""
     finish(run, world)
     root = Path(run.dir) / "checkpoints"
     newest, older = list_checkpoints(root)[-1], list_checkpoints(root)[-2]
@@ -427,7 +477,9 @@ def damage(run: Run, world: int, pick: random.Random, seconds: float) -> int:
     elif how in ("mix two steps", "swap"):
         shutil.copy(older / "state/rank-00000.safetensors", newest / "state/rank-00000.safetensors")
     else:
-        file.write_bytes(data[: {"cut to nothing": 0, "cut to a byte": 1, "cut in half": len(data) // 2}.get(how, len(data) - 1)])
+        file.write_bytes(
+            data[: {"cut to nothing": 0, "cut to a byte": 1, "cut in half": len(data) // 2}.get(how, len(data) - 1)]
+        )
     assert verify(newest) != [], (how, file)
     finish(run, world)
     assert f"{newest} is damaged and not used" in said(run) and f"continue from {older}" in said(run), said(run)
@@ -435,8 +487,9 @@ def damage(run: Run, world: int, pick: random.Random, seconds: float) -> int:
 
 
 def sweep(folder: Path, how: str, first: int = 1, every: int = 1, several: bool = False) -> Tally:
-    """A save that goes wrong at its storage operation k, for k = first, first + every...: `raise` the operation fails, `exit` the process
-    is gone in the middle of it, `lose` the machine is gone: what was not synced is lost, all of it or a random part.
+    """A save that goes wrong at its storage operation k, for k = first, first + every...: `raise` the operation
+    fails, `exit` the process is gone in the middle of it, `lose` the machine is gone: what was not synced is lost,
+    all of it or a random part.
     several: files of the state, which threads write at the same time."""
     files = {"max_file_bytes": 2000, "threads": 4} if several else {"threads": 1}
     state, root, tally = make_state(tiny_run()), folder / "checkpoints", Tally()

@@ -1,5 +1,5 @@
-"""Faults of what lies on disks and servers, and every layout's checkpoint under every other: each function is a part of a section of
-tests/faults.py, works in a folder of its own and returns what it counted."""
+"""Faults of what lies on disks and servers, and every layout's checkpoint under every other: each function is a part
+of a section of tests/faults.py, works in a folder of its own and returns what it counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.test_checkpoint_bytes import flip, flips_of
 
 
 def twelve_by_twelve(folder: Path, saved: str, loads: tuple[str, ...]) -> Tally:
-    """A model with experts and tied embeddings: what one layout saved is loaded under others, element by element and each byte once."""
+    """A model with experts and tied embeddings: what one layout saved is loaded under others, element by element and
+    each byte once."""
     with closing(RankPool()) as pool:
         world, layout = TWELVE[saved]
         pool.run("tests.checkpoints:save_on_rank", world, make_run("qwen3_moe", "bf16", **layout), folder, {})
@@ -36,7 +37,9 @@ def twelve_by_twelve(folder: Path, saved: str, loads: tuple[str, ...]) -> Tally:
         assert verify(path) == []
         for name in loads:
             world, layout = TWELVE[name]
-            found = pool.run("tests.checkpoints:load_and_count_on_rank", world, make_run("qwen3_moe", "bf16", **layout), path)
+            found = pool.run(
+                "tests.checkpoints:load_and_count_on_rank", world, make_run("qwen3_moe", "bf16", **layout), path
+            )
             wrong = [f"rank {rank} under {name}: {what}" for rank, (those, _) in enumerate(found) for what in those]
             assert not any(twice for _, twice in found), f"bytes read twice under {name}: {found}"
             print(*wrong[:10], sep="\n", end="\n" if wrong else "")
@@ -51,7 +54,9 @@ def bit_flips(folder: Path, seed: int, count: int) -> Tally:
     path, tally = save_here(state, folder).path, Tally()
     for file, bit in flips_of(path, count, seed):
         flip(file, bit)
-        for load in [lambda: load_here(state, path)] + [lambda: load_weights(path, state.buffers, state.mesh)] * (file.parent.name == "weights"):
+        for load in [lambda: load_here(state, path)] + [lambda: load_weights(path, state.buffers, state.mesh)] * (
+            file.parent.name == "weights"
+        ):
             try:
                 load()
                 raise AssertionError(f"{file} was loaded with bit {bit} flipped")
@@ -69,24 +74,46 @@ class FailingObjects(Failing, ObjectStorage):
     """Each request may be the last."""
 
 
+class Bucket(str):
+    """s3://bucket, and the server process that has it."""
+
+    server: subprocess.Popen[str]
+
+    def stop(self) -> None:
+        """From now on nobody answers."""
+        self.server.kill()
+        self.server.wait()
+
+
 @contextmanager
-def object_server() -> Iterator[str]:
+def object_server() -> Iterator[Bucket]:
     """s3://bucket on a server process of its own, to which this process' variables point inside the context."""
     for package in ("moto", "flask", "s3fs"):
         pytest.importorskip(package)
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    forget = pytest.importorskip(
+        "s3fs"
+    ).S3FileSystem.clear_instance_cache  # fsspec keeps connections by the settings they are made with
+    forget()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     line = next(line for line in server.stderr or [] if "Running on" in line)
     threading.Thread(target=server.stderr.read, daemon=True).start()  # type: ignore[union-attr]  # it writes a line per request
-    settings = {"AWS_ENDPOINT_URL": re.findall(r"http://\S+", line)[0], "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-                "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+    settings = {
+        "AWS_ENDPOINT_URL": re.findall(r"http://\S+", line)[0],
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    files = place("s3://bucket/x").fs
-    files.mkdir("bucket")
+    place("s3://bucket/x").fs.mkdir("bucket")
     try:
-        yield "s3://bucket"
+        bucket = Bucket("s3://bucket")
+        bucket.server = server
+        yield bucket
     finally:
-        files.clear_instance_cache()  # of connections to this server, which fsspec keeps by the settings that a client is made with
+        forget()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         server.kill()
@@ -94,7 +121,8 @@ def object_server() -> Iterator[str]:
 
 
 def requests_that_fail(folder: Path, how: str, first: int, every: int) -> Tally:
-    """`raise`: one request fails (and what tidies up after it goes through); `refuse`: nothing more gets through, as of a process that is gone."""
+    """`raise`: one request fails (and what tidies up after it goes through); `refuse`: nothing more gets through, as
+    of a process that is gone."""
     state, tally = make_state(tiny_run()), Tally()
     set_state(state)
     with object_server() as bucket:
@@ -107,7 +135,10 @@ def requests_that_fail(folder: Path, how: str, first: int, every: int) -> Tally:
                 raise AssertionError(f"request {k} failed and nobody was told")
             except CheckpointError as error:
                 assert "No space left" in str(error)
-            assert [p.name for p in list_checkpoints(root)] == ["step-00000010"] and verify(latest(root)) == [], (how, k)
+            assert [p.name for p in list_checkpoints(root)] == ["step-00000010"] and verify(latest(root)) == [], (
+                how,
+                k,
+            )
             tally.add(Tally(1, 1, 0))
         assert save_here(state, root, 20).written and [verify(p) for p in list_checkpoints(root)] == [[], []]
     return tally

@@ -1,9 +1,11 @@
-"""Random config.json files of every family, read by us and by transformers: the same logits in float64, or a refusal, never another model.
+"""Random config.json files of every family, read by us and by transformers: the same logits in float64, or a
+refusal, never another model.
 
     python -m tests.hf_fuzz 5000 [first seed]
 
-A trial deletes, changes or adds one to three keys of a tiny model's config.json. Its weights fit the changed config as transformers reads it,
-or (in some trials) are those of the unchanged one; norms, biases and routers are random, and weights large, so that every key matters.
+A trial deletes, changes or adds one to three keys of a tiny model's config.json. Its weights fit the changed config
+as transformers reads it, or (in some trials) are those of the unchanged one; norms, biases and routers are random,
+and weights large, so that every key matters.
 """
 
 from __future__ import annotations
@@ -28,95 +30,251 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from phalanx.base.batch import Batch
 from phalanx.base.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.load import load_weights
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build_for_inference
+from phalanx.forecast.decide import make_plan
 from phalanx.models.check import check
 from phalanx.pipeline.execute import execute
-from phalanx.train.build import build_for_inference
-from phalanx.train.config import Run, TrainConfig
-from phalanx.train.plan import make_plan
+from phalanx.sequence.batch import Batch
 
 SEQ, VOCAB, BATCH = 16, 61, 2
 LARGEST = 3_000_000  # parameters of a model that is built: a deleted size may mean billions
 HEAD, TIMES = "lm_head.weight", 1e-9
-COMMON = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+)
 WINDOW = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(COMMON, num_key_value_heads=2),
     "mistral": dict(COMMON, num_key_value_heads=2, sliding_window=5),
-    "ministral": dict(COMMON, num_key_value_heads=2, sliding_window=5, layer_types=["full_attention", "sliding_attention"], head_dim=8),
+    "ministral": dict(
+        COMMON, num_key_value_heads=2, sliding_window=5, layer_types=["full_attention", "sliding_attention"], head_dim=8
+    ),
     "qwen2": dict(COMMON, num_key_value_heads=2, **WINDOW),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=10, **WINDOW),
-    "mixtral": dict(COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6),
-    "qwen3_moe": dict(
-        COMMON, num_key_value_heads=2, head_dim=10, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True,
-        mlp_only_layers=[0], use_sliding_window=True, sliding_window=5,
+    "mixtral": dict(
+        COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6
     ),
-    "gpt_oss": dict(COMMON, num_key_value_heads=2, head_dim=10, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    "qwen3_moe": dict(
+        COMMON,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
+    "gpt_oss": dict(
+        COMMON, num_key_value_heads=2, head_dim=10, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+    ),
     "deepseek_v3": dict(
-        COMMON, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, kv_lora_rank=10, q_lora_rank=12, qk_rope_head_dim=6, v_head_dim=7,
-        qk_nope_head_dim=5, n_group=4, topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, moe_intermediate_size=12,
+        COMMON,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        kv_lora_rank=10,
+        q_lora_rank=12,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        qk_nope_head_dim=5,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        moe_intermediate_size=12,
     ),
     "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
-}  # fmt: skip
+}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 ROPES: tuple[dict[str, Any], ...] = (
-    {}, dict(rope_type="default"), dict(rope_type="default", rope_theta=500.0), dict(rope_theta=77.0), dict(type="linear", factor=2.0),
-    dict(rope_type="linear", factor=3.0, rope_theta=100.0), dict(rope_type="dynamic", factor=2.0), YARN, dict(YARN, rope_theta=100.0),
-    dict(YARN, type="linear"), dict(YARN, truncate=False), dict(YARN, truncate=None), dict(YARN, beta_fast=0, beta_slow=None),
-    dict(YARN, mscale=1.0, mscale_all_dim=0.7), dict(YARN, attention_factor=1.3), dict(YARN, factor=None), dict(YARN, beta_fast=6, beta_slow=2),
-    dict(type="yarn", factor=2.5), dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
-    dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8, rope_theta=50.0),
-    dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[2.0, 3.0, 4.0, 5.0], original_max_position_embeddings=8),
-    dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 3.0, 4.0], original_max_position_embeddings=30, factor=3.0),
-    dict(type="longrope", short_factor=[1.1] * 5, long_factor=[2.0, 3.0, 4.0, 5.0, 6.0], original_max_position_embeddings=12, attention_factor=1.2),
-    dict(rope_type="proportional", partial_rotary_factor=0.5), dict(rope_type="proportional", factor=2.0), dict(type="mrope", mrope_section=[1, 2]),
-    dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5), dict(rope_type="default", partial_rotary_factor=0.5), dict(rope_type=None),
-    dict(full_attention=dict(rope_type="default", rope_theta=9.0)), dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0),
-)  # fmt: skip
+    {},
+    dict(rope_type="default"),
+    dict(rope_type="default", rope_theta=500.0),
+    dict(rope_theta=77.0),
+    dict(type="linear", factor=2.0),
+    dict(rope_type="linear", factor=3.0, rope_theta=100.0),
+    dict(rope_type="dynamic", factor=2.0),
+    YARN,
+    dict(YARN, rope_theta=100.0),
+    dict(YARN, type="linear"),
+    dict(YARN, truncate=False),
+    dict(YARN, truncate=None),
+    dict(YARN, beta_fast=0, beta_slow=None),
+    dict(YARN, mscale=1.0, mscale_all_dim=0.7),
+    dict(YARN, attention_factor=1.3),
+    dict(YARN, factor=None),
+    dict(YARN, beta_fast=6, beta_slow=2),
+    dict(type="yarn", factor=2.5),
+    dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    dict(
+        rope_type="llama3",
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8,
+        rope_theta=50.0,
+    ),
+    dict(
+        rope_type="longrope",
+        short_factor=[1.0, 1.5, 2.0, 2.5],
+        long_factor=[2.0, 3.0, 4.0, 5.0],
+        original_max_position_embeddings=8,
+    ),
+    dict(
+        rope_type="longrope",
+        short_factor=[1.0, 1.5, 2.0],
+        long_factor=[2.0, 3.0, 4.0],
+        original_max_position_embeddings=30,
+        factor=3.0,
+    ),
+    dict(
+        type="longrope",
+        short_factor=[1.1] * 5,
+        long_factor=[2.0, 3.0, 4.0, 5.0, 6.0],
+        original_max_position_embeddings=12,
+        attention_factor=1.2,
+    ),
+    dict(rope_type="proportional", partial_rotary_factor=0.5),
+    dict(rope_type="proportional", factor=2.0),
+    dict(type="mrope", mrope_section=[1, 2]),
+    dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
+    dict(rope_type="default", partial_rotary_factor=0.5),
+    dict(rope_type=None),
+    dict(full_attention=dict(rope_type="default", rope_theta=9.0)),
+    dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0),
+)
 TYPES = ("full_attention", "sliding_attention")
 POOL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("gelu", "swish", "silu", "relu", "gelu_new"), "activation_function": ("gelu", "gelu_pytorch_tanh", "relu", "gelu_fast"),
-    "attention_bias": (True, False), "mlp_bias": (True, False), "tie_word_embeddings": (True, False), "rms_norm_eps": (0.3, 1e-2, 0, 1),
-    "layer_norm_epsilon": (0.3, 1e-2), "rope_theta": (100.0, 500, 1e6), "partial_rotary_factor": (0.5, 1.0, 0.9),
-    "original_max_position_embeddings": (4, 8, 64), "max_position_embeddings": (8, 64, 1024), "n_positions": (16, 8, 64),
-    "num_key_value_heads": (1, 2, 4, 3, 8), "head_dim": (8, 10, 6, 7, 16), "hidden_size": (24, 40, 30), "n_embd": (24, 40), "vocab_size": (64, 50),
-    "intermediate_size": (16, 31), "n_inner": (16, 31), "num_hidden_layers": (1, 3), "n_layer": (1, 3), "num_attention_heads": (2, 8, 1),
-    "n_head": (2, 8), "sliding_window": (3, 7, 100, 1, 0), "use_sliding_window": (True, False), "max_window_layers": (0, 1, 2, 28, -1),
-    "layer_types": ([TYPES[1], TYPES[0]], [TYPES[1]] * 2, [TYPES[0]] * 2, ["attention", TYPES[1]], ["linear_attention"] * 2, [TYPES[0]], "full"),
-    "num_local_experts": (4, 6, 8, 2), "num_experts": (4, 6, 8, 0), "num_experts_per_tok": (1, 3, 4, 9), "norm_topk_prob": (True, False),
-    "decoder_sparse_step": (1, 2, 3, 0), "mlp_only_layers": ([], [1], [0, 1], [7], [-1]), "moe_intermediate_size": (8, 13),
-    "scoring_func": ("softmax", "sigmoid"), "topk_method": ("greedy", "noaux_tc"), "router_aux_loss_coef": (0.1, 0.0, 1),
-    "output_router_logits": (True, False), "router_jitter_noise": (0.0, 0.1), "attention_dropout": (0.0, 0.1), "resid_pdrop": (0.0, 0.2),
-    "embd_pdrop": (0.0, 0.2), "attn_pdrop": (0.0, 0.2), "initializer_range": (0.01, 0.5, 1, 3.0), "swiglu_alpha": (1.0, 0.5),
-    "swiglu_limit": (0.5, 2.0, 7), "n_shared_experts": (0, 2, 3), "n_routed_experts": (4, 16), "n_group": (2, 1, 8), "topk_group": (1, 4, 3),
-    "routed_scaling_factor": (1.0, 3.3), "kv_lora_rank": (6,), "q_lora_rank": (None, 6), "qk_rope_head_dim": (4, 8, 5), "qk_nope_head_dim": (3,),
-    "v_head_dim": (5,), "first_k_dense_replace": (0, 2, 5), "rope_interleave": (True, False), "num_nextn_predict_layers": (0, 1, 2),
-    "num_mtp_layers": (0, 1), "scale_attn_weights": (True, False), "scale_attn_by_inverse_layer_idx": (True, False),
-    "reorder_and_upcast_attn": (True, False), "add_cross_attention": (False, True), "n_ctx": (16,), "use_cache": (False,), "dtype": ("float16",),
-    "torch_dtype": ("bfloat16",), "pad_token_id": (0, 5), "bos_token_id": (3,), "eos_token_id": ([1, 2],), "architectures": (["X"],),
-    "quantization_config": ({"bits": 4},), "pretraining_tp": (2,), "per_layer_config": ({"0": {"hidden_act": "gelu"}},), "moe_layer_freq": (1, 2),
-    "logit_scale": (2.0,), "use_alibi": (True,), "attn_implementation": ("eager",), "aux_loss_alpha": (0.1,), "seq_aux": (False,),
-    "qk_head_dim": (3,), "experts_per_token": (3,), "rotary_pct": (0.5,), "chunk_size_feed_forward": (4,), "return_dict": (False,),
-    "is_encoder_decoder": (True,), "auto_map": ({"AutoModelForCausalLM": "code.Model"},), "num_labels": (5,), "tokenizer_class": ("X",),
-    "rope_scaling": ROPES, "rope_parameters": ROPES, "final_logit_softcapping": (3.0,), "attention_multiplier": (2.0,), "top_k": (3,),
-}  # fmt: skip
+    "hidden_act": ("gelu", "swish", "silu", "relu", "gelu_new"),
+    "activation_function": ("gelu", "gelu_pytorch_tanh", "relu", "gelu_fast"),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "tie_word_embeddings": (True, False),
+    "rms_norm_eps": (0.3, 1e-2, 0, 1),
+    "layer_norm_epsilon": (0.3, 1e-2),
+    "rope_theta": (100.0, 500, 1e6),
+    "partial_rotary_factor": (0.5, 1.0, 0.9),
+    "original_max_position_embeddings": (4, 8, 64),
+    "max_position_embeddings": (8, 64, 1024),
+    "n_positions": (16, 8, 64),
+    "num_key_value_heads": (1, 2, 4, 3, 8),
+    "head_dim": (8, 10, 6, 7, 16),
+    "hidden_size": (24, 40, 30),
+    "n_embd": (24, 40),
+    "vocab_size": (64, 50),
+    "intermediate_size": (16, 31),
+    "n_inner": (16, 31),
+    "num_hidden_layers": (1, 3),
+    "n_layer": (1, 3),
+    "num_attention_heads": (2, 8, 1),
+    "n_head": (2, 8),
+    "sliding_window": (3, 7, 100, 1, 0),
+    "use_sliding_window": (True, False),
+    "max_window_layers": (0, 1, 2, 28, -1),
+    "layer_types": (
+        [TYPES[1], TYPES[0]],
+        [TYPES[1]] * 2,
+        [TYPES[0]] * 2,
+        ["attention", TYPES[1]],
+        ["linear_attention"] * 2,
+        [TYPES[0]],
+        "full",
+    ),
+    "num_local_experts": (4, 6, 8, 2),
+    "num_experts": (4, 6, 8, 0),
+    "num_experts_per_tok": (1, 3, 4, 9),
+    "norm_topk_prob": (True, False),
+    "decoder_sparse_step": (1, 2, 3, 0),
+    "mlp_only_layers": ([], [1], [0, 1], [7], [-1]),
+    "moe_intermediate_size": (8, 13),
+    "scoring_func": ("softmax", "sigmoid"),
+    "topk_method": ("greedy", "noaux_tc"),
+    "router_aux_loss_coef": (0.1, 0.0, 1),
+    "output_router_logits": (True, False),
+    "router_jitter_noise": (0.0, 0.1),
+    "attention_dropout": (0.0, 0.1),
+    "resid_pdrop": (0.0, 0.2),
+    "embd_pdrop": (0.0, 0.2),
+    "attn_pdrop": (0.0, 0.2),
+    "initializer_range": (0.01, 0.5, 1, 3.0),
+    "swiglu_alpha": (1.0, 0.5),
+    "swiglu_limit": (0.5, 2.0, 7),
+    "n_shared_experts": (0, 2, 3),
+    "n_routed_experts": (4, 16),
+    "n_group": (2, 1, 8),
+    "topk_group": (1, 4, 3),
+    "routed_scaling_factor": (1.0, 3.3),
+    "kv_lora_rank": (6,),
+    "q_lora_rank": (None, 6),
+    "qk_rope_head_dim": (4, 8, 5),
+    "qk_nope_head_dim": (3,),
+    "v_head_dim": (5,),
+    "first_k_dense_replace": (0, 2, 5),
+    "rope_interleave": (True, False),
+    "num_nextn_predict_layers": (0, 1, 2),
+    "num_mtp_layers": (0, 1),
+    "scale_attn_weights": (True, False),
+    "scale_attn_by_inverse_layer_idx": (True, False),
+    "reorder_and_upcast_attn": (True, False),
+    "add_cross_attention": (False, True),
+    "n_ctx": (16,),
+    "use_cache": (False,),
+    "dtype": ("float16",),
+    "torch_dtype": ("bfloat16",),
+    "pad_token_id": (0, 5),
+    "bos_token_id": (3,),
+    "eos_token_id": ([1, 2],),
+    "architectures": (["X"],),
+    "quantization_config": ({"bits": 4},),
+    "pretraining_tp": (2,),
+    "per_layer_config": ({"0": {"hidden_act": "gelu"}},),
+    "moe_layer_freq": (1, 2),
+    "logit_scale": (2.0,),
+    "use_alibi": (True,),
+    "attn_implementation": ("eager",),
+    "aux_loss_alpha": (0.1,),
+    "seq_aux": (False,),
+    "qk_head_dim": (3,),
+    "experts_per_token": (3,),
+    "rotary_pct": (0.5,),
+    "chunk_size_feed_forward": (4,),
+    "return_dict": (False,),
+    "is_encoder_decoder": (True,),
+    "auto_map": ({"AutoModelForCausalLM": "code.Model"},),
+    "num_labels": (5,),
+    "tokenizer_class": ("X",),
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "final_logit_softcapping": (3.0,),
+    "attention_multiplier": (2.0,),
+    "top_k": (3,),
+}
 ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
 # what is refused although transformers reads it, and why
 REASONS: dict[str, str] = {
-    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head) is missing",
+    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head) is missing",  # noqa: E501
     "a value of another type": r"\(it must be ",
-    "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a number|even|numbers|> |>= |<= |true)",
-    "an activation or dropout that we do not have": r"(hidden_act|activation_function|attention_dropout|router_jitter_noise|embd_pdrop)=",
-    "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",
-    "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",
+    "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
+    r"number|even|numbers|> |>= |<= |true)",
+    "an activation or dropout that we do not have": r"(hidden_act|activation_function|attention_dropout|router_jitter_noise|embd_pdrop)=",  # noqa: E501
+    "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
+    "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
     "weights that the config has no place for, or lacks": r"does not fit the model|has no lm_head|has a lm_head",
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
-    "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",
+    "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
     "no layer has experts": r"must leave a layer with experts",
     "heads that do not divide": r"must divide|must be a multiple|num_key_value_heads=|head_dim=",
     "modules of multi-token prediction": r"num_nextn_predict_layers",
@@ -210,12 +368,16 @@ def mutate(config: dict[str, Any], dice: random.Random) -> list[str]:
 def randomise(model: Any) -> None:
     """Weights of the size that makes attention sharp; norms, biases, sinks and routers' biases all random."""
     with torch.no_grad():
-        for name, p in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
+        for name, p in [
+            *model.named_parameters(),
+            *((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")),
+        ]:
             p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and "norm" in name else 0.0)
 
 
 def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
-    """Random weights that fit a config as transformers reads it. False: it refuses the config, or the model is too large to be tried."""
+    """Random weights that fit a config as transformers reads it. False: it refuses the config, or the model is too
+    large to be tried."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (folder / "config.json").write_text(json.dumps(config))
@@ -266,7 +428,11 @@ def their_logits(folder: Path) -> torch.Tensor | str:
             if sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) > LARGEST:
                 return "too large to be tried"
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
+            folder,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
         )
         parameters = dict(model.named_parameters())
         missing = [n for n in info["missing_keys"] if n not in parameters or parameters[n].numel()]
@@ -284,7 +450,13 @@ def our_logits(folder: Path) -> torch.Tensor:
     problems = check(model, tp=1, seq_length=SEQ)
     if problems:
         raise ConfigError(problems)
-    plan = make_plan(Run(model=model, train=TrainConfig(steps=1, global_batch=BATCH, micro_batch=BATCH, seq_length=SEQ, precision="fp64")), 1)
+    plan = make_plan(
+        Run(
+            model=model,
+            train=TrainConfig(steps=1, global_batch=BATCH, micro_batch=BATCH, seq_length=SEQ, precision="fp64"),
+        ),
+        1,
+    )
     mesh = Mesh(plan.grid, 0)
     buffers, stages = build_for_inference(plan, mesh)
     load_weights(folder, buffers, mesh)
@@ -296,7 +468,9 @@ def our_logits(folder: Path) -> torch.Tensor:
     stages.finish = lambda head, x, _: head.logits(x, torch.arange(len(tokens)))
     stages.begin([batch], seed=None)
     with torch.no_grad():
-        execute([i for i in plan.programs(1, backward=False).lists[0] if type(i) in stages.handlers()], stages.handlers())
+        execute(
+            [i for i in plan.programs(1, backward=False).lists[0] if type(i) in stages.handlers()], stages.handlers()
+        )
     stages.end()
     return stages.outputs[0]
 
@@ -343,7 +517,9 @@ def outcome(folder: Path) -> Outcome:
     off = float((ours - theirs).abs().max() / theirs.abs().max())
     loss, truth = loss_of(ours), loss_of(theirs)
     good = off <= TIMES and abs(loss - truth) <= TIMES * abs(truth)
-    return Outcome("equal") if good else Outcome("different", f"logits off by {off:.2g}, loss {loss} instead of {truth}")
+    return (
+        Outcome("equal") if good else Outcome("different", f"logits off by {off:.2g}, loss {loss} instead of {truth}")
+    )
 
 
 BAD = ("different", "traceback", "refused without a stated reason")

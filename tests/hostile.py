@@ -1,4 +1,5 @@
-"""What somebody who is not of a run can do to it over a network: look for listening sockets, write to its store, send it garbage."""
+"""What somebody who is not of a run can do to it over a network: look for listening sockets, write to its store,
+send it garbage."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ LISTENS = "0A"  # the state, in the kernel's tables
 
 
 def listeners(pids: Iterable[int] | None = None, of: str = "self") -> list[tuple[str, int]]:
-    """(address, port) of every listening socket of these processes; of None: of all in the network of process `of`. Linux alone."""
+    """(address, port) of every listening socket of these processes; of None: of all in the network of process `of`.
+    Linux alone."""
     inodes = None if pids is None else {inode for pid in pids for inode in _sockets(pid)}
     found = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -53,7 +55,8 @@ class Bomb:
 
 
 def overwrite(host: str, port: int, marker: Path) -> int:
-    """Write something that runs a command when it is unpickled under every key of the store at that port; how many. OSError: refused."""
+    """Write something that runs a command when it is unpickled under every key of the store at that port; how many.
+    OSError: refused."""
     import torch.distributed as dist
 
     socket.create_connection((host, port), timeout=5).close()
@@ -63,7 +66,9 @@ def overwrite(host: str, port: int, marker: Path) -> int:
         names = [key for key in store.list_keys() if not key.startswith("init")] if hasattr(store, "list_keys") else []
     except (RuntimeError, dist.DistError):
         return 0  # no store
-    kinds = [f"{prefix}{what}" for prefix in ("", "ranks/phalanx/") for what in ("heartbeat", "calls", "leaving", "failed")]
+    kinds = [
+        f"{prefix}{what}" for prefix in ("", "ranks/phalanx/") for what in ("heartbeat", "calls", "leaving", "failed")
+    ]
     ours = [f"{kind}/{rank}" for kind in kinds for rank in range(2)]
     for name in (*names, *ours):
         store.set(name, bomb)
@@ -71,7 +76,8 @@ def overwrite(host: str, port: int, marker: Path) -> int:
 
 
 def fuzz(host: str, port: int, count: int, seed: int) -> None:
-    """Send so many messages of random bytes, of the beginnings of torch's, and of both, each over a connection of its own."""
+    """Send so many messages of random bytes, of the beginnings of torch's, and of both, each over a connection of
+    its own."""
     pick = random.Random(seed)
     for _ in range(count):
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5) as line:

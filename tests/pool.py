@@ -53,7 +53,8 @@ def join_network(number: int) -> None:
 
 
 def free_port() -> int:
-    """One that no connection is given by the kernel (those are above 32768), and no other process that runs tests looks at first."""
+    """One that no connection is given by the kernel (those are above 32768), and no other process that runs tests
+    looks at first."""
     first = 10000 + os.getpid() * 16 % 20000
     for port in [*range(first, first + 16), *range(10000, 30000)]:
         with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
@@ -73,7 +74,9 @@ def _serve(pipe: Any, rank: int, network: int | None) -> None:
         if job is None:
             return
         world, store, target, args, timeout = job
-        faulthandler.dump_traceback_later(timeout - 5, file=sys.__stderr__)  # where a rank that will not answer in time is
+        faulthandler.dump_traceback_later(
+            timeout - 5, file=sys.__stderr__
+        )  # where a rank that will not answer in time is
         try:
             pipe.send((True, _run(rank, world, store, target, args)))
             faulthandler.cancel_dump_traceback_later()
@@ -97,7 +100,8 @@ def _run(rank: int, world: int, store: str, target: str, args: tuple) -> Any:
 
 
 class RankPool:
-    """`run("tests.x:function", world, *args)` calls function(rank, world, *args) on `world` ranks with a gloo world, and returns all results."""
+    """`run("tests.x:function", world, *args)` calls function(rank, world, *args) on `world` ranks with a gloo world,
+    and returns all results."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Any]] = []
@@ -151,12 +155,13 @@ class RankPool:
 
 
 def warm_imports() -> None:
-    """Import what ranks need before they are forked, and keep it out of their garbage collections, which would copy every page."""
+    """Import what ranks need before they are forked, and keep it out of their garbage collections, which would copy
+    every page."""
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    import phalanx.train.build
-    import phalanx.train.step  # noqa: F401
+    import phalanx.engine.build
+    import phalanx.engine.step  # noqa: F401
 
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 3000))
     if gc.get_freeze_count() == 0:

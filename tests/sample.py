@@ -8,13 +8,14 @@ from collections.abc import Hashable, Iterable, Mapping
 import pytest
 
 from phalanx.base.rules import default_of
-from phalanx.train.config import Run
+from phalanx.config.run import Run
 
 OF_TRAIN = ("recompute", "recompute_ops", "precision", "fp8", "freeze", "cuda_graphs", "kernels", "deterministic")
 
 
 def covering(cases: Mapping[str, Iterable[Hashable]], seed: int = 20261122) -> list[str]:
-    """Names of a few cases that together have every feature of any: of the cases in an order drawn by seed, those with one not seen before."""
+    """Names of a few cases that together have every feature of any: of the cases in an order drawn by seed, those
+    with one not seen before."""
     order, seen, chosen = random.Random(seed).sample(sorted(cases), len(cases)), set[Hashable](), set[str]()
     for name in order:
         if not seen.issuperset(cases[name]):
@@ -30,7 +31,14 @@ def rest_in_soak(names: Iterable[Hashable], chosen: Iterable[Hashable]) -> list:
 
 
 def features(run: Run) -> set[Hashable]:
-    """Of a run: its family, and each option of its layout (and those of `train` that change what is computed) that is not the default."""
-    options = [("layout", run.layout, name) for name in vars(run.layout)] + [("train", run.train, name) for name in OF_TRAIN]
-    changed = {(f"{section}.{name}", repr(getattr(c, name))) for section, c, name in options if getattr(c, name) != default_of(type(c), name)}
+    """Of a run: its family, and each option of its layout (and those of `train` that change what is computed) that
+    is not the default."""
+    options = [("layout", run.layout, name) for name in vars(run.layout)] + [
+        ("train", run.train, name) for name in OF_TRAIN
+    ]
+    changed = {
+        (f"{section}.{name}", repr(getattr(c, name)))
+        for section, c, name in options
+        if getattr(c, name) != default_of(type(c), name)
+    }
     return {run.model.family, *changed}

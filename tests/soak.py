@@ -1,4 +1,5 @@
-"""What a run of tests was, as a page of Markdown: `make soak` writes it, from the reports that pytest has at its end."""
+"""What a run of tests was, as a page of Markdown: `make soak` writes it, from the reports that pytest has at its
+end."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ HEAD = """# The large sets of tests
 
 
 def table(stats: Mapping[str, Sequence[Any]], workers: int) -> str:
-    """stats: pytest's reports by outcome. A row a test function, the longest first; failed ones and reasons to skip below. Errors are failures."""
+    """stats: pytest's reports by outcome. A row a test function, the longest first; failed ones and reasons to skip
+    below. Errors are failures."""
     counts: dict[str, Counter] = defaultdict(Counter)
     seconds: dict[str, Counter] = defaultdict(Counter)
     for outcome in (*OUTCOMES, "error"):
@@ -34,12 +36,23 @@ def table(stats: Mapping[str, Sequence[Any]], workers: int) -> str:
     for name in sorted(counts, key=lambda name: -took.get(name, 0.0)):
         total.update(counts[name])
         rows.append(row(f"`{name}`", counts[name], took.get(name, 0.0), max(seconds[name].values(), default=0.0)))
-    rows.append(row("all", total, sum(took.values()), max((s for times in seconds.values() for s in times.values()), default=0.0)))
+    rows.append(
+        row(
+            "all",
+            total,
+            sum(took.values()),
+            max((s for times in seconds.values() for s in times.values()), default=0.0),
+        )
+    )
     failed = sorted({r.nodeid for outcome in ("failed", "error") for r in stats.get(outcome, ())})
-    reasons = Counter(str(r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr) for r in stats.get("skipped", ()))
+    reasons = Counter(
+        str(r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr) for r in stats.get("skipped", ())
+    )
     parts = [HEAD + "\n".join(rows), f"Seconds are summed over {workers} workers. {where()}"]
     parts += [f"Failed:\n\n{bullets(failed)}"] if failed else []
-    parts += [f"Skipped:\n\n{bullets(f'{count}: {reason}' for reason, count in reasons.most_common())}"] if reasons else []
+    parts += (
+        [f"Skipped:\n\n{bullets(f'{count}: {reason}' for reason, count in reasons.most_common())}"] if reasons else []
+    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -51,7 +64,11 @@ def section(nodeid: str) -> str:
 
 
 def row(name: str, counts: Counter, seconds: float, longest: float) -> str:
-    return f"| {name} | {sum(counts.values())} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + f" | {seconds:.0f} | {longest:.0f} |"
+    return (
+        f"| {name} | {sum(counts.values())} | "
+        + " | ".join(str(counts[o]) for o in OUTCOMES)
+        + f" | {seconds:.0f} | {longest:.0f} |"
+    )
 
 
 def bullets(lines: Any) -> str:
@@ -59,7 +76,12 @@ def bullets(lines: Any) -> str:
 
 
 def where() -> str:
-    told = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     commit = told.stdout.strip() or "unknown"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
-    return f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}."
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, {versions}."
+    )

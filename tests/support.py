@@ -2,8 +2,8 @@
 
     python -m tests.support docs/support.md --jobs 8 --results pairs.jsonl --minutes 8
 
-runs the pairs that pairs.jsonl does not have yet, and writes the page from all of them; called again it goes on. A pair takes about half
-a second of one core. tests/test_support.py runs some.
+runs the pairs that pairs.jsonl does not have yet, and writes the page from all of them; called again it goes on. A
+pair takes about half a second of one core. tests/test_support.py runs some.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.base import tree
-from phalanx.base.batch import Batch
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.convert import export
@@ -42,19 +41,21 @@ from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.loader import micro_batch_samples, train_loader
 from phalanx.data.packing import make_packing, packing_path, write_packing
-from phalanx.train.build import State, build, init_weights
-from phalanx.train.checks import Facts, check
-from phalanx.train.config import Run
-from phalanx.train.generate import load_for_inference, next_logits
-from phalanx.train.low import unsafe
-from phalanx.train.plan import make_plan, storing_all, without_layout
-from phalanx.train.replicas import check_replicas
-from phalanx.train.saves import numbers_of
-from phalanx.train.shadow import apart
-from phalanx.train.step import accumulate, evaluate_step, shadow_of, update
+from phalanx.engine.build import State, build, init_weights
+from phalanx.engine.fp8_state import unsafe
+from phalanx.engine.replicas import check_replicas
+from phalanx.engine.shadow import apart
+from phalanx.engine.step import accumulate, evaluate_step, shadow_of, update
+from phalanx.forecast.check import Facts, check
+from phalanx.forecast.decide import make_plan
+from phalanx.inference.generate import load_for_inference, next_logits
+from phalanx.planning.plan import storing_all, without_layout
+from phalanx.sequence.batch import Batch
+from phalanx.training.saves import numbers_of
 from tests.parity import assemble, compare, parts_of, random_weights, step_batches
 from tests.pool import RankPool, warm_imports
 from tests.support_features import CORPUS, FEATURES, Feature, Trial, exclude, trial
@@ -76,8 +77,8 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was changed to make a refused run work.
-    code, versions: of what it was found."""
+    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was changed to
+    make a refused run work. code, versions: of what it was found."""
 
     kind: Literal["green", "refused", "apart", "failed"]
     text: str = ""
@@ -89,7 +90,7 @@ class Outcome:
     versions: str = ""
 
 
-# ---- one pair ------------------------------------------------------------------------------------------------------------------
+# ---- one pair ------------------------------------------------------------------------------------
 
 
 def judge(ranks: RankPool, a: Feature, b: Feature) -> Outcome:
@@ -144,7 +145,9 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                 resume_near(ranks, t, alone, Path(folder) / source, savers)
         elif "resume" in t.also:
             for what, n, source in ((alone, 1, "ranks"), (t, t.world, "alone")):
-                equal_enough(ranks, t, alone, ranks.run("tests.support:resume", n, what, Path(folder) / source), truth["more"])
+                equal_enough(
+                    ranks, t, alone, ranks.run("tests.support:resume", n, what, Path(folder) / source), truth["more"]
+                )
         if "export" in t.also and t.near:
             for source, savers in saved.items():
                 exports_weights(Path(folder) / source, savers)
@@ -159,7 +162,8 @@ def not_as_codes(t: Trial) -> Trial:
 
 
 def same_bits(t: Trial, found: list[dict], other: list[dict]) -> None:
-    """Of two ways to the experts. Where a rank may lack room only the first step's: its amax may be of a token without room (docs/experts.md)."""
+    """Of two ways to the experts. Where a rank may lack room only the first step's: its amax may be of a token
+    without room (docs/experts.md)."""
     grads = 1 if make_plan(t.run, t.world).room_may_lack else len(other[0]["grads"])
     for a, b in zip(found, other):
         pairs = [pair for step in range(grads) for pair in zip(a["grads"][step], b["grads"][step])]
@@ -169,9 +173,13 @@ def same_bits(t: Trial, found: list[dict], other: list[dict]) -> None:
 
 
 def resume_near(ranks: RankPool, t: Trial, alone: Trial, folder: Path, savers: list[dict]) -> None:
-    """What was saved is loaded to the bit, and a step from there is near to float64's from there, in the layout and on one process."""
+    """What was saved is loaded to the bit, and a step from there is near to float64's from there, in the layout and
+    on one process."""
     weights = assemble([r["weights"] for r in savers])
-    found, [usual], [ideal] = (ranks.run("tests.support:resume", n, what, folder) for what, n in ((t, t.world), (alone, 1), (exactly(alone), 1)))
+    found, [usual], [ideal] = (
+        ranks.run("tests.support:resume", n, what, folder)
+        for what, n in ((t, t.world), (alone, 1), (exactly(alone), 1))
+    )
     for results in (found, [usual]):
         for name, values in assemble([r["loaded"] for r in results]).items():
             np.testing.assert_array_equal(values, weights[name], err_msg=f"{name} as loaded")
@@ -238,12 +246,16 @@ def equal_enough(ranks: RankPool, t: Trial, alone: Trial, found: list[dict], tru
 
 
 def stay_near(t: Trial, found: list[dict], alone: dict, ideal: dict[str, np.ndarray]) -> None:
-    """No tensor's first gradient is further from float64 than twice what one process in the same precision is, and a rounding.
+    """No tensor's first gradient is further from float64 than twice what one process in the same precision is, and a
+    rounding.
 
-    Other codes of 8 or 4 bits are other noise, by which a small tensor may be far off by chance: of these four times, but all together half more.
+    Other codes of 8 or 4 bits are other noise, by which a small tensor may be far off by chance: of these four
+    times, but all together half more.
     """
     room = NEAR_FP8 if t.run.train.fp8 else NEAR[t.run.train.precision]
-    times = 4 if t.run.train.kernels == "triton" or t.run.train.fp8 else 2  # Triton's interpreter cuts numbers to bf16, a GPU rounds
+    times = (
+        4 if t.run.train.kernels == "triton" or t.run.train.fp8 else 2
+    )  # Triton's interpreter cuts numbers to bf16, a GPU rounds
     every = []
     grads = assemble([r["grads"][0] for r in found])
     largest = max(np.linalg.norm(g) for g in ideal.values())
@@ -262,18 +274,23 @@ def stay_near(t: Trial, found: list[dict], alone: dict, ideal: dict[str, np.ndar
 def one_process(t: Trial) -> Trial:
     run = without_layout(storing_all(t.run))
     train = replace(run.train, kernels="auto", deterministic=False, cuda_graphs="auto")
-    return replace(t, run=replace(run, train=train, layout=replace(run.layout, sharding=0, prefetch=1, reshard_after_forward=True)), world=1)
+    return replace(
+        t,
+        run=replace(run, train=train, layout=replace(run.layout, sharding=0, prefetch=1, reshard_after_forward=True)),
+        world=1,
+    )
 
 
 def exactly(alone: Trial) -> Trial:
     return replace(alone, run=replace(alone.run, train=replace(alone.run.train, precision="fp64", fp8=None)), also=())
 
 
-# ---- what each rank runs -------------------------------------------------------------------------------------------------------
+# ---- what each rank runs -------------------------------------------------------------------------
 
 
 def train_and_more(rank: int, world: int, t: Trial, folder: Path | None) -> dict:
-    """Some steps and what the trial does beside them; `more` holds a further step, of a trial that is to be resumed before it."""
+    """Some steps and what the trial does beside them; `more` holds a further step, of a trial that is to be resumed
+    before it."""
     state = started(rank, world, t, folder)
     beside: dict[str, Any] = {}
     if "shadow" in t.also:
@@ -341,7 +358,8 @@ def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
 
 
 def begin_low(state: State, batches: list[Batch], step: int) -> dict[int, torch.Tensor] | None:
-    """As the loop does before a step: train.fp8.last_steps, and the reference of a shadow step where it decides who falls back."""
+    """As the loop does before a step: train.fp8.last_steps, and the reference of a shadow step where it decides who
+    falls back."""
     low, train = state.low, state.plan.run.train
     if low is None or train.fp8 is None:
         return None
@@ -364,7 +382,9 @@ def batches_of(t: Trial, run: Run, mesh: Mesh, step: int) -> list[Batch]:
     if run.data.packing == "off":
         return step_batches(run, mesh, step, t.documents)
     train, size = run.train, run.train.global_batch
-    loader = train_loader(run.data, seq_length=train.seq_length, seed=train.seed, vocab_size=run.model.vocab_size, samples=size)
+    loader = train_loader(
+        run.data, seq_length=train.seq_length, seed=train.seed, vocab_size=run.model.vocab_size, samples=size
+    )
     samples = micro_batch_samples(step * size, size, train.micro_batch, mesh.dp.size, mesh.dp.index)
     return [loader.batch(each).cut(mesh.part) for each in samples]
 
@@ -379,14 +399,24 @@ def spoil(state: State) -> None:
 def save_to(state: State, folder: Path) -> None:
     run = state.plan.run
     snapshot = Snapshot(STEPS, STEPS * run.train.global_batch, run.model, {}, {})
-    content = collect(snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, MAX_FILE_BYTES, more=numbers_of(state))
+    content = collect(
+        snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, MAX_FILE_BYTES, more=numbers_of(state)
+    )
     write(content, Target(folder, Storage()), state.mesh.world)
 
 
 def resume(rank: int, world: int, t: Trial, folder: Path) -> dict:
     """The step after those of a checkpoint."""
     state = started(rank, world, replace(t, also=()), None)
-    load_state(folder / "step-00000002", state.buffers, state.optimizer, state.scaler, state.mesh, t.run.model, numbers_of(state))
+    load_state(
+        folder / "step-00000002",
+        state.buffers,
+        state.optimizer,
+        state.scaler,
+        state.mesh,
+        t.run.model,
+        numbers_of(state),
+    )
     if state.low is not None:
         state.low.loaded()
     loaded = parts_of(state, "master")
@@ -402,7 +432,7 @@ def same_exports(folder: Path, other: Path) -> None:
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4 * np.abs(found[1]).max())
 
 
-# ---- all pairs -----------------------------------------------------------------------------------------------------------------
+# ---- all pairs -----------------------------------------------------------------------------------
 
 
 def pairs() -> Iterator[tuple[Feature, Feature]]:
@@ -455,7 +485,10 @@ def code_here() -> str:
 
 
 def versions_here() -> str:
-    return f"Python {platform.python_version()}, torch {torch.__version__}, triton {metadata.version('triton')}, numpy {np.__version__}"
+    return (
+        f"Python {platform.python_version()}, torch {torch.__version__}, triton "
+        f"{metadata.version('triton')}, numpy {np.__version__}"
+    )
 
 
 def known(results: Path) -> dict[tuple[str, str], Outcome]:
@@ -472,7 +505,10 @@ def known(results: Path) -> dict[tuple[str, str], Outcome]:
 
 def by_pair(outcomes: dict[tuple[str, str], Outcome]) -> dict[tuple[str, str], Outcome]:
     """Those of today's pairs, in their order; what no run has needs none."""
-    found = {(a.name, b.name): outcomes.get((a.name, b.name)) if exclude(a, b) is None else judge_apart(a, b) for a, b in pairs()}
+    found = {
+        (a.name, b.name): outcomes.get((a.name, b.name)) if exclude(a, b) is None else judge_apart(a, b)
+        for a, b in pairs()
+    }
     return {pair: o for pair, o in found.items() if o is not None}
 
 
@@ -480,7 +516,7 @@ def judge_apart(a: Feature, b: Feature) -> Outcome:
     return Outcome("apart", exclude(a, b) or "")
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 SIGNS = {"green": "+", "apart": "\u00b7", "failed": "!"}
 INTRO = """# What works with what
@@ -496,22 +532,31 @@ show; with experts on several ranks codes do differ (docs/training.md), and grad
 Rows and columns are features, by number. `+`: green; `\u00b7`: no run has both (two values of one setting, or no family of models has both);
 a letter: refused by the config's check, for the reason below; `!`: failed. On the diagonal a feature is alone. Of CUDA graphs what they need of
 memory is compared here (on CPUs blocks run as they are); the graphs themselves by `tests/gpu/layouts.py`.
-"""
+"""  # noqa: E501
 
 
 def page(outcomes: dict[tuple[str, str], Outcome], made: str) -> str:
     rules = list(dict.fromkeys(o.rule for o in outcomes.values() if o.rule))
     letters = {rule: chr(ord("a") + i) for i, rule in enumerate(rules)}
     kinds = [o.kind for o in outcomes.values()]
-    counts = f"{len(kinds)} pairs of {len(FEATURES)} features: {kinds.count('green')} green, {kinds.count('refused')} refused"
+    counts = (
+        f"{len(kinds)} pairs of {len(FEATURES)} features: {kinds.count('green')} green, "
+        f"{kinds.count('refused')} refused"
+    )
     counts += f" by {len(rules)} rules, {kinds.count('failed')} failed; of {kinds.count('apart')} no run has both."
     missing = len(list(pairs())) - len(kinds)
     counts += f" {missing} were not run (`?`)." if missing else ""
-    parts = [INTRO.format(green=kinds.count("green"), counts=counts), "```text\n" + table(outcomes, letters) + "\n```\n"]
+    parts = [
+        INTRO.format(green=kinds.count("green"), counts=counts),
+        "```text\n" + table(outcomes, letters) + "\n```\n",
+    ]
     parts += ["## Refused\n", *(refusal(letter, rule, outcomes) for rule, letter in letters.items())]
     failed = {pair: o for pair, o in outcomes.items() if o.kind == "failed"}
     if failed:
-        parts += ["## Failed\n", "\n".join(f"- {a} with {b}: `{last_line(o.text)}`" for (a, b), o in failed.items()) + "\n"]
+        parts += [
+            "## Failed\n",
+            "\n".join(f"- {a} with {b}: `{last_line(o.text)}`" for (a, b), o in failed.items()) + "\n",
+        ]
     return "\n".join([*parts, made])
 
 
@@ -530,7 +575,9 @@ def table(outcomes: dict[tuple[str, str], Outcome], letters: dict[Any, str]) -> 
 
 def spaced(signs: list[str]) -> str:
     """A gap between the columns of two groups."""
-    return "".join((" " if i and f.group != FEATURES[i - 1].group else "") + s for i, (f, s) in enumerate(zip(FEATURES, signs)))
+    return "".join(
+        (" " if i and f.group != FEATURES[i - 1].group else "") + s for i, (f, s) in enumerate(zip(FEATURES, signs))
+    )
 
 
 def sign(outcome: Outcome | None, letters: dict[Any, str]) -> str:
@@ -548,26 +595,47 @@ def refusal(letter: str, rule: tuple[str, str], outcomes: dict[tuple[str, str], 
 
 
 def last_line(text: str) -> str:
-    return next((line for line in reversed(text.strip().splitlines()) if line.strip()), "").strip()[:200].replace("`", "'")
+    return (
+        next((line for line in reversed(text.strip().splitlines()) if line.strip()), "").strip()[:200].replace("`", "'")
+    )
 
 
 def how_made(outcomes: Collection[Outcome]) -> str:
     ran = [o for o in outcomes if o.kind != "apart"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     minutes, old = sum(o.seconds for o in ran) / 60, sum(o.code != code_here() for o in ran)
-    state = "All runs had the sources of this commit" if not old else f"{len(ran) - old} runs had the sources of this commit, {old} earlier ones"
-    versions = "; ".join(f"{v or 'versions not kept'}: {n} pairs" for v, n in Counter(o.versions for o in ran).most_common())
-    lines = [f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, CPU ranks over gloo, {minutes:.0f} minutes of runs.", f"{state}. {versions}."]
+    state = (
+        "All runs had the sources of this commit"
+        if not old
+        else f"{len(ran) - old} runs had the sources of this commit, {old} earlier ones"
+    )
+    versions = "; ".join(
+        f"{v or 'versions not kept'}: {n} pairs" for v, n in Counter(o.versions for o in ran).most_common()
+    )
+    lines = [
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, CPU ranks over gloo, {minutes:.0f} minutes of runs.",
+        f"{state}. {versions}.",
+    ]
     return "## How it was made\n\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path, help="the Markdown file to write")
-    parser.add_argument("--results", type=Path, default=Path("support.jsonl"), help="outcomes so far; new ones are added")
-    parser.add_argument("--jobs", type=int, default=1, help="pools of ranks that run at once (each has up to 8 processes)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("support.jsonl"), help="outcomes so far; new ones are added"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="pools of ranks that run at once (each has up to 8 processes)"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no more runs after so many minutes")
-    parser.add_argument("--again", choices=("failed", "refused", "old"), nargs="*", default=[], help="judge these again; old: of other sources")
+    parser.add_argument(
+        "--again",
+        choices=("failed", "refused", "old"),
+        nargs="*",
+        default=[],
+        help="judge these again; old: of other sources",
+    )
     options = parser.parse_args()
     outcomes = known(options.results)
     names = [(a.name, b.name) for a, b in pairs()]

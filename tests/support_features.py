@@ -1,19 +1,20 @@
-"""The features of the support matrix, each a named change of one tiny run, and the run that has two of them on the fewest ranks."""
+"""The features of the support matrix, each a named change of one tiny run, and the run that has two of them on the
+fewest ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from phalanx.config.run import Fp8Config, Run, TrainConfig
 from phalanx.data.config import DataConfig
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
 from phalanx.optim.config import OptimConfig
-from phalanx.train.config import Fp8Config, Run, TrainConfig
-from phalanx.train.memory import OVERHEAD, rank_uses
-from phalanx.train.plan import make_plan
 
 DENSE = ("llama", "qwen3", "mistral", "qwen2")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -22,11 +23,19 @@ Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ra
 
 
 def model_of(family: str, unit: int, length: int) -> Any:
-    """Two layers whose linears are multiples of `unit` on each of two tp ranks; odd vocabulary. Families that have experts have four."""
+    """Two layers whose linears are multiples of `unit` on each of two tp ranks; odd vocabulary. Families that have
+    experts have four."""
     common: dict[str, Any] = dict(vocab_size=131, hidden_size=2 * unit, num_hidden_layers=2)
     heads = dict(**common, intermediate_size=2 * unit, num_attention_heads=8, num_key_value_heads=4, head_dim=unit // 2)
     chosen = dict(num_experts_per_tok=2, router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
-    latent = dict(q_lora_rank=unit, kv_lora_rank=unit, qk_nope_head_dim=unit, qk_rope_head_dim=unit, v_head_dim=unit, num_attention_heads=4)
+    latent = dict(
+        q_lora_rank=unit,
+        kv_lora_rank=unit,
+        qk_nope_head_dim=unit,
+        qk_rope_head_dim=unit,
+        v_head_dim=unit,
+        num_attention_heads=4,
+    )
     match family:
         case "llama":
             return LlamaConfig(**heads)
@@ -37,17 +46,31 @@ def model_of(family: str, unit: int, length: int) -> Any:
         case "qwen2":
             return Qwen2Config(**heads, sliding_window=9, max_window_layers=1)
         case "gpt2":
-            own = dict(hidden_size=4 * unit, num_attention_heads=8, intermediate_size=2 * unit, max_position_embeddings=length)
+            own = dict(
+                hidden_size=4 * unit, num_attention_heads=8, intermediate_size=2 * unit, max_position_embeddings=length
+            )
             return GPT2Config(**{**common, **own})
         case "mixtral":
             return MixtralConfig(**heads, **chosen, num_local_experts=4)
         case "qwen3_moe":
-            return Qwen3MoEConfig(**heads, **chosen, num_experts=4, moe_intermediate_size=2 * unit, decoder_sparse_step=2)
+            return Qwen3MoEConfig(
+                **heads, **chosen, num_experts=4, moe_intermediate_size=2 * unit, decoder_sparse_step=2
+            )
         case "gpt_oss":
             return GptOssConfig(**heads, **chosen, num_local_experts=4, sliding_window=5)
         case "deepseek_v3":
-            return DeepseekV3Config(**common, **latent, **chosen, intermediate_size=2 * unit, first_k_dense_replace=1, n_routed_experts=4,
-                                    moe_intermediate_size=2 * unit, n_group=2, topk_group=1, router_bias_update_rate=0.05)  # fmt: skip
+            return DeepseekV3Config(
+                **common,
+                **latent,
+                **chosen,
+                intermediate_size=2 * unit,
+                first_k_dense_replace=1,
+                n_routed_experts=4,
+                moe_intermediate_size=2 * unit,
+                n_group=2,
+                topk_group=1,
+                router_bias_update_rate=0.05,
+            )
     raise KeyError(family)
 
 
@@ -56,11 +79,12 @@ class Feature:
     """A change of the run.
 
     families   that have it; the first that both features of a pair have is taken
-    kind       of several features of one kind a run has one
-    model, layout, train, optim, fp8   values of these sections
-    least      sharding level that it needs at least
-    dp, data   ranks of dp, and of dp and cp together, that it needs at least
-    reads      values of the section `data`; documents: several in a sequence ("packed": and padding), where `reads` packs none
+    kind       of several features of one kind a run has one model, layout, train, optim, fp8   values of these
+    sections
+    least      sharding level that it needs at least dp, data   ranks of dp, and of dp and cp together, that it needs
+    at least
+    reads      values of the section `data`; documents: several in a sequence ("packed": and padding), where `reads`
+    packs none
     micro      micro-batches of a rank; budget: of memory for activations, half of what they take
     unit       sizes of linears are multiples of it; also: what is done beside training
     near       compared with float64 as one process in the same precision is, rather than to 1e-9
@@ -95,7 +119,15 @@ def model(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "", **cha
     return Feature(name, "Models", kind, families, model=changes)
 
 
-def ranks(name: str, kind: str, families: tuple[str, ...] = FAMILIES, dp: int = 1, data: int = 1, micro: int = 1, **layout: Any) -> Feature:
+def ranks(
+    name: str,
+    kind: str,
+    families: tuple[str, ...] = FAMILIES,
+    dp: int = 1,
+    data: int = 1,
+    micro: int = 1,
+    **layout: Any,
+) -> Feature:
     return Feature(name, "Layout", kind, families, layout=layout, dp=dp, data=data, micro=micro)
 
 
@@ -111,7 +143,9 @@ def recipe(name: str, unit: int = 16) -> Feature:
     return Feature(f"FP8 {name}", "Precision", "recipe", fp8={"recipe": name}, unit=unit)
 
 
-def made_again(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "recompute", budget: bool = False, **train: Any) -> Feature:
+def made_again(
+    name: str, families: tuple[str, ...] = FAMILIES, kind: str = "recompute", budget: bool = False, **train: Any
+) -> Feature:
     return Feature(name, "Memory", kind, families, train=train, budget=budget)
 
 
@@ -124,7 +158,9 @@ KEYS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")  # families with heads of key
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
 CORPUS = "documents"  # prefix of the file that a trial with packing gets
-SMALL_BUCKETS = 0  # MiB: each block has its own; the config's rules want at least 1, which would hold the whole of these models
+SMALL_BUCKETS = (
+    0  # MiB: each block has its own; the config's rules want at least 1, which would hold the whole of these models
+)
 
 FEATURES = (
     *(family(name) for name in FAMILIES),
@@ -208,7 +244,8 @@ FEATURES = (
     beside("FP8 shadow steps", "shadow", fp8={"shadow_interval": 1}, unit=16),
     beside("comparing replicas", "replicas"),
     beside("a bad step skipped", "skip"),
-)  # fmt: skip
+)
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -243,7 +280,9 @@ def trial(a: Feature, b: Feature) -> Trial:
     documents, unit = b.documents or a.documents, max(a.unit, b.unit)
     near = a.near or b.near
     # other tokens share scales than on one process: those of several micro-batches, or of the documents of a rank
-    other_codes = bool(fp8) and (max(layout.get("ep", 1), layout.get("etp", 1)) > 1 or layout.get("cp_degree") == "dynamic")
+    other_codes = bool(fp8) and (
+        max(layout.get("ep", 1), layout.get("etp", 1)) > 1 or layout.get("cp_degree") == "dynamic"
+    )
     length = unit * tp * 2 * cp if fp8 else 16  # each rank's tokens are whole blocks of scales
     sequences = train.get("micro_batch", 1)
     made = changed_model(a, b, unit, length, near or other_codes)
@@ -251,19 +290,32 @@ def trial(a: Feature, b: Feature) -> Trial:
         blocks, count = made.num_hidden_layers + 2 + (made.predict_layers > 0), pp * layout.get("virtual_stages", 1)
         layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
     micro = max(a.micro, b.micro) * (2 if "ramp-up" in also else 1)
-    options = {"global_batch": dp * micro * sequences, "micro_batch": sequences, "seq_length": length, "steps": 10,
-               "precision": "fp32" if near else "fp64", "fp8": Fp8Config(**{"recipe": "tensorwise", **fp8}) if fp8 else None}  # fmt: skip
+    options = {
+        "global_batch": dp * micro * sequences,
+        "micro_batch": sequences,
+        "seq_length": length,
+        "steps": 10,
+        "precision": "fp32" if near else "fp64",
+        "fp8": Fp8Config(**{"recipe": "tensorwise", **fp8}) if fp8 else None,
+    }
     run = Run(
-        model=made, train=TrainConfig(**{**options, **train}), layout=LayoutConfig(**layout), optim=OptimConfig(**{**a.optim, **b.optim}),
+        model=made,
+        train=TrainConfig(**{**options, **train}),
+        layout=LayoutConfig(**layout),
+        optim=OptimConfig(**{**a.optim, **b.optim}),
         data=data_of({**a.reads, **b.reads}, bool(documents)),
-    )  # fmt: skip
+    )
     world = tp * cp * pp * dp
     return Trial(with_budget(run, world) if a.budget or b.budget else run, world, documents, also, near or other_codes)
 
 
 def data_of(reads: dict[str, Any], documents: bool) -> DataConfig:
     """Documents that are packed lie in a file; others are made up."""
-    return DataConfig(paths=(CORPUS,), split="1,0,0", **reads) if reads else DataConfig(mock=True, document_attention=documents)
+    return (
+        DataConfig(paths=(CORPUS,), split="1,0,0", **reads)
+        if reads
+        else DataConfig(mock=True, document_attention=documents)
+    )
 
 
 def changed_model(a: Feature, b: Feature, unit: int, length: int, near: bool) -> Any:

@@ -1,4 +1,5 @@
-"""Gathers and scatters of an axis on gloo: the same result for parts small enough for an all-to-all and for larger ones, in every dtype."""
+"""Gathers and scatters of an axis on gloo: the same result for parts small enough for an all-to-all and for larger
+ones, in every dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ def exchanged(rank: int, world: int, rows: int, dtype: torch.dtype) -> tuple[tor
     axis, x = Axis("x", tuple(range(world)), rank), part(rank, rows, dtype)
     whole = axis.all_gather(x, async_op=True).wait()
     axis.barrier()
-    sums = axis.reduce_scatter(part(rank, rows * world, dtype)).wait() if dtype.is_floating_point and dtype.itemsize > 1 else None
+    sums = (
+        axis.reduce_scatter(part(rank, rows * world, dtype)).wait()
+        if dtype.is_floating_point and dtype.itemsize > 1
+        else None
+    )
     return whole.view(torch.uint8), sums
 
 

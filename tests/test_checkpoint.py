@@ -1,4 +1,5 @@
-"""Checkpoints: saved under one layout and loaded under another bit for bit; Hugging Face both ways; no crash or damage goes unseen."""
+"""Checkpoints: saved under one layout and loaded under another bit for bit; Hugging Face both ways; no crash or
+damage goes unseen."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.base.errors import CheckpointError, FolderInUse, PeerLost
 from phalanx.checkpoint.agree import agree
+from phalanx.checkpoint.boxes import items_in
 from phalanx.checkpoint.hf import differences, from_hf, model_config_from_hf, to_hf
-from phalanx.checkpoint.holdings import items_in
 from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
@@ -43,8 +44,14 @@ from tests.parity import MODELS
 from tests.sample import covering, rest_in_soak
 
 TINY = replace(
-    MODELS["llama"], num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=11,
-)  # fmt: skip
+    MODELS["llama"],
+    num_hidden_layers=1,
+    hidden_size=8,
+    intermediate_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=11,
+)
 
 
 def tiny_run(**changes):
@@ -63,7 +70,8 @@ def root(tmp_path):
     return tmp_path / "checkpoints"
 
 
-# --- any layout to any layout ---------------------------------------------------------------------------------------------------
+# --- any layout to any layout
+# ---------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "1": (1, dict()),
@@ -82,8 +90,15 @@ LAYOUTS = {
 
 
 def pairs():
-    """Each layout is saved once or twice per model, each time for another to load; gpt2 and llama differ in all that can be cut."""
-    for model, precision in (("llama", "bf16"), ("llama-tied", "fp32"), ("gpt2", "bf16"), ("gpt2", "fp64"), ("llama", "fp16")):
+    """Each layout is saved once or twice per model, each time for another to load; gpt2 and llama differ in all that
+    can be cut."""
+    for model, precision in (
+        ("llama", "bf16"),
+        ("llama-tied", "fp32"),
+        ("gpt2", "bf16"),
+        ("gpt2", "fp64"),
+        ("llama", "fp16"),
+    ):
         pick = random.Random(f"{model} {precision}")
         names = pick.sample(list(LAYOUTS), 5)
         for a, b in zip(names, names[1:] + names[:1]):
@@ -105,12 +120,21 @@ LAYOUTS_OF_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("model, precision, saved, loaded", [
-    ("mixtral-full", "bf16", "edp2 ep2", "ep4"), ("mixtral-full", "bf16", "ep4", "pp2 ep2"), ("qwen3_moe", "fp32", "1", "ep2 etp2"),
-    ("qwen3_moe", "bf16", "pp2 ep2", "1"), ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
-    ("gpt_oss", "bf16", "cp4 ep2", "pp2 ep2"), ("gpt_oss", "bf16", "ep2 etp2", "cp4 ep2"), ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
-    ("mixtral-full", "bf16", "edp2 ep2 level 3", "ep4"), ("gpt_oss", "bf16", "1", "edp2 ep2 level 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, precision, saved, loaded",
+    [
+        ("mixtral-full", "bf16", "edp2 ep2", "ep4"),
+        ("mixtral-full", "bf16", "ep4", "pp2 ep2"),
+        ("qwen3_moe", "fp32", "1", "ep2 etp2"),
+        ("qwen3_moe", "bf16", "pp2 ep2", "1"),
+        ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
+        ("gpt_oss", "bf16", "cp4 ep2", "pp2 ep2"),
+        ("gpt_oss", "bf16", "ep2 etp2", "cp4 ep2"),
+        ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
+        ("mixtral-full", "bf16", "edp2 ep2 level 3", "ep4"),
+        ("gpt_oss", "bf16", "1", "edp2 ep2 level 3"),
+    ],
+)
 def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
     world, layout = LAYOUTS_OF_EXPERTS[saved]
     ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {})
@@ -121,7 +145,9 @@ def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, 
     kept = json.loads((path / "state/index.json").read_text())["kept"]
     assert any(boxes for boxes in kept.values()) == (model == "mixtral-full")
     world, layout = LAYOUTS_OF_EXPERTS[loaded]
-    assert ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path) == [[]] * world
+    assert (
+        ranks.run("tests.checkpoints:load_on_rank", world, make_run(model, precision, **layout), path) == [[]] * world
+    )
 
 
 def test_no_rank_reads_a_byte_twice(ranks, root):
@@ -129,7 +155,9 @@ def test_no_rank_reads_a_byte_twice(ranks, root):
     for saved, loaded in (((1, dict()), (4, dict(bucket_mb=100))), ((2, dict(tp=2)), (4, dict(bucket_mb=100)))):
         folder = root / str(saved[0])
         ranks.run("tests.checkpoints:save_on_rank", saved[0], make_run("llama", **saved[1]), folder, {})
-        found = ranks.run("tests.checkpoints:load_and_count_on_rank", loaded[0], make_run("llama", **loaded[1]), latest(folder))
+        found = ranks.run(
+            "tests.checkpoints:load_and_count_on_rank", loaded[0], make_run("llama", **loaded[1]), latest(folder)
+        )
         assert found == [([], 0)] * loaded[0]
 
 
@@ -146,11 +174,19 @@ def test_any_layout_loads_what_any_other_saved(ranks, root, name):
 
 
 TWELVE = {
-    "1": (1, dict()), "tp2": (2, dict(tp=2)), "tp4, small buckets": (4, dict(tp=4)), "pp2": (2, dict(pp=2)),
-    "pp2 x 2 virtual": (2, dict(pp=2, virtual_stages=2)), "dp4": (4, dict(bucket_mb=100)), "dp2 level 0": (2, dict(sharding=0)),
-    "ep4": (4, dict(ep=4)), "ep2 x etp2 of tp2": (4, dict(ep=2, etp=2, tp=2)), "pp2 ep2": (4, dict(pp=2, ep=2)), "cp2 tp2": (4, dict(cp=2, tp=2)),
+    "1": (1, dict()),
+    "tp2": (2, dict(tp=2)),
+    "tp4, small buckets": (4, dict(tp=4)),
+    "pp2": (2, dict(pp=2)),
+    "pp2 x 2 virtual": (2, dict(pp=2, virtual_stages=2)),
+    "dp4": (4, dict(bucket_mb=100)),
+    "dp2 level 0": (2, dict(sharding=0)),
+    "ep4": (4, dict(ep=4)),
+    "ep2 x etp2 of tp2": (4, dict(ep=2, etp=2, tp=2)),
+    "pp2 ep2": (4, dict(pp=2, ep=2)),
+    "cp2 tp2": (4, dict(cp=2, tp=2)),
     "cp2 dp2 ep2": (4, dict(cp=2, ep=2, bucket_mb=100)),
-}  # fmt: skip
+}
 EVERY_PAIR = [(a, b) for a in TWELVE for b in TWELVE]
 SAMPLED = random.Random(12).sample([pair for pair in EVERY_PAIR if pair[0] != pair[1]], 6)
 
@@ -177,7 +213,8 @@ def test_twelve_layouts_load_what_twelve_saved(ranks, saved_by_twelve, saved, lo
 
 
 def loads_exactly(ranks, path: Path, name: str) -> None:
-    """Every element of masters, moments and weights is what was saved, and no rank reads a byte of the tensors twice."""
+    """Every element of masters, moments and weights is what was saved, and no rank reads a byte of the tensors
+    twice."""
     world, layout = TWELVE[name]
     found = ranks.run("tests.checkpoints:load_and_count_on_rank", world, make_run("qwen3_moe", "bf16", **layout), path)
     for rank, (wrong, twice) in enumerate(found):
@@ -193,10 +230,14 @@ def test_every_layout_writes_the_same_weight_files(ranks, tmp_path):
         path = latest(tmp_path / str(number))
         written[number] = {n: r.xxh3 for n, r in read_manifest(path).files.items() if n.startswith("weights/")}
         states = [n for n in read_manifest(path).files if n.endswith(".safetensors") and n.startswith("state/")]
-        assert {n[:16] for n in states} == {f"state/rank-{rank:05d}" for rank in range(world)}, "every rank writes its share"
+        assert {n[:16] for n in states} == {f"state/rank-{rank:05d}" for rank in range(world)}, (
+            "every rank writes its share"
+        )
         check_weights_are_cast_masters(path)
         order = list(json.loads((path / "weights/model.safetensors.index.json").read_text())["weight_map"])
-        assert order == sorted(order, key=natural), "files are filled in an order of names, so the next process fills them alike"
+        assert order == sorted(order, key=natural), (
+            "files are filled in an order of names, so the next process fills them alike"
+        )
     assert len(written[0]) > 5
     assert all(w == written[0] for w in written.values())
 
@@ -219,10 +260,15 @@ def check_weights_are_cast_masters(path: Path) -> None:
 
 def test_holdings_of_strided_and_transposed_pieces():
     """Any range of an interleaved, padded, transposed storage is cut into boxes whose views are the right elements."""
-    rows = [Piece("gate", (4, 6), Box.full((4, 6)), (slice(0, 8, 2), slice(0, 6)), Init("zeros")),
-            Piece("up", (4, 6), Box.full((4, 6)), (slice(1, 8, 2), slice(0, 6)), Init("zeros"))]  # fmt: skip
+    rows = [
+        Piece("gate", (4, 6), Box.full((4, 6)), (slice(0, 8, 2), slice(0, 6)), Init("zeros")),
+        Piece("up", (4, 6), Box.full((4, 6)), (slice(1, 8, 2), slice(0, 6)), Init("zeros")),
+    ]
     conv = [Piece("conv", (9, 9), Box((2, 3), (7, 9)), (slice(1, 7), slice(0, 10, 2)), Init("zeros"), transposed=True)]
-    stack = [Piece(f"expert {e}", (9, 4), Box((1, 0), (4, 4)), (e, slice(0, 4), slice(3, 6)), Init("zeros"), transposed=True) for e in (0, 2)]
+    stack = [
+        Piece(f"expert {e}", (9, 4), Box((1, 0), (4, 4)), (e, slice(0, 4), slice(3, 6)), Init("zeros"), transposed=True)
+        for e in (0, 2)
+    ]
     users = frozenset({(0, 0)})
     specs = [ParamSpec((8, 6), tuple(rows)), ParamSpec((7, 10), tuple(conv)), ParamSpec((3, 4, 7), tuple(stack))]
     (bucket,) = make_buckets([(spec, users) for spec in specs], Grid())
@@ -246,7 +292,8 @@ def test_training_goes_on_in_another_precision(ranks, root):
     assert ranks.run("tests.checkpoints:load_on_rank", 1, make_run("llama", "fp32"), latest(root)) == [[]]
 
 
-# --- Hugging Face -----------------------------------------------------------------------------------------------------------------
+# --- Hugging Face
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def truth_of(model: str) -> dict[str, torch.Tensor]:
@@ -258,23 +305,30 @@ def truth_of(model: str) -> dict[str, torch.Tensor]:
         for slot in flat.bucket.slots:
             for piece in slot.spec.pieces:
                 whole = found.setdefault(piece.name, torch.full(piece.shape, torch.nan))
-                whole[piece.box.slices()] = piece.of(flat.weight[slot.offset : slot.offset + slot.numel].view(slot.spec.shape))
+                whole[piece.box.slices()] = piece.of(
+                    flat.weight[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+                )
     return found
 
 
-@pytest.mark.parametrize("model, precision, world, layout, limit", [
-    ("llama", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
-    ("llama-tied", "bf16", 2, dict(tp=2), 30000),
-    ("gpt2", "fp32", 4, dict(tp=2), 1 << 30),
-    ("gpt2", "bf16", 2, dict(pp=2), 20000),
-    ("qwen3", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
-    ("mistral", "bf16", 2, dict(tp=2), 20000),
-    ("qwen2", "fp32", 4, dict(tp=4), 1 << 30),
-    ("deepseek_v3-dense", "bf16", 4, dict(tp=2, pp=2), 20000),
-    ("gpt_oss", "bf16", 4, dict(tp=2, ep=2, etp=2), 30000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, precision, world, layout, limit",
+    [
+        ("llama", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
+        ("llama-tied", "bf16", 2, dict(tp=2), 30000),
+        ("gpt2", "fp32", 4, dict(tp=2), 1 << 30),
+        ("gpt2", "bf16", 2, dict(pp=2), 20000),
+        ("qwen3", "fp32", 4, dict(tp=2, pp=2), 1 << 30),
+        ("mistral", "bf16", 2, dict(tp=2), 20000),
+        ("qwen2", "fp32", 4, dict(tp=4), 1 << 30),
+        ("deepseek_v3-dense", "bf16", 4, dict(tp=2, pp=2), 20000),
+        ("gpt_oss", "bf16", 4, dict(tp=2, ep=2, etp=2), 30000),
+    ],
+)
 def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, layout, limit):
-    ranks.run("tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit})
+    ranks.run(
+        "tests.checkpoints:save_on_rank", world, make_run(model, precision, **layout), root, {"max_file_bytes": limit}
+    )
     folder = latest(root) / "weights"
     assert ((folder / "model.safetensors").exists()) == (limit == 1 << 30)
     from transformers import AutoModelForCausalLM
@@ -290,7 +344,7 @@ def test_hugging_face_loads_what_we_save(ranks, root, model, precision, world, l
     assert theirs.generation_config.eos_token_id is None
     assert model_config_from_hf(folder) == comparable(MODELS[model])
     if model == "llama":
-        from phalanx.ops.rope_scaling import Rotation
+        from phalanx.ops.dense.rope_scaling import Rotation
 
         ours, _ = Rotation(MODELS[model].head_dim, MODELS[model].rope_theta, MODELS[model].rope_scaling).frequencies(8)
         torch.testing.assert_close(theirs.model.rotary_emb.inv_freq, ours.float(), rtol=1e-6, atol=0)
@@ -304,7 +358,9 @@ def comparable(model):
     ours = {"router_z_loss_coef": 0.0} if isinstance(model, ExpertsConfig) else {}
     if isinstance(model, GptOssConfig):
         ours["router_aux_loss_coef"] = GptOssConfig.router_aux_loss_coef
-    return replace(model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim, **ours)
+    return replace(
+        model, num_key_value_heads=model.num_key_value_heads or model.num_attention_heads, head_dim=head_dim, **ours
+    )
 
 
 def their_model(model: str, dtype: torch.dtype):
@@ -323,25 +379,30 @@ def their_config(model: str) -> dict:
     return {k: v for k, v in to_hf(MODELS[model], torch.float32).items() if k not in left_out}
 
 
-@pytest.mark.parametrize("model, dtype, shard, world, layout", [
-    ("llama", torch.float32, "5GB", 4, dict(tp=4)),
-    ("llama", torch.bfloat16, "10KB", 4, dict(tp=2, pp=2)),
-    ("llama-tied", torch.float32, "20KB", 2, dict(pp=2)),
-    ("gpt2", torch.float32, "10KB", 4, dict(tp=2)),
-    ("gpt2", torch.float16, "5GB", 1, dict()),
-    ("qwen3", torch.bfloat16, "10KB", 4, dict(tp=4)),
-    ("mistral", torch.bfloat16, "5GB", 2, dict(tp=2)),
-    ("qwen2", torch.float32, "10KB", 4, dict(tp=2, pp=2)),
-    ("deepseek_v3-dense", torch.float32, "10KB", 2, dict(tp=2)),
-    ("gpt_oss", torch.bfloat16, "30KB", 4, dict(tp=2, ep=2, etp=2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, dtype, shard, world, layout",
+    [
+        ("llama", torch.float32, "5GB", 4, dict(tp=4)),
+        ("llama", torch.bfloat16, "10KB", 4, dict(tp=2, pp=2)),
+        ("llama-tied", torch.float32, "20KB", 2, dict(pp=2)),
+        ("gpt2", torch.float32, "10KB", 4, dict(tp=2)),
+        ("gpt2", torch.float16, "5GB", 1, dict()),
+        ("qwen3", torch.bfloat16, "10KB", 4, dict(tp=4)),
+        ("mistral", torch.bfloat16, "5GB", 2, dict(tp=2)),
+        ("qwen2", torch.float32, "10KB", 4, dict(tp=2, pp=2)),
+        ("deepseek_v3-dense", torch.float32, "10KB", 2, dict(tp=2)),
+        ("gpt_oss", torch.bfloat16, "30KB", 4, dict(tp=2, ep=2, etp=2)),
+    ],
+)
 def test_we_load_what_hugging_face_saves(ranks, tmp_path, model, dtype, shard, world, layout):
     theirs = their_model(model, dtype)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size=shard)
     assert (tmp_path / "hf/model.safetensors.index.json").exists() == (shard != "5GB")
     assert differences(asdict(model_config_from_hf(tmp_path / "hf")), asdict(MODELS[model])) == []
     truth = {n: t.double().numpy() for n, t in theirs.state_dict().items()}
-    wrong = ranks.run("tests.checkpoints:load_weights_on_rank", world, make_run(model, "bf16", **layout), tmp_path / "hf", truth)
+    wrong = ranks.run(
+        "tests.checkpoints:load_weights_on_rank", world, make_run(model, "bf16", **layout), tmp_path / "hf", truth
+    )
     assert wrong == [[]] * world
 
 
@@ -386,7 +447,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     save_file({**tensors, "lm_head.weight": embedding.clone()}, folder / "model.safetensors")
     assert error(tied, folder) == "no error"
     save_file({**tensors, "lm_head.weight": embedding + 1}, folder / "model.safetensors")
-    assert "differs from its model.embed_tokens.weight" in (text := error(tied, folder)) and "tie_word_embeddings=false" in text
+    assert (
+        "differs from its model.embed_tokens.weight" in (text := error(tied, folder))
+        and "tie_word_embeddings=false" in text
+    )
     del tensors["model.embed_tokens.weight"]
     save_file({**tensors, "lm_head.weight": embedding}, folder / "model.safetensors")
     assert error(tied, folder) == "no error"
@@ -399,11 +463,14 @@ def test_every_tensor_of_an_expert_that_does_not_fit_is_named(tmp_path):
     run = make_run("qwen3_moe", "fp32")  # experts in layers 1 and 3
     lost = [f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in (1, 3) for e in (0, 1, 2, 5, 7)]
     lost += ["model.layers.3.mlp.experts.4.down_proj.weight", "model.layers.1.mlp.gate.weight"]
-    extra = {f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight": torch.ones(14, 32) for layer in (0, 1) for e in (8, 9)}
+    extra = {
+        f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight": torch.ones(14, 32) for layer in (0, 1) for e in (8, 9)
+    }
     wide = {f"model.layers.3.mlp.experts.{e}.gate_proj.weight": torch.ones(15, 32) for e in (2, 3)}
     text = error_on_rank(0, 1, run, "load_weights", hf_folder(tmp_path, run, drop=lost, extra=extra | wide))
     assert sorted(text.splitlines()[1:]) == [
-        "another shape: model.layers.3.mlp.experts.2-3.gate_proj.weight has (15, 32), the model wants (14, 32) (2 tensors)",
+        "another shape: model.layers.3.mlp.experts.2-3.gate_proj.weight has (15, 32), the model wants (14, "
+        "32) (2 tensors)",
         "missing: model.layers.1,3.mlp.experts.0-2,5,7.up_proj.weight (14, 32) (10 tensors)",
         "missing: model.layers.1.mlp.gate.weight (8, 32)",
         "missing: model.layers.3.mlp.experts.4.down_proj.weight (32, 14)",
@@ -412,7 +479,11 @@ def test_every_tensor_of_an_expert_that_does_not_fit_is_named(tmp_path):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.integers(0, 12), st.sampled_from("xy")), unique=True))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.integers(0, 12), st.sampled_from("xy")), unique=True
+    )
+)
 def test_folded_lines_say_every_name_once(names):
     lines = [f"{a}.{i}.e.{j}.{b} (2, 3)" for a, i, j, b in names]
     told = []
@@ -452,14 +523,20 @@ def test_rotary_scaling_in_both_spellings():
     assert from_hf({**old, "rope_scaling": None}).rope_scaling is None
 
 
-@pytest.mark.parametrize("change, named", [
-    (dict(attention_bias=1), "attention_bias=1 (it must be true or false)"), (dict(hidden_act="gelu"), "hidden_act='gelu'"),
-    (dict(rope_parameters=dict(rope_type="axial"), rope_scaling=None), "rope_type='axial'"),
-    (dict(rope_scaling=dict(type="mrope"), rope_parameters=None), "rope_type='mrope'"),
-    (dict(rope_parameters=dict(rope_type="yarn"), rope_scaling=None), "factor is missing"),
-    (dict(per_layer_config={"0": {}}), "per_layer_config"), (dict(model_type="mamba"), "model_type='mamba'"),
-    (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(vocab_size=None), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (dict(attention_bias=1), "attention_bias=1 (it must be true or false)"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+        (dict(rope_parameters=dict(rope_type="axial"), rope_scaling=None), "rope_type='axial'"),
+        (dict(rope_scaling=dict(type="mrope"), rope_parameters=None), "rope_type='mrope'"),
+        (dict(rope_parameters=dict(rope_type="yarn"), rope_scaling=None), "factor is missing"),
+        (dict(per_layer_config={"0": {}}), "per_layer_config"),
+        (dict(model_type="mamba"), "model_type='mamba'"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(vocab_size=None), None),
+    ],
+)
 def test_what_we_cannot_compute_is_refused_by_name(change, named):
     config = {**LLAMA_HF, **change}
     if named is None:
@@ -474,10 +551,14 @@ def test_what_we_cannot_compute_is_refused_by_name(change, named):
 OSS_HF = to_hf(MODELS["gpt_oss"], torch.float32)
 
 
-@pytest.mark.parametrize("change, named", [
-    (dict(layer_types=["full_attention"]), "for each of 3 layers"), (dict(layer_types=["linear_attention"] * 3), "linear_attention"),
-    (dict(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (dict(layer_types=["full_attention"]), "for each of 3 layers"),
+        (dict(layer_types=["linear_attention"] * 3), "linear_attention"),
+        (dict(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    ],
+)
 def test_what_gpt_oss_does_not_have_is_refused_by_name(change, named):
     with pytest.raises(CheckpointError, match=re.escape(named)):
         from_hf({**OSS_HF, **change})
@@ -488,43 +569,121 @@ def test_gpt_oss_of_others():
     import transformers
 
     theirs = transformers.GptOssConfig(num_hidden_layers=4).to_dict()
-    short = {k: theirs[k] for k in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    short = {
+        k: theirs[k]
+        for k in (
+            "model_type",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+        )
+    }
     assert from_hf(short) == from_hf(theirs)
-    assert from_hf(theirs).rope_scaling == RopeScaling(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False)
-    assert [from_hf(theirs).window(i) for i in range(4)] == [128, None, 128, None] and from_hf(theirs).layer_types is None
+    assert from_hf(theirs).rope_scaling == RopeScaling(
+        rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    )
+    assert [from_hf(theirs).window(i) for i in range(4)] == [128, None, 128, None] and from_hf(
+        theirs
+    ).layer_types is None
     given = from_hf({**theirs, "layer_types": ["full_attention"] * 4})
-    told = [from_hf({**theirs, "router_aux_loss_coef": 0.9, "output_router_logits": used}).router_aux_loss_coef for used in (False, True)]
+    told = [
+        from_hf({**theirs, "router_aux_loss_coef": 0.9, "output_router_logits": used}).router_aux_loss_coef
+        for used in (False, True)
+    ]
     assert told == [0.001, 0.9]  # the published configs say 0.9 and make no loss of it
-    assert given.layer_types == ("full_attention",) * 4 and to_hf(given, torch.float32)["layer_types"] == ["full_attention"] * 4
+    assert (
+        given.layer_types == ("full_attention",) * 4
+        and to_hf(given, torch.float32)["layer_types"] == ["full_attention"] * 4
+    )
 
 
-@pytest.mark.parametrize("name, near", [
-    ("qwen3_next", "nearest: qwen3"), ("gpt-oss", "nearest: gpt_oss"), ("Mixtral", "nearest: mixtral"), ("x", "deepseek_v3"), (None, "llama"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("qwen3_next", "nearest: qwen3"),
+        ("gpt-oss", "nearest: gpt_oss"),
+        ("Mixtral", "nearest: mixtral"),
+        ("x", "deepseek_v3"),
+        (None, "llama"),
+    ],
+)
 def test_an_unknown_architecture_is_told_the_nearest_and_how_to_add_one(tmp_path, name, near):
     folder = hf_folder(tmp_path, model_type=name, auto_map={"AutoModelForCausalLM": "code.Model"})
     (folder / "code.py").write_text("raise SystemExit('ran')")
     with pytest.raises(CheckpointError) as raised:
         model_config_from_hf(folder)
     text = str(raised.value)
-    assert f"model_type={name!r} is no family of Phalanx" in text and near in text and "docs/ops-and-modules.md" in text and str(folder) in text
+    assert (
+        f"model_type={name!r} is no family of Phalanx" in text
+        and near in text
+        and "docs/ops-and-modules.md" in text
+        and str(folder) in text
+    )
     assert "## Adding a model family" in Path("docs/ops-and-modules.md").read_text()
 
 
 PUBLISHED_DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
-    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
-    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
-    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
-    "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                                            "original_max_position_embeddings": 4096, "type": "yarn"},
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
-    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 
 
 def test_the_published_config_of_deepseek_v3():
@@ -537,11 +696,17 @@ def test_the_published_config_of_deepseek_v3():
 LATENT_HF = to_hf(MODELS["deepseek_v3-dense"], torch.float32)
 
 
-@pytest.mark.parametrize("change, named", [
-    (dict(attention_bias=True), "attention_bias=True"), (dict(hidden_act="gelu"), "hidden_act='gelu'"),
-    (dict(num_key_value_heads=2), "num_key_value_heads=2"), (dict(scoring_func="softmax"), "scoring_func='softmax'"),
-    (dict(topk_method="greedy"), "topk_method='greedy'"), (dict(moe_layer_freq=2), "moe_layer_freq=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+        (dict(num_key_value_heads=2), "num_key_value_heads=2"),
+        (dict(scoring_func="softmax"), "scoring_func='softmax'"),
+        (dict(topk_method="greedy"), "topk_method='greedy'"),
+        (dict(moe_layer_freq=2), "moe_layer_freq=2"),
+    ],
+)
 def test_what_latent_attention_does_not_have_is_refused_by_name(change, named):
     assert from_hf(LATENT_HF) == MODELS["deepseek_v3-dense"]
     for name in ("deepseek_v3", "deepseek_v3-mtp"):
@@ -552,14 +717,19 @@ def test_what_latent_attention_does_not_have_is_refused_by_name(change, named):
 
 def test_another_model_is_told_field_by_field(root, tiny):
     path = save_here(tiny, root).path
-    text = error_on_rank(0, 1, tiny_run(hidden_size=16, num_hidden_layers=2, max_position_embeddings=7), "load_state", path)
+    text = error_on_rank(
+        0, 1, tiny_run(hidden_size=16, num_hidden_layers=2, max_position_embeddings=7), "load_state", path
+    )
     assert "model.hidden_size 8 -> 16, model.num_hidden_layers 1 -> 2" in text and "max_position" not in text
-    assert differences(asdict(TINY), asdict(replace(TINY, num_key_value_heads=2))) == ["model.num_key_value_heads 1 -> 2"]
+    assert differences(asdict(TINY), asdict(replace(TINY, num_key_value_heads=2))) == [
+        "model.num_key_value_heads 1 -> 2"
+    ]
     same = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     assert differences(asdict(same), asdict(comparable(same))) == []
 
 
-# --- crashes and damage -----------------------------------------------------------------------------------------------------------
+# --- crashes and damage
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizers_travel_with_the_weights(tmp_path, tiny):
@@ -666,7 +836,9 @@ def test_one_rank_with_a_full_disk_fails_on_all_ranks(ranks, root):
     errors = ranks.run("tests.checkpoints:error_on_rank", 2, run, "save", root, 0, 9)
     assert errors[0] == errors[1] and "rank 0" in errors[0]
     assert [p.name for p in list_checkpoints(root)] == ["step-00000010"]
-    assert len(list(root.iterdir())) == 2, "the failures of rank 1 left nothing; rank 0, with its disk gone, could not tidy up"
+    assert len(list(root.iterdir())) == 2, (
+        "the failures of rank 1 left nothing; rank 0, with its disk gone, could not tidy up"
+    )
 
 
 def test_a_disk_without_room_is_found_before_writing(root, tiny, monkeypatch):
@@ -708,10 +880,17 @@ def test_damage_is_seen(tmp_path, tiny):
     assert verify(made) == ["weights/stray is not in the manifest"]
 
 
-@pytest.mark.parametrize("text, named", [
-    ("", "damaged"), ("[" * 100000, "damaged"), ("[]", "damaged"), ("{}", "damaged"), ('{"sha256": "", "format": 2}', "damaged"),
-    ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads format 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("", "damaged"),
+        ("[" * 100000, "damaged"),
+        ("[]", "damaged"),
+        ("{}", "damaged"),
+        ('{"sha256": "", "format": 2}', "damaged"),
+        ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads format 2"),
+    ],
+)
 def test_manifests_that_are_none(root, tiny, text, named):
     path = save_here(tiny, root).path
     (path / NAME).write_text(text)
@@ -757,7 +936,12 @@ def test_retention_keeps_the_newest_good_ones_and_protected_ones(root, tiny):
     assert len(list_checkpoints(root)) == 4
     os.truncate(root / "step-00000004/weights/config.json", 1)
     save_here(tiny, root, 5, keep=Keep(2), protect=[root / "step-00000001"])
-    assert [p.name for p in list_checkpoints(root)] == ["step-00000001", "step-00000003", "step-00000004", "step-00000005"]
+    assert [p.name for p in list_checkpoints(root)] == [
+        "step-00000001",
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+    ]
     save_here(tiny, root, 6, keep=Keep(2))
     assert [p.name for p in list_checkpoints(root)] == ["step-00000005", "step-00000006"]
 
@@ -792,10 +976,12 @@ def test_scalars_come_back_exactly(root):
     other = make_state(make_run("llama", "fp16"))
     loop = load_here(other, path)
     assert loop["loss"].hex() == (0.1 + 0.2).hex() and loop["tokens"] == 2**53 + 1 and loop["list"][1] == 1e-310
-    assert other.scaler.scale.item() == state.scaler.scale.item() and other.scaler.left.item() == state.scaler.left.item()
+    assert (
+        other.scaler.scale.item() == state.scaler.scale.item() and other.scaler.left.item() == state.scaler.left.item()
+    )
 
 
-# --- lock -------------------------------------------------------------------------------------------------------------------------
+# --- lock
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path):

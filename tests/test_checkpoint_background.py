@@ -1,4 +1,5 @@
-"""Saving in the background: the same bytes as saving at once, whatever training does meanwhile; errors and deaths lose no earlier checkpoint."""
+"""Saving in the background: the same bytes as saving at once, whatever training does meanwhile; errors and deaths
+lose no earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.host import host_axis
-from phalanx.train.config import GuardConfig
-from phalanx.train.saves import numbers_of
-from phalanx.train.step import train_step
+from phalanx.config.run import GuardConfig
+from phalanx.engine.step import train_step
+from phalanx.training.saves import numbers_of
 from tests.checkpoints import SCALARS, Failing, make_run, make_state, save_here, set_state
 from tests.parity import VOCAB, sample_batch
 from tests.test_checkpoint import TINY
@@ -35,7 +36,9 @@ def tiny():
 def make_saver(state, root: Path, storage: Storage | None = None, background: bool = True, **options) -> Saver:
     target = Target(root, storage or Storage(), Keep(2))
     axis = host_axis(state.mesh.world, 60.0, 60.0)
-    return Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=background, **options)
+    return Saver(
+        state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=background, **options
+    )
 
 
 def snapshot(state, step: int) -> Snapshot:
@@ -76,9 +79,14 @@ def save_in_background(rank: int, world: int, run, root: Path) -> list[str]:
     return [f"{name} {r.xxh3}" for name, r in read_manifest(saver.wait().saved.path).files.items()]
 
 
-@pytest.mark.parametrize("model, precision, world, layout", [
-    ("llama", "bf16", 4, dict(tp=2, sharding=1)), ("gpt2", "fp32", 2, dict(pp=2)), ("llama", "fp16", 1, dict()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, precision, world, layout",
+    [
+        ("llama", "bf16", 4, dict(tp=2, sharding=1)),
+        ("gpt2", "fp32", 2, dict(pp=2)),
+        ("llama", "fp16", 1, dict()),
+    ],
+)
 def test_it_writes_what_saving_at_once_writes(ranks, tmp_path, model, precision, world, layout):
     run = make_run(model, precision, **layout)
     ranks.run("tests.checkpoints:save_on_rank", world, run, tmp_path / "at-once", {"max_file_bytes": 20000})
@@ -105,7 +113,10 @@ def test_a_failure_is_told_later_and_the_next_save_works(tmp_path, tiny):
     save_here(tiny, tmp_path, 5)
     saver = make_saver(tiny, tmp_path, Failing(6))
     assert saver.start(snapshot(tiny, 10)) is None
-    with pytest.raises(CheckpointError, match=r"could not write .* No space left on device \(\d+ bytes of it were to be written so far, \d+ bytes"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"could not write .* No space left on device \(\d+ bytes of it were to be written so far, \d+ bytes",
+    ):
         saver.wait()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
     saver.start(snapshot(tiny, 10))
@@ -161,7 +172,11 @@ def test_a_host_without_room_for_copies_waits_instead_and_says_so(tmp_path, tiny
     monkeypatch.setattr("phalanx.checkpoint.saver.free_memory", lambda: 1000)
     saver = make_saver(tiny, tmp_path)
     outcome = saver.start(snapshot(tiny, 10))
-    assert outcome is not None and outcome.saved.written and "of the 1000 bytes of memory that are free on" in saver.why_not
+    assert (
+        outcome is not None
+        and outcome.saved.written
+        and "of the 1000 bytes of memory that are free on" in saver.why_not
+    )
 
 
 def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
@@ -175,7 +190,8 @@ def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
 
 
 def test_the_copy_is_waited_for_before_anything_of_it_changes():
-    """On a GPU the copy runs beside the next forward and backward; `release` comes before the update, the guard's window included."""
+    """On a GPU the copy runs beside the next forward and backward; `release` comes before the update, the guard's
+    window included."""
     run = replace(make_run("llama", "fp32", 100), model=replace(TINY, vocab_size=VOCAB))
     tiny = make_state(replace(run, train=replace(run.train, guard=GuardConfig(sigmas=6.0))))
     set_state(tiny)

@@ -1,4 +1,5 @@
-"""Every byte of a checkpoint is under a checksum that is compared when it is read: no flipped bit is ever trained on."""
+"""Every byte of a checkpoint is under a checksum that is compared when it is read: no flipped bit is ever trained
+on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
 from phalanx.checkpoint.storage import CHUNK, Storage
 from phalanx.checkpoint.tensors import CheckedFile, TensorFile
-from phalanx.train.main import train
+from phalanx.training.main import train
 from tests.checkpoints import error_on_rank, load_here, make_run, make_state, save_here, set_state
 from tests.test_checkpoint import TINY
 from tests.test_loop import make_run as small_run
@@ -66,7 +67,13 @@ def test_every_flipped_bit_is_found_by_name_at_load(tmp_path, tiny):
         flip(file, bit)
         seen[kind_of(file)] += 1
     assert verify(path) == [] and sum(seen.values()) == FLIPS
-    assert {"/manifest.json", "state/rank", "state/index.json", "weights/model.safetensors", "weights/config.json"} <= seen.keys()
+    assert {
+        "/manifest.json",
+        "state/rank",
+        "state/index.json",
+        "weights/model.safetensors",
+        "weights/config.json",
+    } <= seen.keys()
     load_here(tiny, path)
     set_state(tiny)
 
@@ -76,13 +83,21 @@ def test_verify_names_the_tensor_and_the_place(tmp_path, tiny):
     file = path / "weights/model.safetensors"
     flip(file, 8 * (file.stat().st_size - 1))
     (problem,) = verify(path)
-    assert "weights/model.safetensors has a wrong checksum: the tensor model.norm.weight has a wrong checksum in bytes" in problem
+    assert (
+        "weights/model.safetensors has a wrong checksum: the tensor model.norm.weight has a wrong checksum in bytes"
+        in problem
+    )
 
 
 def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path):
-    """A tensor of three chunks and a bit: boxes are right, and damage is seen by the boxes that touch its chunk, and by no others."""
+    """A tensor of three chunks and a bit: boxes are right, and damage is seen by the boxes that touch its chunk, and
+    by no others."""
     rows, columns = 3 * CHUNK // 4096 + 5, 1024
-    truth = {"a": torch.arange(7.0), "x": torch.arange(rows * columns, dtype=torch.float32).view(rows, columns), "s": torch.tensor(3.0)}
+    truth = {
+        "a": torch.arange(7.0),
+        "x": torch.arange(rows * columns, dtype=torch.float32).view(rows, columns),
+        "s": torch.tensor(3.0),
+    }
     file = TensorFile(Storage(), tmp_path / "f", [(n, tuple(t.shape), t.dtype) for n, t in truth.items()])
     for tensor in truth.values():
         file.add(tensor)
@@ -91,7 +106,9 @@ def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path):
     pick = random.Random(0)
     boxes = [tuple(slice(*sorted(pick.sample(range(n + 1), 2))) for n in (rows, columns)) for _ in range(30)]
     with CheckedFile(tmp_path / "f", receipt) as tensors:
-        assert torch.equal(tensors.read("a", (slice(2, 5),)), truth["a"][2:5]) and torch.equal(tensors.read("s"), truth["s"])
+        assert torch.equal(tensors.read("a", (slice(2, 5),)), truth["a"][2:5]) and torch.equal(
+            tensors.read("s"), truth["s"]
+        )
         for box in boxes:
             assert torch.equal(tensors.read("x", box), truth["x"][box])
     flip(tmp_path / "f", 8 * (receipt.size - 4 - truth["x"].nbytes + CHUNK + 17))  # in its second chunk
@@ -129,7 +146,7 @@ def test_the_manifest_is_sealed_byte_by_byte(tmp_path, tiny):
             read_manifest(path)
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------------------
+# --- runs
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +168,9 @@ def numbers(run):
     return [(r["step"], r["loss"].hex(), r["grad_norm"].hex()) for r in rows_of(run)]
 
 
-@pytest.mark.parametrize("kind", ["state/rank-00000.safetensors", "state/index.json", "weights/model.safetensors", "manifest.json"])
+@pytest.mark.parametrize(
+    "kind", ["state/rank-00000.safetensors", "state/index.json", "weights/model.safetensors", "manifest.json"]
+)
 def test_a_run_falls_back_to_the_newest_good_checkpoint(stopped, tmp_path, capsys, kind):
     run = copy_of(stopped, tmp_path / "run")
     for step in (9, 6):
@@ -159,7 +178,11 @@ def test_a_run_falls_back_to_the_newest_good_checkpoint(stopped, tmp_path, capsy
         flip(file, 8 * file.stat().st_size // 2)
     train(run, Placement())
     out, err = capsys.readouterr()
-    assert "step-00000009 is damaged and not used" in err and "step-00000006 is damaged and not used" in err and Path(kind).name in err
+    assert (
+        "step-00000009 is damaged and not used" in err
+        and "step-00000006 is damaged and not used" in err
+        and Path(kind).name in err
+    )
     assert "continue from" in out and "step-00000003" in out.split("continue from")[1].splitlines()[0]
     assert numbers(run) == numbers(stopped)
     assert all(verify(p) == [] for p in (Path(run.dir) / "checkpoints").iterdir()), "the damaged ones were saved anew"

@@ -1,5 +1,5 @@
-"""Checkpoints in object storage, on a real server process that speaks S3: saved, listed, loaded, retired (tests/fault_storage.py has
-uploads that die)."""
+"""Checkpoints in object storage, on a real server process that speaks S3: saved, listed, loaded, retired
+(tests/fault_storage.py has uploads that die)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.base.errors import CheckpointError
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
+from phalanx.checkpoint.keep import Keep, find, ignored, latest, list_checkpoints
 from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
 from phalanx.checkpoint.places import place
-from phalanx.train.main import train
+from phalanx.cli.main import cli, guarded
+from phalanx.training.main import train
 from tests.checkpoints import expected, load_here, make_run, make_state, save_here, set_state
 from tests.fault_storage import object_server
 from tests.test_checkpoint import TINY
@@ -51,9 +52,15 @@ def test_saved_there_and_loaded_from_there(bucket, tiny, tmp_path):
     assert {n: r.xxh3 for n, r in here.items()} == {n: r.xxh3 for n, r in there.items()}
     other = make_state(tiny.plan.run)
     load_here(other, path)
-    assert all(torch.equal(s.master, expected(s, "master")) and torch.equal(s.v, expected(s, "v")) for s in other.optimizer.shards)
+    assert all(
+        torch.equal(s.master, expected(s, "master")) and torch.equal(s.v, expected(s, "v"))
+        for s in other.optimizer.shards
+    )
     load_weights(path, other.buffers, other.mesh)
-    with pytest.raises(CheckpointError, match="there is no checkpoint in s3://bucket/mistyped|there is no checkpoint s3://bucket/mistyped"):
+    with pytest.raises(
+        CheckpointError,
+        match="there is no checkpoint in s3://bucket/mistyped|there is no checkpoint s3://bucket/mistyped",
+    ):
         find(f"{bucket}/mistyped")
 
 
@@ -84,3 +91,48 @@ def test_a_run_with_its_checkpoints_there(bucket, tmp_path):
     assert losses == {r["step"]: r["loss"] for r in rows_of(whole)}
     assert [p.name for p in list_checkpoints(f"{bucket}/run")] == ["step-00000004", "step-00000006"]
     assert not (tmp_path / "one/checkpoints").exists()
+
+
+READS = {
+    "find": find,
+    "latest": lambda path: latest(path.parent),
+    "list": lambda path: list_checkpoints(path.parent),
+    "ignored": ignored,
+    "manifest": read_manifest,
+    "exists": lambda path: path.exists(),
+    "glob": lambda path: list(path.glob("*")),
+    "stat": lambda path: path.stat(),
+    "text": lambda path: (path / NAME).read_text(),
+}
+
+
+@pytest.mark.trust(
+    18,
+    "object storage that stops answering while a checkpoint is read",
+    "one line with the path and what the client says, exit 4",
+)
+def test_a_server_that_does_not_answer(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with object_server() as bucket:
+        path = save_here(tiny, f"{bucket}/run/checkpoints", 10).path
+        opened = (path / NAME).open("rb")
+        bucket.stop()
+        for name, read in {
+            **READS,
+            "load": lambda path: load_here(tiny, path),
+            "rest": lambda path: opened.read(),
+        }.items():
+            with pytest.raises(CheckpointError, match="object storage does not answer or refuses: .*Connect") as caught:
+                read(path)
+            assert f"{bucket}/run" in str(caught.value) and not isinstance(caught.value, DamagedCheckpoint), name
+        [problem] = verify(path)
+        assert "does not answer" in problem
+        for words in (
+            ["checkpoint", "list", f"{bucket}/run"],
+            ["checkpoint", "verify", str(path)],
+            ["generate", str(path), "--prompt", "x"],
+        ):
+            assert guarded(lambda words=words: cli.main(args=words, standalone_mode=False)) == 4, words
+        run = replace(small_run(tmp_path / "run", steps=2), checkpoint=CheckpointConfig(dir=f"{bucket}/run"))
+        with pytest.raises(CheckpointError, match="does not answer"):
+            train(run, Placement())

@@ -1,4 +1,5 @@
-"""Threads that write and read a checkpoint: every task is done once, the same bytes come of any number of threads, and a failure ends all."""
+"""Threads that write and read a checkpoint: every task is done once, the same bytes come of any number of threads,
+and a failure ends all."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.keep import list_checkpoints
-from phalanx.checkpoint.landing import Landing
 from phalanx.checkpoint.manifest import read_manifest, verify
+from phalanx.checkpoint.staging import Landing
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import OPEN_FILES, CheckedFile, lately, write_tensors
 from phalanx.checkpoint.threads import LEAST, MOST, in_threads, share_of
@@ -28,7 +29,9 @@ def state():
     return made
 
 
-@pytest.mark.parametrize("cores, ranks, threads", [(64, 4, 16), (128, 8, 16), (16, 2, 8), (2, 1, LEAST), (1, 8, LEAST), (512, 1, MOST)])
+@pytest.mark.parametrize(
+    "cores, ranks, threads", [(64, 4, 16), (128, 8, 16), (16, 2, 8), (2, 1, LEAST), (1, 8, LEAST), (512, 1, MOST)]
+)
 def test_ranks_of_a_host_share_its_cores(cores, ranks, threads):
     assert share_of(cores, ranks) == threads
 
@@ -74,7 +77,9 @@ def test_files_of_the_state_are_written_at_the_same_time_and_are_the_same_as_one
     two = save_here(state, tmp_path / "two", threads=2, storage=Together(), **SMALL).path
     assert read_manifest(one).files == read_manifest(two).files and verify(two) == []
     files = [n for n in read_manifest(two).files if n.startswith("state/rank-00000")]
-    assert len(files) > 10 and all(n.count("-") == 2 for n in files[:-1]) and files[-1] == "state/rank-00000.safetensors"
+    assert (
+        len(files) > 10 and all(n.count("-") == 2 for n in files[:-1]) and files[-1] == "state/rank-00000.safetensors"
+    )
     other = make_state(state.plan.run)
     load_here(other, two)
     assert all(torch.equal(s.values(kind), expected(s, kind)) for s in other.optimizer.shards for kind in KINDS)
@@ -88,17 +93,30 @@ def test_a_thread_that_cannot_write_fails_the_save(tmp_path, state):
     assert save_here(state, tmp_path, threads=4, **SMALL).written and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("shape, dtype, bounds", [
-    ((11001, 1000), torch.float32, [(0, 11001), (3000, 8001), (10999, 11001), (4194, 4195)]),  # rows of 4000 bytes end in mid chunk
-    ((3, 9 << 20), torch.bfloat16, [(0, 3), (1, 2)]),  # a row is more than a piece
-    ((12 << 20,), torch.float32, [(5, (12 << 20) - 1)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, dtype, bounds",
+    [
+        (
+            (11001, 1000),
+            torch.float32,
+            [(0, 11001), (3000, 8001), (10999, 11001), (4194, 4195)],
+        ),  # rows of 4000 bytes end in mid chunk
+        ((3, 9 << 20), torch.bfloat16, [(0, 3), (1, 2)]),  # a row is more than a piece
+        ((12 << 20,), torch.float32, [(5, (12 << 20) - 1)]),
+    ],
+)
 def test_pieces_are_the_rows_and_every_byte_is_read_once(tmp_path, monkeypatch, shape, dtype, bounds):
     truth = torch.randint(0, 120, (prod(shape) * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
-    receipt = write_tensors(Storage(), tmp_path / "f", [("a", (3,), torch.float32), ("x", shape, dtype)], [torch.ones(3), truth])
+    receipt = write_tensors(
+        Storage(), tmp_path / "f", [("a", (3,), torch.float32), ("x", shape, dtype)], [torch.ones(3), truth]
+    )
     read, original = list[tuple[int, int]](), CheckedFile._read_into
     with CheckedFile(tmp_path / "f", receipt) as file:
-        monkeypatch.setattr(CheckedFile, "_read_into", lambda self, data, at: (read.append((at, at + len(data))), original(self, data, at))[1])
+        monkeypatch.setattr(
+            CheckedFile,
+            "_read_into",
+            lambda self, data, at: (read.append((at, at + len(data))), original(self, data, at))[1],
+        )
         for first, stop in bounds:
             landing, found, at = Landing(None), torch.empty((stop - first, *shape[1:]), dtype=dtype), first
             for number, rows in file.pieces("x", first, stop, landing.take):

@@ -1,8 +1,10 @@
-"""The program and its launcher: exit codes, one clear message and never a traceback, signals, and worlds started by others."""
+"""The program and its launcher: exit codes, one clear message and never a traceback, signals, and worlds started by
+others."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,8 +28,8 @@ CONFIG = """\
 model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
 train: {steps: 2, global_batch: 4, micro_batch: 1, seq_length: 16, device: cpu}
 data: {mock: true}
-"""
-JOBS = '''
+"""  # noqa: E501
+JOBS = """
 import os, signal, sys, time
 from phalanx.base.errors import DataError, NumericalStop, Preempted
 
@@ -73,7 +75,7 @@ def save_on_stop(placement, folder):
 def early(placement, folder):
     note(placement, folder)
     time.sleep(60)
-'''
+"""  # noqa: E501
 
 
 INTERPRETER = sys.executable
@@ -81,7 +83,8 @@ INTERPRETER = sys.executable
 
 @pytest.fixture
 def jobs(warm, tmp_path, monkeypatch):
-    """A module of jobs that ranks can import, and a folder for their notes. Ranks are forked, not started (tests/warm.py)."""
+    """A module of jobs that ranks can import, and a folder for their notes. Ranks are forked, not started
+    (tests/warm.py)."""
     monkeypatch.setattr(sys, "executable", warm.python)
     (tmp_path / "phalanx_test_jobs.py").write_text(JOBS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
@@ -100,10 +103,12 @@ def config(tmp_path):
 def program(*args: str) -> subprocess.CompletedProcess[str]:
     """In an interpreter of its own; most tests here have tests/warm.py's."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "phalanx", *args], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *args], capture_output=True, text=True, env=env, timeout=120
+    )
 
 
-# ---- the program ---------------------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def test_bare_and_help():
@@ -117,7 +122,10 @@ def test_bare_and_help():
 
 def test_help_needs_no_torch():
     code = "import sys; import phalanx.cli.main; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +145,10 @@ def test_usage_errors(args, hint):
 
 def test_explain():
     done = program("explain", "train.micro_batch")
-    assert (done.returncode, done.stdout) == (0, "train.micro_batch: int, required\n    Sequences per micro-batch, on one rank.\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "train.micro_batch: int, required\n    Sequences per micro-batch, on one rank.\n",
+    )
     done = program("explain", "train.microbatch")
     assert done.returncode == 2 and "train.micro_batch" in done.stderr
 
@@ -145,20 +156,41 @@ def test_explain():
 @pytest.mark.parametrize("verb", ["train", "plan", "verify"])
 def test_a_bad_config_is_exit_2_at_once_with_all_problems_and_nothing_written(warm, config, tmp_path, verb):
     before = sorted(p.name for p in tmp_path.iterdir())
-    done = warm.phalanx(verb, config, "layout.tp=3", "optim.beta1=1", "train.stepz=3", f"dir={tmp_path}/new", cwd=tmp_path)
+    done = warm.phalanx(
+        verb, config, "layout.tp=3", "optim.beta1=1", "train.stepz=3", f"dir={tmp_path}/new", cwd=tmp_path
+    )
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     lines = done.stderr.splitlines()
     assert all(line.startswith("config error: ") for line in lines)
-    for text in ("layout.tp=3: must divide num_attention_heads", "optim.beta1=1.0", "train.stepz=3: is not a key of train", "(set in command line)"):
+    for text in (
+        "layout.tp=3: must divide num_attention_heads",
+        "optim.beta1=1.0",
+        "train.stepz=3: is not a key of train",
+        "(set in command line)",
+    ):
         assert text in done.stderr
     assert "Valid near it: train.steps." in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_plan_needs_neither_gpu_nor_data(warm, config, tmp_path):
-    args = ("plan", config, "data.mock=false", "data.paths=[far/away]", "train.device=cuda", "layout.tp=2", "--ranks", "4", "--device")
+    args = (
+        "plan",
+        config,
+        "data.mock=false",
+        "data.paths=[far/away]",
+        "train.device=cuda",
+        "layout.tp=2",
+        "--ranks",
+        "4",
+        "--device",
+    )
     done = warm.phalanx(*args, "H100", cwd=tmp_path)
-    assert done.returncode == 0 and "pp 1 x dp 2 x tp 2" in done.stdout and sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml"]
+    assert (
+        done.returncode == 0
+        and "pp 1 x dp 2 x tp 2" in done.stdout
+        and sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml"]
+    )
     wrong = warm.phalanx(*args, "H1000")
     assert wrong.returncode == 2 and "H100" in wrong.stderr and "Traceback" not in wrong.stderr
 
@@ -182,7 +214,9 @@ def test_missing_config_names_near_ones(config):
 
 def test_a_bad_world_is_printed_by_rank_0_only(warm, config):
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    first, second = (warm.phalanx("train", config, "layout.tp=4", env={**world, "RANK": r, "LOCAL_RANK": r}) for r in "01")
+    first, second = (
+        warm.phalanx("train", config, "layout.tp=4", env={**world, "RANK": r, "LOCAL_RANK": r}) for r in "01"
+    )
     assert first.returncode == second.returncode == 2 and "layout.tp=4" in first.stderr and second.stderr == ""
     wrong = warm.phalanx("train", config, env={**world, "RANK": "5"})
     assert wrong.returncode == 2 and "RANK=5: must be < WORLD_SIZE, because WORLD_SIZE=2" in wrong.stderr
@@ -197,27 +231,43 @@ def test_checkpoint_list(warm, tmp_path):
     assert "step-00000100" in line and "manifest" in line and "good" not in line
     for verb in (("generate", "--prompt", "a"), ("checkpoint", "verify")):
         none = warm.phalanx(*verb, str(tmp_path / "run1/checkpoints/step-00000101"))
-        assert none.returncode == 4 and "there is no checkpoint" in none.stderr and "near it: " in none.stderr, none.stderr
+        assert none.returncode == 4 and "there is no checkpoint" in none.stderr and "near it: " in none.stderr, (
+            none.stderr
+        )
     gone = warm.phalanx("checkpoint", "list", str(tmp_path / "rnu1"))
     assert gone.returncode == 4 and f"near it: {tmp_path}/run1" in gone.stderr and "Traceback" not in gone.stderr
 
 
 def test_data_prepare_and_show(warm, tmp_path):
-    from phalanx.data.tokenizers import byte_tokenizer
+    from phalanx.text.tokenizers import byte_tokenizer
 
     byte_tokenizer().save(tmp_path / "tok")
     (tmp_path / "a.txt").write_text("Arma virumque cano")
-    done = warm.phalanx("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
-    assert done.returncode == 0 and "documents=1" in done.stdout, done.stderr
+    done = warm.phalanx(
+        "data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok")
+    )
+    line = rf"1 document, 19 tokens \(18 bytes\) -> {tmp_path}/a.bin in \d\.\d s, [\d.]+ (bytes|kB)/s\n"
+    assert done.returncode == 0 and re.fullmatch(line, done.stdout), done
+    again = warm.phalanx(
+        "data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok")
+    )
+    assert (
+        again.stdout
+        == f"1 document, 19 tokens (18 bytes) -> {tmp_path}/a.bin; there already, of the same inputs and settings\n"
+    ), again
     done = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
     assert "document 0, 19 tokens: Arma virumque cano" in done.stdout, done.stderr
     other = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", "null:300")
-    assert "warning: " not in done.stdout and "made with another tokenizer" in other.stdout and "document 0, 19 tokens" in other.stdout
+    assert (
+        "warning: " not in done.stdout
+        and "made with another tokenizer" in other.stdout
+        and "document 0, 19 tokens" in other.stdout
+    )
     gone = warm.phalanx("data", "show", str(tmp_path / "b"))
     assert gone.returncode == 3 and "Traceback" not in gone.stderr and gone.stderr.startswith("data error: ")
 
 
-# ---- ranks ---------------------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def test_number_of_ranks(config, monkeypatch):
@@ -250,7 +300,12 @@ def test_two_ranks_meet(jobs):
     "kind, rank, code, text",
     [
         ("data", 1, 3, "rank 1 of 2: data error: wiki.bin is cut short"),
-        ("numbers", -1, 5, "numerical stop: the loss was NaN for 50 steps"),  # a rank is named only if the other came too late to say it
+        (
+            "numbers",
+            -1,
+            5,
+            "numerical stop: the loss was NaN for 50 steps",
+        ),  # a rank is named only if the other came too late to say it
         ("kill", 1, 6, "peer lost: rank 1 of 2 was killed by SIGKILL"),
         ("bug", 0, 1, "rank 0 of 2: KeyError: 'nothing'"),
         ("exit", 1, 4, "rank 1 of 2: ended with exit status 4"),
@@ -261,7 +316,9 @@ def test_a_failing_rank_is_named_and_its_code_kept(jobs, capfd, kind, rank, code
     with pytest.raises(RankFailed) as raised:
         start("phalanx_test_jobs:fail", {"kind": kind, "rank": rank}, ranks=2)
     said = str(raised.value)
-    assert raised.value.exit_code == code and (said == text or rank == -1 and said in (f"rank 0 of 2: {text}", f"rank 1 of 2: {text}"))
+    assert raised.value.exit_code == code and (
+        said == text or rank == -1 and said in (f"rank 0 of 2: {text}", f"rank 1 of 2: {text}")
+    )
     err = capfd.readouterr().err
     assert ("Traceback" in err) == (kind == "bug")
 
@@ -282,7 +339,9 @@ sys.exit(guarded(lambda: start("phalanx_test_jobs:%s", {"folder": sys.argv[1]}, 
 
 
 def parent_with_ranks(jobs: Path, job: str, python: str | None = None) -> subprocess.Popen[str]:
-    made = subprocess.Popen([python or sys.executable, "-c", PARENT % job, str(jobs)], stderr=subprocess.PIPE, text=True)
+    made = subprocess.Popen(
+        [python or sys.executable, "-c", PARENT % job, str(jobs)], stderr=subprocess.PIPE, text=True
+    )
     wait_for(lambda: all((jobs / str(rank)).exists() for rank in range(2)))
     return made
 
@@ -300,7 +359,10 @@ def test_a_signal_is_passed_on_and_the_ranks_are_waited_for(jobs, signum):
     parent.send_signal(signum)
     _, err = parent.communicate(timeout=120)
     assert parent.returncode == 75 and "step 3 is saved" in err and "Traceback" not in err
-    assert [(jobs / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]  # the first to end did not hurry the other
+    assert [(jobs / f"saved-{rank}").read_text() for rank in range(2)] == [
+        "1",
+        "1",
+    ]  # the first to end did not hurry the other
 
 
 def test_a_signal_before_training_began(jobs):
@@ -311,9 +373,18 @@ def test_a_signal_before_training_began(jobs):
 
 
 def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
-    """The same signal twice within a second is one request: terminals and schedulers tell everybody, and repeat themselves."""
-    rank = subprocess.Popen([INTERPRETER, "-c", "import os, signal, time; signal.signal(signal.SIGTERM, lambda *a: os.write(1, b'told\\n')); "
-                             "print('ready', flush=True); [time.sleep(1) for _ in range(60)]"], stdout=subprocess.PIPE, text=True)  # fmt: skip
+    """The same signal twice within a second is one request: terminals and schedulers tell everybody, and repeat
+    themselves."""
+    rank = subprocess.Popen(
+        [
+            INTERPRETER,
+            "-c",
+            "import os, signal, time; signal.signal(signal.SIGTERM, lambda *a: os.write(1, b'told\\n')); "
+            "print('ready', flush=True); [time.sleep(1) for _ in range(60)]",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert rank.stdout.readline() == "ready\n"
     (tmp_path / "rank-0.pid").write_text(str(rank.pid))
     with forwarded_signals(tmp_path) as stops:
@@ -328,7 +399,7 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
 
 
 def test_a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second():
-    from phalanx.train.main import StopRequest
+    from phalanx.training.main import StopRequest
 
     def child(tell) -> int:
         pid = os.fork()
@@ -371,8 +442,12 @@ def alive(pid: int) -> bool:
 
 
 def test_what_ranks_inherit():
-    """Few threads unless the user says otherwise, loopback as their network whatever the user says, and a secret that is new each time."""
-    first, second = rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 10_000), rank_environment({"OMP_NUM_THREADS": "7"}, 2)
+    """Few threads unless the user says otherwise, loopback as their network whatever the user says, and a secret
+    that is new each time."""
+    first, second = (
+        rank_environment({"GLOO_SOCKET_IFNAME": "eth0"}, 10_000),
+        rank_environment({"OMP_NUM_THREADS": "7"}, 2),
+    )
     assert first["OMP_NUM_THREADS"] == "1" and second["OMP_NUM_THREADS"] == "7"
     assert first["GLOO_SOCKET_IFNAME"] == first["NCCL_SOCKET_IFNAME"] == loopback() != "eth0"
     assert len(first[SECRET]) >= 32 and first[SECRET] != second[SECRET]
@@ -383,36 +458,59 @@ def test_verdict_finds_the_rank_that_began():
         failed = verdict(world, outcomes, ended)
         return failed and (failed.exit_code, str(failed))
 
-    lost, data, late = Outcome(0, 6, "peer lost: rank 1 is gone", 1.0), Outcome(1, 3, "data error: x", 2.0), Outcome(2, 4, "checkpoint error: y", 3.0)
+    lost, data, late = (
+        Outcome(0, 6, "peer lost: rank 1 is gone", 1.0),
+        Outcome(1, 3, "data error: x", 2.0),
+        Outcome(2, 4, "checkpoint error: y", 3.0),
+    )
     stopped, bug = Outcome(0, 75, "preempted: step 3 is saved", 1.0), Outcome(1, 1, "KeyError: 3", 2.0)
     killed = (6, "peer lost: rank 1 of 3 was killed by SIGKILL")
     assert code_and_text([]) is None
     assert code_and_text([lost, data, late], Ended(0, 6, 1.0)) == (3, "rank 1 of 3: data error: x")
     assert code_and_text([lost], Ended(0, 6, 1.0), Ended(1, -9, 2.0)) == killed
-    seen = Outcome(0, 6, "peer lost: rank 1 (host a, process 7) is silent: stopped; last seen in step 3 at x.py:1 in f; a collective failed", 1.0)
-    assert code_and_text([seen], Ended(0, 6), Ended(1, -9)) == (6, "peer lost: rank 1 of 3 was killed by SIGKILL, last seen in step 3 at x.py:1 in f")
+    seen = Outcome(
+        0,
+        6,
+        "peer lost: rank 1 (host a, process 7) is silent: stopped; last seen in step 3 at x.py:1 in f; a "
+        "collective failed",
+        1.0,
+    )
+    assert code_and_text([seen], Ended(0, 6), Ended(1, -9)) == (
+        6,
+        "peer lost: rank 1 of 3 was killed by SIGKILL, last seen in step 3 at x.py:1 in f",
+    )
     assert code_and_text([], Ended(1, -9, 1.0), Ended(0, -9, 0.5, by_launcher=True)) == killed
     assert code_and_text([], Ended(2, -11, 2.0), Ended(1, -9, 1.0)) == killed  # the first by time
     assert code_and_text([data], Ended(0, -9, 3.0)) == (3, "rank 1 of 3: data error: x")
     assert code_and_text([data], Ended(0, -9, 1.0)) == (6, "peer lost: rank 0 of 3 was killed by SIGKILL")
-    assert code_and_text([bug], Ended(0, -6, 3.0)) == (1, "rank 1 of 3: KeyError: 3")  # NCCL and gloo abort when a peer is lost
+    assert code_and_text([bug], Ended(0, -6, 3.0)) == (
+        1,
+        "rank 1 of 3: KeyError: 3",
+    )  # NCCL and gloo abort when a peer is lost
     assert code_and_text([bug], Ended(0, -6, 1.0)) == (6, "peer lost: rank 0 of 3 was killed by SIGABRT")
     assert code_and_text([], Ended(0, -15)) == (6, "peer lost: rank 0 of 3 was killed by SIGTERM")
     assert code_and_text([bug], Ended(0, -15, 1.0), Ended(1, 1, 2.0)) == (1, "rank 1 of 3: KeyError: 3")
-    assert code_and_text([data, Outcome(0, 3, "data error: x"), Outcome(2, 3, "data error: x")]) == (3, "data error: x")  # all say it
+    assert code_and_text([data, Outcome(0, 3, "data error: x"), Outcome(2, 3, "data error: x")]) == (
+        3,
+        "data error: x",
+    )  # all say it
     assert code_and_text([lost], Ended(0, 6)) == (6, "rank 0 of 3: peer lost: rank 1 is gone")
     assert code_and_text([stopped], world=1) == (75, "preempted: step 3 is saved")
     assert code_and_text([], Ended(2, 9)) == (9, "rank 2 of 3 ended with status 9 and said nothing")
     assert code_and_text([stopped, bug], Ended(1, 1, 2.0)) == (1, "rank 1 of 3: KeyError: 3")
 
 
-# ---- worlds that others started ------------------------------------------------------------------------------------------------
+# ---- worlds that others started ------------------------------------------------------------------
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 SLURM = {
-    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "gpu[03-04,9]",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODELIST": "gpu[03-04,9]",
     "SLURM_JOB_ID": "1234567",
-}  # fmt: skip
+}
 
 
 def test_torchrun_and_slurm_worlds():
@@ -424,7 +522,9 @@ def test_torchrun_and_slurm_worlds():
     assert read_placement({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"})[0] == Placement(5, 1, 8, "tcp://x:9")
     batch_script = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}
     assert read_placement(batch_script) == (None, [])
-    assert read_placement({**SLURM, **TORCHRUN})[0] == Placement(3, 1, 4, "tcp://node7:29500")  # torchrun inside an allocation
+    assert read_placement({**SLURM, **TORCHRUN})[0] == Placement(
+        3, 1, 4, "tcp://node7:29500"
+    )  # torchrun inside an allocation
 
 
 @pytest.mark.parametrize(
@@ -433,8 +533,18 @@ def test_torchrun_and_slurm_worlds():
         ({**TORCHRUN, "RANK": "5"}, "RANK", 5, {"WORLD_SIZE": 4}),
         ({**TORCHRUN, "RANK": "two"}, "RANK", "two", {}),
         ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK", "-1", {}),
-        ({k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}, "WORLD_SIZE", None, {k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}),
-        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT", None, {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}),
+        (
+            {k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"},
+            "WORLD_SIZE",
+            None,
+            {k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"},
+        ),
+        (
+            {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"},
+            "MASTER_PORT",
+            None,
+            {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"},
+        ),
         ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID", 8, {"SLURM_NTASKS": 8}),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT", "http", {}),
         ({**TORCHRUN, SECRET: "guess me"}, SECRET, "(not shown)", {"length": 8}),
@@ -442,10 +552,17 @@ def test_torchrun_and_slurm_worlds():
 )
 def test_impossible_worlds(env, name, value, because):
     placement, [problem] = read_placement(env)
-    assert placement is None and (problem.field, problem.value, problem.because, problem.where) == (name, value, because, "the environment")
+    assert placement is None and (problem.field, problem.value, problem.because, problem.where) == (
+        name,
+        value,
+        because,
+        "the environment",
+    )
 
 
-@pytest.mark.parametrize("nodes, host", [("a", "a"), ("a,b", "a"), ("n[1-3,7],x", "n1"), ("n[07],x", "n07"), ("r1n[2-3]-ib", "r1n2-ib")])
+@pytest.mark.parametrize(
+    "nodes, host", [("a", "a"), ("a,b", "a"), ("n[1-3,7],x", "n1"), ("n[07],x", "n07"), ("r1n[2-3]-ib", "r1n2-ib")]
+)
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
 
@@ -458,7 +575,14 @@ def test_a_run_joins_the_world_of_torchrun(jobs, config):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port},
+            env={
+                **os.environ,
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": port,
+            },
         )
         for r in range(2)
     ]
@@ -466,12 +590,16 @@ def test_a_run_joins_the_world_of_torchrun(jobs, config):
     assert [(jobs / str(rank)).read_text() for rank in range(2)] == ["3.0", "3.0"]
 
 
-# ---- lines for people ----------------------------------------------------------------------------------------------------------
+# ---- lines for people ----------------------------------------------------------------------------
 
 
 def test_log(tmp_path, capsys):
     assert pairs(step=100, loss="3.2101") == "step=100 loss=3.2101"
-    assert describe(DataError("x")) == "data error: x" and describe(PeerLost("y")) == "peer lost: y" and describe(ValueError("z")) == "ValueError: z"
+    assert (
+        describe(DataError("x")) == "data error: x"
+        and describe(PeerLost("y")) == "peer lost: y"
+        and describe(ValueError("z")) == "ValueError: z"
+    )
     log = Log(0, tmp_path / "a/log.txt")
     log.info("one"), log.once("two"), log.once("two"), log.close()
     lines = (tmp_path / "a/log.txt").read_text().splitlines()
@@ -495,5 +623,7 @@ except SystemExit:
     print("fused", fused(None))
 """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_DEFAULT_FP_FUSION"}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
     assert "fused True" in done.stdout, done.stdout + done.stderr

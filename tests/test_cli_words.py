@@ -1,4 +1,5 @@
-"""What people type: other programs' words and forms, completion in shells, the schema for editors, and our last word under torchrun."""
+"""What people type: other programs' words and forms, completion in shells, the schema for editors, and our last word
+under torchrun."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from phalanx.base import tree
 from phalanx.base.errors import ConfigError
 from phalanx.cli.main import cli
 from phalanx.cli.verbs import as_overrides
-from phalanx.train.config import Run
-from phalanx.train.load import load_run, read, save_run
-from phalanx.train.schema import config_schema
-from phalanx.train.synonyms import NOT_BUILT, SYNONYMS, VALUES
+from phalanx.config.read import load_run, read, save_run
+from phalanx.config.run import Run
+from phalanx.config.schema import config_schema
+from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, VALUES
 from tests.test_cli import CONFIG, ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("tiny_*.yaml"))
@@ -34,10 +35,12 @@ def config(tmp_path):
     return str(tmp_path / "run.yaml")
 
 
-# ---- forms of arguments --------------------------------------------------------------------------------------------------------------
+# ---- forms of arguments --------------------------------------------------------------------------
 
 
-@pytest.mark.trust(26, "phalanx train runs/first, a run's folder in the place of a config", "continues that run, from any folder")
+@pytest.mark.trust(
+    26, "phalanx train runs/first, a run's folder in the place of a config", "continues that run, from any folder"
+)
 def test_the_folder_of_a_run_is_a_config(warm, config, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     first = warm.phalanx("train", config, "dir=runs/first", cwd=tmp_path)
@@ -49,7 +52,11 @@ def test_the_folder_of_a_run_is_a_config(warm, config, tmp_path):
     plan = warm.phalanx("plan", "runs/first", cwd=tmp_path)
     assert plan.returncode == 0 and "4 steps" in plan.stdout
     wrong = warm.phalanx("train", "elsewhere", cwd=tmp_path)
-    assert wrong.returncode == 2 and "is a folder without a config.yaml" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert (
+        wrong.returncode == 2
+        and "is a folder without a config.yaml" in wrong.stderr
+        and "Traceback" not in wrong.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_overrides_as_options_in_the_program(warm, config):
     assert lacking.returncode == 2 and "train.steps=VALUE" in lacking.stderr
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
 
 def test_every_synonym_is_of_a_key_and_is_none():
@@ -84,7 +91,9 @@ def test_every_synonym_is_of_a_key_and_is_none():
     names = {k.name for k in tree.keys(Run)}
     assert set(SYNONYMS.values()) <= keys
     assert not (set(NOT_BUILT) | set(VALUES)) & names
-    mentioned = {word for text in (*NOT_BUILT.values(), *VALUES.values()) for word in re.findall(r"\b[a-z]+\.[a-z_]+", text)} - {"torch.compile"}
+    mentioned = {
+        word for text in (*NOT_BUILT.values(), *VALUES.values()) for word in re.findall(r"\b[a-z]+\.[a-z_]+", text)
+    } - {"torch.compile"}
     assert mentioned <= keys
 
 
@@ -103,7 +112,9 @@ def test_every_synonym_is_of_a_key_and_is_none():
         ("train.gradient_accumulation_steps=4", ("train.global_batch",)),
     ],
 )
-@pytest.mark.trust(26, "layout.fsdp=true, optim.name=muon, lora.rank=8", "says what it is called here, or that it does not exist yet")
+@pytest.mark.trust(
+    26, "layout.fsdp=true, optim.name=muon, lora.rank=8", "says what it is called here, or that it does not exist yet"
+)
 def test_words_of_others(config, override, texts):
     found = "\n".join(str(p) for p in read(config, [override]).problems)
     assert all(text in found for text in texts), found
@@ -112,13 +123,24 @@ def test_words_of_others(config, override, texts):
 def test_explain_lists_searches_and_says_all(warm):
     sections, every, fsdp, warm_up, muon, none = (
         warm.phalanx("explain", *words)
-        for words in ((), ("--all",), ("--search", "fsdp"), ("--search", "warm-up"), ("--search", "muon"), ("--search", "xyzzy"))
+        for words in (
+            (),
+            ("--all",),
+            ("--search", "fsdp"),
+            ("--search", "warm-up"),
+            ("--search", "muon"),
+            ("--search", "xyzzy"),
+        )
     )
     for name in tree.field_names(Run):
         assert re.search(rf"^{name} ", sections.stdout, re.MULTILINE)
     assert len(sections.stdout.splitlines()) < 20 and max(map(len, sections.stdout.splitlines())) <= 120
     assert all(f"\n{k.path}: " in f"\n{every.stdout}" for k in tree.leaves(Run))
-    assert fsdp.stdout.startswith("layout.sharding: ") and "optim.warmup_steps" in warm_up.stdout and "not built yet" in muon.stdout
+    assert (
+        fsdp.stdout.startswith("layout.sharding: ")
+        and "optim.warmup_steps" in warm_up.stdout
+        and "not built yet" in muon.stdout
+    )
     assert none.returncode == 2 and "Traceback" not in none.stderr
     both = warm.phalanx("explain", "layout", "--all")
     assert both.returncode == 2 and "one of KEY" in both.stderr
@@ -137,17 +159,23 @@ def test_every_verb_has_its_help_on_one_whole_line(name, group):
     assert len([line for line in lines if line.strip()]) == len(group.commands) and max(map(len, lines)) <= 80
 
 
-# ---- completion --------------------------------------------------------------------------------------------------------------------------
+# ---- completion ----------------------------------------------------------------------------------
 
 
 def completed(*words: str, shell: str = "bash", cwd: Path | None = None) -> list[str]:
     """What a shell is offered for the last word, asked as its script asks."""
     asked = {"_PHALANX_COMPLETE": f"{shell}_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     env = {**os.environ, "PYTHONPATH": str(ROOT), **asked}
-    done = subprocess.run([sys.executable, "-m", "phalanx"], capture_output=True, text=True, env=env, cwd=cwd, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx"], capture_output=True, text=True, env=env, cwd=cwd, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return [line.partition(",")[2] for line in lines] if shell == "bash" else [line for line in lines if line not in ("plain", "_")]
+    return (
+        [line.partition(",")[2] for line in lines]
+        if shell == "bash"
+        else [line for line in lines if line not in ("plain", "_")]
+    )
 
 
 @pytest.mark.trust(26, "Tab in a shell", "completes verbs, config keys and their values")
@@ -161,7 +189,11 @@ def test_bash_completes_verbs_keys_and_values():
     assert completed("phalanx", "train", "x.yaml", "train.precision", "=") == ["fp32", "bf16", "fp16", "fp64"]
     assert completed("phalanx", "train", "x.yaml", "train.precision", "=", "b") == ["bf16"]
     assert completed("phalanx", "train", "x.yaml", "layout.tp", "=", "2", "data.mock", "=", "") == ["true", "false"]
-    assert completed("phalanx", "explain", "layout.cp_") == ["layout.cp_attention", "layout.cp_ulysses", "layout.cp_degree"]
+    assert completed("phalanx", "explain", "layout.cp_") == [
+        "layout.cp_attention",
+        "layout.cp_ulysses",
+        "layout.cp_degree",
+    ]
 
 
 def test_other_shells_complete_whole_words():
@@ -174,27 +206,31 @@ def test_bash_itself(tmp_path):
     program = tmp_path / "phalanx"
     program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m phalanx "$@"\n')
     program.chmod(0o755)
-    ask = '''
+    ask = """
         eval "$(_PHALANX_COMPLETE=bash_source phalanx)"
         complete -p phalanx
         compopt() { :; }  # outside of a completion bash refuses it
         COMP_WORDS=(phalanx train x.yaml train.precision = f); COMP_CWORD=5
         _phalanx_completion phalanx
         echo "${COMPREPLY[@]}"
-    '''
+    """
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "--norc", "-c", ask], capture_output=True, text=True, env=env, timeout=60)
-    assert "_phalanx_completion" in done.stdout.splitlines()[0] and done.stdout.splitlines()[1] == "fp32 fp16 fp64", done.stderr
+    assert "_phalanx_completion" in done.stdout.splitlines()[0] and done.stdout.splitlines()[1] == "fp32 fp16 fp64", (
+        done.stderr
+    )
 
 
-# ---- the schema ----------------------------------------------------------------------------------------------------------------------------
+# ---- the schema ----------------------------------------------------------------------------------
 
 
 def plain(path: Path) -> dict:
     return YAML(typ="safe", pure=True).load(path.read_text())
 
 
-@pytest.mark.trust(26, "an editor that knows nothing of our config files", "phalanx explain --schema writes a JSON schema of them")
+@pytest.mark.trust(
+    26, "an editor that knows nothing of our config files", "phalanx explain --schema writes a JSON schema of them"
+)
 def test_recipes_are_valid_by_the_schema_and_mistakes_are_not(tmp_path):
     schema = config_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -205,11 +241,35 @@ def test_recipes_are_valid_by_the_schema_and_mistakes_are_not(tmp_path):
         check.validate(plain(tmp_path / "whole.yaml"))
     base = plain(RECIPES[0])
     for section, key, value in (
-        ("train", "stepz", 1), ("train", "steps", "many"), ("train", "precision", "bf17"), ("layout", "tp", 1.5), ("data", "mock", "yes"),
+        ("train", "stepz", 1),
+        ("train", "steps", "many"),
+        ("train", "precision", "bf17"),
+        ("layout", "tp", 1.5),
+        ("data", "mock", "yes"),
         ("model", "family", "x"),
-    ):  # fmt: skip
+    ):
         assert not check.is_valid({**base, section: {**base.get(section, {}), key: value}}), key
-    assert not check.is_valid({"train": base["train"]}) and check.is_valid({**base, "data": {"paths": "0.7 a 0.3 b"}})
+    train = base["train"]
+    for good in (
+        {"train": train, "init_from": "f"},
+        {"train": train, "init_from": "f", "model": {"num_hidden_layers": 2}},
+        {"train": train, "model": {"from": "f"}},
+        {"train": train, "model": {"from": "f", "family": "gpt2", "max_position_embeddings": 64}},
+        {**base, "init_from": None},
+    ):
+        check.validate(good)
+    for bad in (
+        {"train": train},
+        {"train": train, "init_from": None},
+        {"train": train, "model": {"family": "llama"}},
+        {"model": {"from": "f"}},
+        {"train": train, "model": {"from": 3}},
+        {"train": train, "model": {"from": "f", "sizes": 3}},
+        {"train": train, "init_from": "f", "model": {"x": 1}},
+        {"train": train, "model": {"from": "f", "num_hidden_layers": "two"}},
+    ):
+        assert not check.is_valid(bad), bad
+    assert check.is_valid({**base, "data": {"paths": "0.7 a 0.3 b"}})
 
 
 def test_every_key_of_the_schema_says_what_it_means():
@@ -226,12 +286,27 @@ def test_the_program_prints_the_schema(warm):
     assert done.returncode == 0 and json.loads(done.stdout) == json.loads(json.dumps(config_schema()))
 
 
-# ---- torchrun ------------------------------------------------------------------------------------------------------------------------------
+# ---- torchrun ------------------------------------------------------------------------------------
 
 
-@pytest.mark.trust(26, "torchrun -m phalanx train run.yaml layout.tp=3", "the reason stands again at the end, below torchrun's traceback")
+@pytest.mark.trust(
+    26,
+    "torchrun -m phalanx train run.yaml layout.tp=3",
+    "the reason stands again at the end, below torchrun's traceback",
+)
 def test_torchruns_report_ends_with_our_message(config):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "phalanx", "train", config, "layout.tp=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "phalanx",
+        "train",
+        config,
+        "layout.tp=3",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 1

@@ -1,4 +1,5 @@
-"""Experts' tokens that travel as codes (layout.dispatch=..._fp8): every bit of a step is that of the exchange in the activations' dtype."""
+"""Experts' tokens that travel as codes (layout.dispatch=..._fp8): every bit of a step is that of the exchange in the
+activations' dtype."""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ from phalanx.base.sizes import GIB
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
+from phalanx.forecast.text import sent_table
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.ops.activation import SWIGLU, gated_rows
-from phalanx.ops.exchange import EXCHANGES, Casts
-from phalanx.ops.grouped import Later
-from phalanx.ops.low_grouped import low_grouped_matmul, low_grouped_mlp
-from phalanx.ops.low_matmul import DY, X
-from phalanx.ops.permute import CodedRows, Gathered, plan_rows
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.memory import rank_uses
-from phalanx.train.plan import make_plan
-from phalanx.train.plan_text import sent_table
-from phalanx.train.step import accumulate
+from phalanx.ops.dense.activation import gated_rows
+from phalanx.ops.dense.gate import SWIGLU
+from phalanx.ops.experts.exchange import EXCHANGES, Casts
+from phalanx.ops.experts.grouped import Later
+from phalanx.ops.experts.permute import CodedRows, Gathered, plan_rows
+from phalanx.ops.quantized.experts import low_grouped_matmul, low_grouped_mlp
+from phalanx.ops.quantized.linear import DY, X
 from tests import parity
 from tests.pool import RanksFailed
 from tests.sample import covering, features, rest_in_soak
@@ -40,8 +42,11 @@ CHOICE = torch.rand(30, 4, generator=torch.Generator().manual_seed(0)).argsort(1
 
 @pytest.mark.parametrize("twin", ["triton", "plain"])
 def test_codes_put_in_place_are_those_of_rows(twin):
-    """Truth: the cast of the rows themselves: codes in both layouts, scales, the amax. What was lost is counted once for each token."""
-    rows = plan_rows(torch.where(CHOICE == 2, 4, CHOICE), 0, 3, 48, "plain")  # one expert has none, some tokens have none, some rows are nobody's
+    """Truth: the cast of the rows themselves: codes in both layouts, scales, the amax. What was lost is counted once
+    for each token."""
+    rows = plan_rows(
+        torch.where(CHOICE == 2, 4, CHOICE), 0, 3, 48, "plain"
+    )  # one expert has none, some tokens have none, some rows are nobody's
     there = ((CHOICE < 3) & (CHOICE != 2)).any(1)
     assert 0 < there.sum() < 30 and rows.ends_E[-1] < 44 and rows.ends_E.diff().eq(0).any()
     rows = replace(rows, ends_E=rows.ends_E[[0, 1, 1, 2]])  # and another one
@@ -68,15 +73,23 @@ def same_used(found, truth, ends: Tensor) -> None:
 
 
 def experts_over(axes: ModelAxes, dispatch: str, twin: str, coded: bool, left_out: bool) -> list[Tensor]:
-    """Four experts over the ranks of `axes.experts`, each with tokens of its own: outputs, gradients (tokens, weights, matrices), amaxes."""
+    """Four experts over the ranks of `axes.experts`, each with tokens of its own: outputs, gradients (tokens,
+    weights, matrices), amaxes."""
     group, here = axes.experts, 4 // axes.ep.size
     choice = torch.where((CHOICE == 1) | (torch.arange(30) % 7 == 0).unsqueeze(1), 4, CHOICE) if left_out else CHOICE
     choice = choice.roll(group.index, 0)
-    x, weights = some(30, 64, torch.float32, seed=group.index).clamp(-4, 4), torch.rand(30, 2, generator=torch.Generator().manual_seed(1))
+    x, weights = (
+        some(30, 64, torch.float32, seed=group.index).clamp(-4, 4),
+        torch.rand(30, 2, generator=torch.Generator().manual_seed(1)),
+    )
     x[choice.eq(4).all(1)] = 30.0  # larger than all others
     x, weights, stacks = x.requires_grad_(), weights.requires_grad_(), []
     for rows, columns in ((64, 64), (64, 32)):
-        w = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns)[axes.ep.index * here :][:here]
+        w = (
+            (some(4 * rows, columns, torch.float32, seed=3) / 64)
+            .clamp(-1, 1)
+            .view(4, rows, columns)[axes.ep.index * here :][:here]
+        )
         w = w.clone().requires_grad_()
         w.grad, w.low = torch.zeros_like(w), experts_of("delayed", twin, True)
         stacks.append(w)
@@ -99,9 +112,15 @@ def experts_over(axes: ModelAxes, dispatch: str, twin: str, coded: bool, left_ou
 LONG = pytest.mark.soak  # Triton's interpreter takes its time
 
 
-@pytest.mark.parametrize("twin, left_out", [
-    pytest.param("triton", False, marks=LONG), pytest.param("triton", True, marks=LONG), ("plain", False), ("plain", True)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "twin, left_out",
+    [
+        pytest.param("triton", False, marks=LONG),
+        pytest.param("triton", True, marks=LONG),
+        ("plain", False),
+        ("plain", True),
+    ],
+)
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall", "push"])
 def test_an_exchange_of_codes_is_one_of_rows(dispatch, twin, left_out):
     """On one rank, with and without tokens that go nowhere: outputs, gradients and amaxes to the bit."""
@@ -121,24 +140,35 @@ TWO = dict(dp=2, ep=2)
 
 @pytest.mark.parametrize(
     "dispatch, layout",
-    [("allgather", TWO), pytest.param("alltoall", TWO, marks=LONG), pytest.param("push", dict(dp=4, ep=2, etp=2), marks=LONG)],
+    [
+        ("allgather", TWO),
+        pytest.param("alltoall", TWO, marks=LONG),
+        pytest.param("push", dict(dp=4, ep=2, etp=2), marks=LONG),
+    ],
     ids=str,
 )
 def test_kernels_carry_codes_between_ranks(ranks, dispatch, layout):
     assert all(ranks.run("tests.test_code_exchange:both_ways", layout["dp"], dispatch, layout))
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 parity.MODELS["low-mixtral-capacity"] = replace(NARROW, expert_capacity_factor=0.75)
 parity.MODELS["low-mixtral-deep"] = replace(NARROW, num_hidden_layers=3)
 parity.MODELS["low-deepseek"] = replace(
-    parity.MODELS["deepseek_v3"], hidden_size=64, intermediate_size=64, moe_intermediate_size=16, num_experts_per_tok=2, router_aux_loss_coef=0.0,
-)  # fmt: skip
+    parity.MODELS["deepseek_v3"],
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_experts_per_tok=2,
+    router_aux_loss_coef=0.0,
+)
 FP8 = dict(EXPERTS, history=2)
 
 
-def case(world: int, dispatch: str, model: str = "low-mixtral", train: dict | None = None, fp8: dict | None = None, **layout) -> tuple[int, Run]:
+def case(
+    world: int, dispatch: str, model: str = "low-mixtral", train: dict | None = None, fp8: dict | None = None, **layout
+) -> tuple[int, Run]:
     return world, low_run("delayed", model, train, fp8 or FP8, dispatch=dispatch, **layout)
 
 
@@ -148,14 +178,21 @@ LAYOUTS = {
     "ep4 over tp2 dp2, push, full recompute": case(4, "push", train=dict(ONE_EACH, recompute="full"), tp=2, ep=4),
     "ep2 x etp2 in tp4, all-to-all": case(4, "alltoall", tp=4, ep=2, etp=2),
     "ep4, all-gather, capacity, experts again": case(
-        4, "allgather", "low-mixtral-capacity", dict(global_batch=4, micro_batch=1, recompute_ops=["experts"]), ep=4, sharding=2),
+        4,
+        "allgather",
+        "low-mixtral-capacity",
+        dict(global_batch=4, micro_batch=1, recompute_ops=["experts"]),
+        ep=4,
+        sharding=2,
+    ),
     "ep2, push, activation again, level 3": case(2, "push", train=dict(recompute="pointwise"), ep=2, sharding=3),
     "ep4 over tp2 dp2, gpt-oss, all-to-all": case(4, "alltoall", "low-gpt-oss", ONE_EACH, tp=2, ep=4),
     "etp2 in tp2, push": case(2, "push", tp=2, etp=2),
     "ep2, all-gather, shared experts, a dense layer": case(2, "allgather", "low-deepseek", ep=2),
     "ep2, all-to-all, experts of a layer and gates of another left out": case(
-        2, "alltoall", "low-mixtral-deep", fp8=dict(FP8, exclude=["*.self_attn.*", "*.0.*", "*.1.*.w[13].*"]), ep=2),
-}  # fmt: skip
+        2, "alltoall", "low-mixtral-deep", fp8=dict(FP8, exclude=["*.self_attn.*", "*.0.*", "*.1.*.w[13].*"]), ep=2
+    ),
+}
 STEPS = 3
 
 
@@ -176,10 +213,12 @@ STEP_CASES = [*((name, False) for name in LAYOUTS), *((name, "packed") for name 
 CHOSEN = covering({name: features(run) for name, (_, run) in LAYOUTS.items()})
 
 
-@pytest.mark.parametrize("at", rest_in_soak(STEP_CASES, [*((name, False) for name in CHOSEN), (PACKED[0], "packed")]), ids=str)
+@pytest.mark.parametrize(
+    "at", rest_in_soak(STEP_CASES, [*((name, False) for name in CHOSEN), (PACKED[0], "packed")]), ids=str
+)
 def test_steps_have_the_same_bits(ranks, at):
-    """Truth: the same layout with rows in their own dtype, which tests/test_low_experts.py compares with one process. In the third step scales come
-    from the amaxes of both steps before."""
+    """Truth: the same layout with rows in their own dtype, which tests/test_low_experts.py compares with one
+    process. In the third step scales come from the amaxes of both steps before."""
     name, documents = at
     world, run = LAYOUTS[name]
     found, truth = (ranks.run("tests.parity:run_layout", world, r, STEPS, documents) for r in (as_codes(run), run))
@@ -196,7 +235,7 @@ def test_each_collective_matters(ranks, name):
     world, run = LAYOUTS[name]
     run = as_codes(replace(run, train=replace(run.train, global_batch=2 * run.layout.pp, micro_batch=1)))
     truth = ranks.run("tests.parity:run_layout", world, run, 1, False, None, True)
-    sites = {site for r in truth for site in map(Site._make, r["sites"]) if site.file == "ops/exchange.py"}
+    sites = {site for r in truth for site in map(Site._make, r["sites"]) if site.file == "ops/experts/exchange.py"}
     assert {site.axis for site in sites} <= {"ep", "etp", "ep x etp"} and len(sites) > 3
     for site in sites:
         with pytest.raises((AssertionError, RanksFailed)):
@@ -204,7 +243,8 @@ def test_each_collective_matters(ranks, name):
 
 
 def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, op) -> (calls, bytes handed in) of forward and backward of the second step: the first is done once more, to find scales."""
+    """(axis, op) -> (calls, bytes handed in) of forward and backward of the second step: the first is done once
+    more, to find scales."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
     parity.random_weights(state)
@@ -220,7 +260,8 @@ def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[in
 
 
 def test_bytes_of_the_all_gather(ranks):
-    """Truth: the formula. As tests/test_moe.py has it, but that tokens and their gradients are a byte an element. Calls are the same."""
+    """Truth: the formula. As tests/test_moe.py has it, but that tokens and their gradients are a byte an element.
+    Calls are the same."""
     world, run = LAYOUTS["ep2, all-gather"]
     tokens, width, slots, number, each = 16, 64, 2, 8, 2 * 2  # float64; layers x micro-batches of a rank
     run = replace(run, train=replace(run.train, micro_batch=1, global_batch=4))
@@ -236,8 +277,12 @@ def test_what_the_plan_says_is_sent(ranks):
     (use,), _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
     for found in ranks.run("tests.test_code_exchange:exchanged", world, plan.run):
         handed_in = {op: nbytes for (axis, op), (_, nbytes) in found.items() if axis == "ep x etp"}
-        assert use.sent["ep"] == handed_in["all_gather"] * (world - 1) + handed_in["reduce_scatter"] * (world - 1) / world
-    assert "tokens to their experts as codes and back" in plan_text(plan.run, world) and " as codes" not in plan_text(run, world)
+        assert (
+            use.sent["ep"] == handed_in["all_gather"] * (world - 1) + handed_in["reduce_scatter"] * (world - 1) / world
+        )
+    assert "tokens to their experts as codes and back" in plan_text(plan.run, world) and " as codes" not in plan_text(
+        run, world
+    )
 
 
 def plan_text(run: Run, world: int) -> str:
@@ -254,26 +299,35 @@ def test_bytes_of_the_push(ranks):
 
 
 def test_bytes_of_the_all_to_all(ranks):
-    """Summed over ranks each (token, expert) pair travels twice as codes and comes home twice as it is; sizes are one number per expert and layer."""
+    """Summed over ranks each (token, expert) pair travels twice as codes and comes home twice as it is; sizes are
+    one number per expert and layer."""
     _, run = LAYOUTS["ep4 over tp2 dp2, gpt-oss, all-to-all"]
     run = replace(run, layout=LayoutConfig(ep=4, dispatch="alltoall"), train=replace(run.train, global_batch=4))
     results = ranks.run("tests.test_code_exchange:exchanged", 4, as_codes(run))
     layers, width, slots, number = run.model.num_hidden_layers, 64, run.model.num_experts_per_tok, 8
     assert {r["ep", "all_to_all"][0] for r in results} == {layers * 5}
     sizes = 4 * layers * 8 * 4
-    assert sum(r["ep", "all_to_all"][1] for r in results) == layers * 2 * (4 * 16 * slots * width * (1 + number)) + sizes
+    assert (
+        sum(r["ep", "all_to_all"][1] for r in results) == layers * 2 * (4 * 16 * slots * width * (1 + number)) + sizes
+    )
 
 
-@pytest.mark.parametrize("name, train", [
-    ("ep2 x etp2 in tp4, all-to-all", {}),
-    ("ep2, all-gather", dict(recompute_ops=["experts"])),
-    ("ep2, all-gather", dict(recompute_ops=["activation"], offload_layers=1)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, train",
+    [
+        ("ep2 x etp2 in tp4, all-to-all", {}),
+        ("ep2, all-gather", dict(recompute_ops=["experts"])),
+        ("ep2, all-gather", dict(recompute_ops=["activation"], offload_layers=1)),
+    ],
+    ids=str,
+)
 def test_graphs_and_activations_on_the_host_change_no_bit(ranks, name, train):
     """Truth: without graphs, without the exchange of codes; tests/test_graphs.py says what stands for a GPU here."""
     world, run = LAYOUTS[name]
     run = replace(run, train=replace(run.train, **train))
     plain = ranks.run("tests.test_graphs:trained", world, run, False, False)
-    for (expected, *_), (found, parts, *_) in zip(plain, ranks.run("tests.test_graphs:trained", world, as_codes(run), False, True)):
+    for (expected, *_), (found, parts, *_) in zip(
+        plain, ranks.run("tests.test_graphs:trained", world, as_codes(run), False, True)
+    ):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert max(parts) > 1

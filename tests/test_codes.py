@@ -1,4 +1,5 @@
-"""Weights kept as 8-bit codes: casts of parts against the cast of the whole, layouts against weights that every rank casts."""
+"""Weights kept as 8-bit codes: casts of parts against the cast of the whole, layouts against weights that every rank
+casts."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from phalanx.checkpoint.keep import latest
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
-from phalanx.data_parallel.codes import CodedBucket
+from phalanx.config.run import Run
+from phalanx.data_parallel.quantized import CodedBucket
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, evaluate_step, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.ops.codes import Blocks, cast_run_, note_largest_, turn_
-from phalanx.ops.low_grouped import LowExperts
-from phalanx.ops.low_matmul import LowWeight
-from phalanx.ops.quant import COUNTS, E4M3, RECIPES, SLOTS, block_amax, multipliers
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, evaluate_step, update
+from phalanx.ops.quantized.experts import LowExperts
+from phalanx.ops.quantized.linear import LowWeight
+from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, block_amax, multipliers
+from phalanx.ops.quantized.scale_blocks import Blocks
+from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
 from tests import parity
 from tests.checkpoints import make_state, save_here, set_state
 from tests.pool import RanksFailed
@@ -32,7 +34,12 @@ from tests.test_checkpoint import check_weights_are_cast_masters
 from tests.test_low import STEPS, low_run
 from tests.test_low_experts import EXPERTS
 
-KINDS = [((64, 192), "tensorwise"), ((256, 384), "blockwise"), ((3, 128, 64), "tensorwise"), ((2, 256, 128), "blockwise")]
+KINDS = [
+    ((64, 192), "tensorwise"),
+    ((256, 384), "blockwise"),
+    ((3, 128, 64), "tensorwise"),
+    ((2, 256, 128), "blockwise"),
+]
 
 
 def low_for(shape: tuple[int, ...], recipe: str, twin: str) -> LowWeight:
@@ -43,7 +50,8 @@ def low_for(shape: tuple[int, ...], recipe: str, twin: str) -> LowWeight:
 @pytest.mark.parametrize("twin", ["plain", "triton"])
 @pytest.mark.parametrize("shape, recipe", KINDS, ids=str)
 def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
-    """Truth: the weight in bf16 cast at once. Masters are fp32 numbers that bf16 rounds; cuts go through rows and blocks."""
+    """Truth: the weight in bf16 cast at once. Masters are fp32 numbers that bf16 rounds; cuts go through rows and
+    blocks."""
     master = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, shape[-1])
     low = low_for(shape, recipe, "plain")
     low.refresh(master.bfloat16())
@@ -55,19 +63,24 @@ def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
     for where, first in parts:
         note_largest_(bits, flat[where], first, blocks, torch.bfloat16, triton)
     multiplier = multipliers(bits.view(torch.float32), E4M3)
-    assert torch.equal((1.0 / multiplier).view(blocks.shape), straight.scales) and torch.equal(straight.scales.t(), turned.scales)
+    assert torch.equal((1.0 / multiplier).view(blocks.shape), straight.scales) and torch.equal(
+        straight.scales.t(), turned.scales
+    )
     counts, again = torch.zeros(SLOTS, COUNTS, dtype=torch.int64), torch.zeros_like(bits)
     for where, first in parts:
         cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, again, triton)
     assert torch.equal(codes.view(straight.codes.shape), straight.codes.view(torch.uint8)) and torch.equal(again, bits)
-    assert counts.sum(0)[2] == flat.numel() and counts.sum(0)[0] == ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum()
+    assert (
+        counts.sum(0)[2] == flat.numel()
+        and counts.sum(0)[0] == ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum()
+    )
     out = torch.zeros(straight.codes.shape[::-1], dtype=torch.uint8)
     turn_(out, codes.view(straight.codes.shape), triton)
     assert torch.equal(out, turned.codes.view(torch.uint8))
 
 
 def test_blocks_are_those_of_a_matrix():
-    """Truth: ops.quant's own walk over blocks."""
+    """Truth: ops.quantized.recipes's own walk over blocks."""
     blocks, x = Blocks(70, 192, (32, 64)), torch.randn(70, 192)
     bits = torch.zeros(blocks.count, dtype=torch.int32)
     note_largest_(bits, x.flatten(), 0, blocks, torch.float32, False)
@@ -87,36 +100,45 @@ def test_what_is_no_number_is_seen(twin):
     assert (codes.view(torch.float8_e4m3fn).float().isnan() == x.isnan()).all()
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 EIGHT = dict(global_batch=8)
 LAYOUTS = {  # run, and the same on one process
     "tensorwise, dp4 in pairs, level 2, optimizer over both": (
-        4, low_run("tensorwise", train=EIGHT, sharding=2, shard_group=2, shard_across="optimizer")),
+        4,
+        low_run("tensorwise", train=EIGHT, sharding=2, shard_group=2, shard_across="optimizer"),
+    ),
     "delayed, dp2 tp2, level 3": (4, low_run("delayed", train=EIGHT, tp=2, sharding=3)),
     "delayed, dp2, level 3, places of CUDA graphs": (2, low_run("delayed", train=dict(cuda_graphs="on"), sharding=3)),
     "blockwise, dp4, level 3": (4, low_run("blockwise", "low-wide", train=EIGHT, sharding=3)),
-    "tensorwise, experts, etp2 in tp2, dp2, level 2": (4, low_run("tensorwise", "low-mixtral-wide", fp8=EXPERTS, tp=2, etp=2, sharding=2)),
-}  # fmt: skip
+    "tensorwise, experts, etp2 in tp2, dp2, level 2": (
+        4,
+        low_run("tensorwise", "low-mixtral-wide", fp8=EXPERTS, tp=2, etp=2, sharding=2),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_agree_with_one_process(ranks, name):
-    """Truth: one process at level 0, whose weights are there and are cast whole. Emulated in float64: a code that differs shows."""
+    """Truth: one process at level 0, whose weights are there and are cast whole. Emulated in float64: a code that
+    differs shows."""
     world, run = LAYOUTS[name]
     truth = parity.truth_of(ranks, replace(run, layout=LayoutConfig(sharding=0)), STEPS, False)
     parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS), truth, STEPS)
 
 
 def test_each_collective_matters(ranks):
-    """Each site in the new file, found by tracing, is dropped once in each of these layouts that has it: the comparison must fail."""
+    """Each site in the new file, found by tracing, is dropped once in each of these layouts that has it: the
+    comparison must fail."""
     homes: dict[Site, list[str]] = {}
     names = [n for n in LAYOUTS if "places" not in n and "blockwise" not in n]
-    truths = {n: parity.truth_of(ranks, replace(LAYOUTS[n][1], layout=LayoutConfig(sharding=0)), STEPS, False) for n in names}
+    truths = {
+        n: parity.truth_of(ranks, replace(LAYOUTS[n][1], layout=LayoutConfig(sharding=0)), STEPS, False) for n in names
+    }
     for name in names:
         world, run = LAYOUTS[name]
         for result in ranks.run("tests.parity:run_layout", world, run, STEPS, False, None, True):
-            for site in (s for s in map(Site._make, result["sites"]) if s.file == "data_parallel/codes.py"):
+            for site in (s for s in map(Site._make, result["sites"]) if s.file == "data_parallel/quantized.py"):
                 homes.setdefault(site, [])
                 homes[site] += [name] if name not in homes[site] else []
     assert {site.op for site in homes} == {"all_reduce", "all_gather"} and len(homes) >= 8
@@ -125,7 +147,9 @@ def test_each_collective_matters(ranks):
         name = random.Random(1).choice(where)
         world, run = LAYOUTS[name]
         try:
-            parity.compare(ranks.run("tests.parity:run_layout", world, run, STEPS, False, site, timeout=60.0), truths[name], STEPS)
+            parity.compare(
+                ranks.run("tests.parity:run_layout", world, run, STEPS, False, site, timeout=60.0), truths[name], STEPS
+            )
             survivors.append((site, name))
         except (AssertionError, RanksFailed):
             pass
@@ -160,15 +184,25 @@ def test_codes_are_those_of_gathered_weights(ranks, recipe):
     run = low_run(recipe, "low-wide", train=dict(precision="bf16", deterministic=True, global_batch=4))
     exact = ranks.run("tests.test_codes:codes_of", 2, replace(run, layout=LayoutConfig(bucket_mb=0, sharding=0)))
     for level in (1, 3):
-        for found in ranks.run("tests.test_codes:codes_of", 2, replace(run, layout=LayoutConfig(bucket_mb=0, sharding=level))):
-            assert found.keys() == exact[0].keys() and all(torch.equal(found[name], exact[0][name]) for name in exact[0])
+        for found in ranks.run(
+            "tests.test_codes:codes_of", 2, replace(run, layout=LayoutConfig(bucket_mb=0, sharding=level))
+        ):
+            assert found.keys() == exact[0].keys() and all(
+                torch.equal(found[name], exact[0][name]) for name in exact[0]
+            )
 
 
 def test_scales_begin_where_cublas_takes_them():
     """At 16 bytes: the second of many scales beside each other, 4 bytes on, was refused on a GPU."""
     plan = make_plan(low_run("tensorwise"), 1)
     state = build(plan, Mesh(Grid()))
-    weights = [p for block in state.blocks.values() for b in block for p in b.parameters() if getattr(p, "low", None) is not None]
+    weights = [
+        p
+        for block in state.blocks.values()
+        for b in block
+        for p in b.parameters()
+        if getattr(p, "low", None) is not None
+    ]
     assert len(weights) > 2 and any(isinstance(f, CodedBucket) for f in state.buffers.flat)
     assert all(scaled.scales.data_ptr() % 16 == 0 for p in weights for scaled in p.low.codes(p))
 

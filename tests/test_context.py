@@ -1,4 +1,5 @@
-"""Context parallelism: how sequences are cut, what each rank computes, sends and keeps; parity of whole models is in tests/test_parity.py."""
+"""Context parallelism: how sequences are cut, what each rank computes, sends and keeps; parity of whole models is in
+tests/test_parity.py."""
 
 from __future__ import annotations
 
@@ -10,28 +11,27 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.base.batch import Batch
-from phalanx.base.part import Part
 from phalanx.comm.mesh import Mesh
+from phalanx.config.read import load_run
+from phalanx.config.run import Run
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Prefetcher, train_loader, valid_loaders
+from phalanx.engine.build import build
+from phalanx.engine.evaluate import evaluate
+from phalanx.engine.step import accumulate
+from phalanx.forecast.data_table import pairs_read
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.ops import attention as whole
-from phalanx.ops import backends, context
-from phalanx.ops.attention import Kind
-from phalanx.ops.kernels import join
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.data_text import pairs_read
-from phalanx.train.evaluate import evaluate
-from phalanx.train.load import load_run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate
+from phalanx.ops.attention import attention as whole
+from phalanx.ops.attention import backends, context, join_kernel
+from phalanx.ops.attention.attention import Kind
+from phalanx.sequence.batch import Batch
+from phalanx.sequence.shard import Part
 from tests.parity import base_run, random_weights, sample_batch, step_batches
 from tests.test_models import all_logits
 
-# ---- how sequences are cut -------------------------------------------------------------------------------------------------------
+# ---- how sequences are cut -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length, count", [(16, 1), (16, 2), (16, 8), (17, 2), (6, 3), (23, 3), (31, 4), (1000003, 8)])
@@ -64,20 +64,25 @@ def test_cut_and_joined(length, count):
         assert len(part.tokens) == part.num_tokens <= part.most_tokens == max(p.num_tokens for p in parts)
     assert torch.equal(parts[1].join([part.pad(part.tokens) for part in parts], parts[1].part.all), rows)
     assert all(torch.equal(a, b.tokens) for a, b in zip(parts[0].split(rows, parts[0].part.all), parts))
-    assert torch.equal(parts[1].among(2).tokens, parts[1].join([parts[0].tokens, parts[1].tokens], parts[1].part.neighbours(2)))
+    assert torch.equal(
+        parts[1].among(2).tokens, parts[1].join([parts[0].tokens, parts[1].tokens], parts[1].part.neighbours(2))
+    )
 
 
 def test_cp_axes():
-    """Neighbours exchange heads; ranks with equal places among their neighbours read each other's keys; sums are over dp x cp."""
+    """Neighbours exchange heads; ranks with equal places among their neighbours read each other's keys; sums are
+    over dp x cp."""
     grid = Grid(pp=2, dp=2, cp=6, tp=2, ulysses=3)
     at = grid.coords(2 * (6 + 4) + 1)
     assert (at.dp, at.cp, at.tp) == (1, 4, 1)
-    assert [grid.coords(r).cp for r in grid.cp_heads(at)] == [3, 4, 5] and [grid.coords(r).cp for r in grid.cp_keys(at)] == [1, 4]
+    assert [grid.coords(r).cp for r in grid.cp_heads(at)] == [3, 4, 5] and [
+        grid.coords(r).cp for r in grid.cp_keys(at)
+    ] == [1, 4]
     assert {(c.pp, c.dp, c.tp) for c in map(grid.coords, grid.cp_heads(at) + grid.cp_keys(at))} == {(0, 1, 1)}
     assert grid.sum_size("dp") == 12 and grid.stage == 24
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 def brute_force(length: int, count: int, window: int | None) -> np.ndarray:
@@ -93,9 +98,13 @@ def brute_force(length: int, count: int, window: int | None) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("length, count, window", [(16, 2, None), (23, 3, None), (40, 4, 7), (40, 4, 40), (41, 4, 23), (64, 8, 1), (64, 8, 3)])
+@pytest.mark.parametrize(
+    "length, count, window",
+    [(16, 2, None), (23, 3, None), (40, 4, 7), (40, 4, 40), (41, 4, 23), (64, 8, 1), (64, 8, 3)],
+)
 def test_blocks_hold_what_is_read(length, count, window):
-    """Truth: every pair of tokens. A block has all pairs that are read, and says of itself what is true; where nothing is read there is none."""
+    """Truth: every pair of tokens. A block has all pairs that are read, and says of itself what is true; where
+    nothing is read there is none."""
     reads = brute_force(length, count, window)
     for mine, theirs in product(Part(0, count).all, repeat=2):
         block = context.block_of(mine, theirs, length, window if window is None or window < length else None, False)
@@ -115,14 +124,21 @@ def test_blocks_hold_what_is_read(length, count, window):
 @pytest.mark.parametrize("length", [4096, 4099, 65536, 999_983])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_every_rank_computes_as_much(length, count):
-    """Within 2 %: tokens (matmuls) and pairs of query and key (attention), by the closed sum; and what kernels are given to do."""
+    """Within 2 %: tokens (matmuls) and pairs of query and key (attention), by the closed sum; and what kernels are
+    given to do."""
     tokens = [part.size(length) for part in Part(0, count).all]
-    pairs = [sum((run.start + run.stop + 1) * len(run) // 2 for run in part.runs(length)) for part in Part(0, count).all]
+    pairs = [
+        sum((run.start + run.stop + 1) * len(run) // 2 for run in part.runs(length)) for part in Part(0, count).all
+    ]
     assert sum(pairs) == length * (length + 1) // 2
     given = []
     for mine in Part(0, count).all:
         blocks = [context.block_of(mine, theirs, length, None, False) for theirs in mine.all]
-        area = [(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) / (2 if b.how == "causal" else 1) for b in blocks if b]
+        area = [
+            (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) / (2 if b.how == "causal" else 1)
+            for b in blocks
+            if b
+        ]
         given.append(sum(area))
     for each in (tokens, pairs, given):
         assert max(each) <= 1.02 * min(each)
@@ -133,7 +149,11 @@ def test_what_packed_parts_read():
     """Truth: every pair of tokens of one sequence and document. Without documents parts read as much."""
     batch = sample_batch([5, 6, 11], documents=True)
     row = torch.arange(48) // 16
-    seen = (row[:, None] == row) & (batch.documents[:, None] == batch.documents) & torch.ones(48, 48, dtype=torch.bool).tril()
+    seen = (
+        (row[:, None] == row)
+        & (batch.documents[:, None] == batch.documents)
+        & torch.ones(48, 48, dtype=torch.bool).tril()
+    )
     expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in Part(0, 4).all]
     assert pairs_read(batch, Part(0, 4)) == expected and len(set(expected)) > 1
     assert len(set(pairs_read(sample_batch([5, 6], documents=False), Part(0, 4)))) == 1
@@ -142,7 +162,17 @@ def test_what_packed_parts_read():
 KINDS = {"causal": Kind(), "window": Kind(window=5), "scaled": Kind(scale=0.3)}
 
 
-def attention_on_ranks(rank: int, world: int, ulysses: int, form: str, kind: Kind, value: int, sinks: bool, documents: bool, dtype: torch.dtype):
+def attention_on_ranks(
+    rank: int,
+    world: int,
+    ulysses: int,
+    form: str,
+    kind: Kind,
+    value: int,
+    sinks: bool,
+    documents: bool,
+    dtype: torch.dtype,
+):
     """Outputs and gradients of this rank's part, in float64; inputs are made from whole ones."""
     mesh = Mesh(Grid(cp=world, ulysses=ulysses), rank)
     batch, inputs, dout = attention_inputs(value, sinks, documents)
@@ -166,20 +196,32 @@ def attention_inputs(value: int, sinks: bool, documents: bool):
     ids = torch.arange(2 * length)
     docs = torch.tensor([0, 1, 1, 1, 2] * 9)[: 2 * length].cumsum(0) if documents else None
     batch = Batch(ids, ids, ids % length, ids // length, 2, length, docs)
-    inputs = [normal(2 * length, heads, width), normal(2 * length, kv_heads, width), normal(2 * length, kv_heads, value), normal(heads)]
+    inputs = [
+        normal(2 * length, heads, width),
+        normal(2 * length, kv_heads, width),
+        normal(2 * length, kv_heads, value),
+        normal(heads),
+    ]
     return batch, inputs, normal(2 * length, heads * value)
 
 
 CASES = [
-    (2, 1, "ring", "causal", 6, False, False), (3, 1, "ring", "scaled", 4, False, False), (4, 1, "ring", "window", 6, True, False),
-    (4, 1, "allgather", "causal", 6, True, False), (3, 1, "allgather", "window", 6, False, True), (4, 4, "ring", "causal", 6, True, True),
-    (4, 2, "ring", "causal", 4, False, True), (4, 2, "allgather", "window", 6, True, False), (2, 2, "ring", "window", 6, True, False),
-]  # fmt: skip
+    (2, 1, "ring", "causal", 6, False, False),
+    (3, 1, "ring", "scaled", 4, False, False),
+    (4, 1, "ring", "window", 6, True, False),
+    (4, 1, "allgather", "causal", 6, True, False),
+    (3, 1, "allgather", "window", 6, False, True),
+    (4, 4, "ring", "causal", 6, True, True),
+    (4, 2, "ring", "causal", 4, False, True),
+    (4, 2, "allgather", "window", 6, True, False),
+    (2, 2, "ring", "window", 6, True, False),
+]
 
 
 @pytest.mark.parametrize("world, ulysses, form, kind, value, sinks, documents", CASES)
 def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, documents):
-    """Truth: the op of whole sequences, in float64; outputs and every gradient, uneven parts included. In bf16 within a few roundings."""
+    """Truth: the op of whole sequences, in float64; outputs and every gradient, uneven parts included. In bf16
+    within a few roundings."""
     batch, inputs, dout = attention_inputs(value, sinks, documents)
     q, k, v = (t.unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for t in inputs[:3])
     s = inputs[3].requires_grad_() if sinks else None
@@ -198,9 +240,12 @@ def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, d
 
 @pytest.mark.parametrize("length, count", [(16, 2), (17, 3), (50, 4)])
 def test_segments_read_what_the_mask_shows(length, count):
-    """Documents as runs of queries and of keys, for kernels that have no masks: of every pair of parts, one-token documents included."""
+    """Documents as runs of queries and of keys, for kernels that have no masks: of every pair of parts, one-token
+    documents included."""
     pick = torch.Generator().manual_seed(length)
-    rows = torch.cat([(torch.rand(length, generator=pick) < 0.3).cumsum(0) + 100 * i for i in range(2)]).unique(return_inverse=True)[1]
+    rows = torch.cat([(torch.rand(length, generator=pick) < 0.3).cumsum(0) + 100 * i for i in range(2)]).unique(
+        return_inverse=True
+    )[1]
     flat = torch.arange(2 * length)
     batch = Batch(flat, flat, flat % length, flat // length, 2, length, rows, most_documents=len(rows.unique()) + 3)
     for mine, source in product(Part(0, count).all, Part(0, count).all):
@@ -210,29 +255,46 @@ def test_segments_read_what_the_mask_shows(length, count):
         part = batch.cut(mine)
         mask, blind = context.mask_of(part, source, block, None, torch.float64)
         segments, found_blind = context.segments_of(part, source, block)
-        queries, keys = (torch.searchsorted(ends, torch.arange(int(ends[-1])), right=True) for ends in (segments.of_queries, segments.of_keys))
+        queries, keys = (
+            torch.searchsorted(ends, torch.arange(int(ends[-1])), right=True)
+            for ends in (segments.of_queries, segments.of_keys)
+        )
         queries, keys = (side.view(2, -1) for side in (queries, keys))
         seen = queries.unsqueeze(-1) == keys.unsqueeze(-2)
         if mine == source:
             seen &= torch.ones(seen.shape[1:], dtype=torch.bool).tril()
         assert torch.equal(seen.unsqueeze(1), mask == 0) and torch.equal(found_blind, blind)
-        assert max(segments.of_queries.diff()) <= segments.most_queries and max(segments.of_keys.diff()) <= segments.most_keys
+        assert (
+            max(segments.of_queries.diff()) <= segments.most_queries
+            and max(segments.of_keys.diff()) <= segments.most_keys
+        )
 
 
 @pytest.mark.parametrize("causal, masked", [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("name", ["PLAIN", "CPU"])
 def test_backends(name, causal, masked):
-    """Truth: softmax written out in float64, and autograd through it. Given the log-sum-exp and output of more keys, backward returns a share."""
+    """Truth: softmax written out in float64, and autograd through it. Given the log-sum-exp and output of more keys,
+    backward returns a share."""
     make = torch.Generator().manual_seed(1)
     shapes = ((4, 5), (2, 5), (2, 5), (2, 3), (2, 3))
-    q, k, v, more_k, more_v = (torch.randn(2, h, n, 6, generator=make, dtype=torch.float64).requires_grad_() for h, n in shapes)
-    mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill_(torch.arange(5) > 2, -torch.inf) if masked else None
+    q, k, v, more_k, more_v = (
+        torch.randn(2, h, n, 6, generator=make, dtype=torch.float64).requires_grad_() for h, n in shapes
+    )
+    mask = (
+        torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill_(torch.arange(5) > 2, -torch.inf) if masked else None
+    )
 
     def scores(keys):
         return q @ keys.repeat_interleave(2, 1).mT * 0.4
 
     first = scores(k)
-    first = first.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf) if causal else first if mask is None else first + mask
+    first = (
+        first.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
+        if causal
+        else first
+        if mask is None
+        else first + mask
+    )
     every = torch.cat((first, scores(more_k)), -1)
     values = torch.cat((v, more_v), 2).repeat_interleave(2, 1)
     joint, dout = torch.softmax(every, -1) @ values, torch.randn(2, 4, 5, 6, generator=make, dtype=torch.float64)
@@ -251,20 +313,24 @@ def test_backends(name, causal, masked):
 
 @pytest.mark.parametrize("more_dtype, wide", [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_joined_by_the_kernel(more_dtype, wide):
-    """Truth: the plain twin. Heads lie anywhere, widths and numbers of tokens are odd, some tokens have nothing to take in."""
+    """Truth: the plain twin. Heads lie anywhere, widths and numbers of tokens are odd, some tokens have nothing to
+    take in."""
     make = torch.Generator().manual_seed(2)
-    out, lse = torch.randn(2, 21, 3, 10, generator=make, dtype=wide).transpose(1, 2), torch.randn(2, 3, 21, generator=make, dtype=wide) * 4
+    out, lse = (
+        torch.randn(2, 21, 3, 10, generator=make, dtype=wide).transpose(1, 2),
+        torch.randn(2, 3, 21, generator=make, dtype=wide) * 4,
+    )
     more = torch.randn(2, 17, 3, 12, generator=make).to(more_dtype).transpose(1, 2)[..., :10]
     more_lse = torch.randn(2, 3, 17, generator=make, dtype=wide).masked_fill_(torch.arange(17) % 5 == 0, -torch.inf)
     found, truth = (out.clone(), lse.clone()), (out.clone(), lse.clone())
-    join.join_(*found, more, more_lse, 4)
+    join_kernel.join_(*found, more, more_lse, 4)
     context.join_(*truth, more, more_lse, 4)
     bound = 1e-14 if wide == torch.float64 else 1e-6
     torch.testing.assert_close(found, truth, rtol=bound, atol=bound)
     assert torch.equal(found[0][:, :, :4], out[:, :, :4]) and not torch.equal(found[0][:, :, 5:], out[:, :, 5:])
 
 
-# ---- documents stay apart --------------------------------------------------------------------------------------------------------
+# ---- documents stay apart ------------------------------------------------------------------------
 
 
 def logits_twice(rank: int, world: int, run: Run) -> list[np.ndarray]:
@@ -280,10 +346,16 @@ def logits_twice(rank: int, world: int, run: Run) -> list[np.ndarray]:
     return [batch.cut(mesh.part).take(first).numpy(), *found]
 
 
-@pytest.mark.parametrize("model, layout", [
-    ("llama", dict(cp=2, cp_attention="ring")), ("mistral", dict(cp=2, cp_attention="allgather")),
-    ("llama", dict(cp=2, cp_ulysses=2)), ("deepseek_v3-dense", dict(cp=2, cp_attention="ring")), ("gpt2", dict(cp=2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, layout",
+    [
+        ("llama", dict(cp=2, cp_attention="ring")),
+        ("mistral", dict(cp=2, cp_attention="allgather")),
+        ("llama", dict(cp=2, cp_ulysses=2)),
+        ("deepseek_v3-dense", dict(cp=2, cp_attention="ring")),
+        ("gpt2", dict(cp=2)),
+    ],
+)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_documents_do_not_touch_each_other(ranks, model, layout, precision):
     """The tokens of one document change; the logits of every other one keep their bits, those of its own do not."""
@@ -294,7 +366,8 @@ def test_documents_do_not_touch_each_other(ranks, model, layout, precision):
 
 
 def attention_twice(rank: int, world: int, ulysses: int, form: str) -> list[np.ndarray]:
-    """Outputs of this rank's part with sinks and a window, twice: the second time document 2 has other queries, keys and values."""
+    """Outputs of this rank's part with sinks and a window, twice: the second time document 2 has other queries, keys
+    and values."""
     mesh = Mesh(Grid(cp=world, ulysses=ulysses), rank)
     batch, inputs, _ = attention_inputs(6, True, True)
     changed, mine = batch.documents == 2, batch.cut(mesh.part)
@@ -313,11 +386,12 @@ def test_documents_do_not_touch_each_other_with_sinks(ranks, ulysses, form):
         assert not changed.any() or not np.array_equal(before[changed], after[changed])
 
 
-# ---- bytes and calls -------------------------------------------------------------------------------------------------------------
+# ---- bytes and calls -----------------------------------------------------------------------------
 
 
 def traffic(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) by axis and operation of the forward and backward of one step, over the axes of context parallelism."""
+    """(calls, bytes) by axis and operation of the forward and backward of one step, over the axes of context
+    parallelism."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
@@ -335,17 +409,27 @@ def traffic(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int,
     return {key: (calls[key], found[key]) for key in found}
 
 
-@pytest.mark.parametrize("layout", [
-    dict(cp=4, cp_attention="ring"), dict(cp=4, cp_attention="allgather"), dict(cp=4, cp_ulysses=4), dict(cp=4, cp_ulysses=2, cp_attention="ring"),
-    dict(cp=4, cp_ulysses=2, cp_attention="allgather", recompute="full"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(cp=4, cp_attention="ring"),
+        dict(cp=4, cp_attention="allgather"),
+        dict(cp=4, cp_ulysses=4),
+        dict(cp=4, cp_ulysses=2, cp_attention="ring"),
+        dict(cp=4, cp_ulysses=2, cp_attention="allgather", recompute="full"),
+    ],
+    ids=str,
+)
 def test_bytes_and_calls_are_the_formulas(ranks, layout):
-    """Per layer and micro-batch. n sequences of S tokens, H heads, G kv heads of width K on a rank; c = cp, u = cp_ulysses, m = c / u parts.
+    """Per layer and micro-batch. n sequences of S tokens, H heads, G kv heads of width K on a rank; c = cp, u =
+    cp_ulysses, m = c / u parts.
 
-    Exchange of heads: q, k, v there and outputs back, in forward and backward: 4 calls; T = nS/c tokens, (H + 2G)K and HK wide.
-    Ring: part i sends m - 1 - i times one of its chunks (nS/2m tokens, 2GK/u wide) to parts that come after it and i times both to those
-    before, in forward and again in backward, where it also sends home the gradients of what it read: i chunks and 2 (m - 1 - i).
-    All-gather: its nS/m tokens, forward and backward, and m times as much into the reduce-scatter. Full recompute does forward twice.
+    Exchange of heads: q, k, v there and outputs back, in forward and backward: 4 calls; T = nS/c tokens, (H + 2G)K
+    and HK wide.
+    Ring: part i sends m - 1 - i times one of its chunks (nS/2m tokens, 2GK/u wide) to parts that come after it and i
+    times both to those before, in forward and again in backward, where it also sends home the gradients of what it
+    read: i chunks and 2 (m - 1 - i). All-gather: its nS/m tokens, forward and backward, and m times as much into the
+    reduce-scatter. Full recompute does forward twice.
     """
     again = 2 if layout.get("recompute") == "full" else 1
     run = base_run("llama-tied", global_batch=6, micro_batch=2, recompute=layout.get("recompute", "none"))
@@ -358,12 +442,18 @@ def test_bytes_and_calls_are_the_formulas(ranks, layout):
         if u > 1:
             tokens = n * s // c
             there, back = tokens * (heads + 2 * kv_heads) * width * word, tokens * heads * width * word
-            expected["cp" if m == 1 else "cp heads", "all_to_all"] = (times * (2 * again + 2), times * (again + 1) * (there + back))
+            expected["cp" if m == 1 else "cp heads", "all_to_all"] = (
+                times * (2 * again + 2),
+                times * (again + 1) * (there + back),
+            )
         axis = "cp" if u == 1 else "cp keys"
         if m > 1 and run.layout.cp_attention == "ring":
             i, chunk = rank // u, n * s // (2 * m) * 2 * kv_heads // u * width * word
             keys = (m - 1 - i + 2 * i) * chunk
-            expected[axis, "hop"] = (times * (again + 2) * (m - 1), times * ((again + 1) * keys + (i + 2 * (m - 1 - i)) * chunk))
+            expected[axis, "hop"] = (
+                times * (again + 2) * (m - 1),
+                times * ((again + 1) * keys + (i + 2 * (m - 1 - i)) * chunk),
+            )
         elif m > 1:
             part = n * s // m * 2 * kv_heads // u * width * word
             expected[axis, "all_gather"] = (times * (again + 1), times * (again + 1) * part)
@@ -371,7 +461,7 @@ def test_bytes_and_calls_are_the_formulas(ranks, layout):
         assert found == expected
 
 
-# ---- data and evaluation ---------------------------------------------------------------------------------------------------------
+# ---- data and evaluation -------------------------------------------------------------------------
 
 
 def test_the_prefetcher_cuts():
@@ -380,14 +470,18 @@ def test_the_prefetcher_cuts():
     with Prefetcher(loader, [[0, 1], [2, 3]], part=Part(1, 3)) as batches:
         for batch, samples in zip(batches, ([0, 1], [2, 3])):
             expected = loader.batch(samples)
-            assert torch.equal(batch.tokens, expected.cut(Part(1, 3)).tokens) and torch.equal(batch.uncut.labels, expected.labels)
+            assert torch.equal(batch.tokens, expected.cut(Part(1, 3)).tokens) and torch.equal(
+                batch.uncut.labels, expected.labels
+            )
 
 
 def evaluated(rank: int, world: int, run: Run) -> dict[str, float]:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
     random_weights(state)
-    return evaluate(state, valid_loaders(run.data, seq_length=run.train.seq_length, seed=1, vocab_size=run.model.vocab_size))
+    return evaluate(
+        state, valid_loaders(run.data, seq_length=run.train.seq_length, seed=1, vocab_size=run.model.vocab_size)
+    )
 
 
 def test_evaluation_is_of_whole_sequences(ranks):

@@ -1,4 +1,5 @@
-"""Data: the file format against Megatron's own code, the order against brute force, batches against their definition."""
+"""Data: the file format against Megatron's own code, the order against brute force, batches against their
+definition."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
 from phalanx.data.files import replacing
 from phalanx.data.index import HEADER, MAGIC, Corpus, CorpusWriter, check_vocab, optimal_dtype
 from phalanx.data.loader import Loader, Prefetcher, micro_batch_samples, train_loader, valid_loaders
 from phalanx.data.mixture import Blend, parse_split, permute
-from phalanx.data.prepare import demo_data, find_files, prepare, stdlib_files
 from phalanx.data.sources import FileSource, MockSource, cut_at_documents, nearest_border
-from phalanx.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.text.prepare import demo_data, find_files, prepare, stdlib_files
+from phalanx.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 
 DOCUMENTS = [[5, 1, 2, 3, 4], [9, 8, 7], [6], [], [1, 1, 2, 3, 5, 8, 13]]
 STREAM = [token for document in DOCUMENTS for token in document]
@@ -100,7 +101,9 @@ def test_pointers_out_of_order(tmp_path):
     """An index whose sequences lie in the .bin in another order, with a hole between them."""
     (tmp_path / "c.bin").write_bytes(np.array([7, 8, 9, 99, 1, 2, 3, 4], np.uint16).tobytes())
     index = HEADER.pack(MAGIC, 1, 8, 2, 3) + np.array([4, 3], np.int32).tobytes()
-    (tmp_path / "c.idx").write_bytes(index + np.array([8, 0], np.int64).tobytes() + np.array([0, 1, 2], np.int64).tobytes())
+    (tmp_path / "c.idx").write_bytes(
+        index + np.array([8, 0], np.int64).tobytes() + np.array([0, 1, 2], np.int64).tobytes()
+    )
     corpus = Corpus(tmp_path / "c")
     stream = [1, 2, 3, 4, 7, 8, 9]
     for start in range(8):
@@ -190,7 +193,9 @@ def test_replacing_leaves_all_or_nothing(tmp_path):
 def test_check_vocab_names_the_token(tmp_path):
     corpus = write(tmp_path / "c")
     check_vocab(corpus, 14)
-    with pytest.raises(DataError, match="c.bin: token id 9 .*vocabulary of 9: document 1, its token 0, token 5 of the file"):
+    with pytest.raises(
+        DataError, match="c.bin: token id 9 .*vocabulary of 9: document 1, its token 0, token 5 of the file"
+    ):
         check_vocab(corpus, 9)
     loader = Loader([FileSource(corpus, 0, 16, 3, 13, None)], [1], seq_length=3)
     loader.batch([0, 1, 2])
@@ -260,7 +265,15 @@ def test_blend_is_tijdemans_rule_from_any_position(shares, length):
 
 
 @pytest.mark.parametrize(
-    "weights", [[0.7, 0.3], [5, 3, 2], [1_000_007, 300_001, 17.5, 1000], [1] * 40, [1 / (n + 1) for n in range(30)], [1e-6, 1, 0.3, 3e-6]]
+    "weights",
+    [
+        [0.7, 0.3],
+        [5, 3, 2],
+        [1_000_007, 300_001, 17.5, 1000],
+        [1] * 40,
+        [1 / (n + 1) for n in range(30)],
+        [1e-6, 1, 0.3, 3e-6],
+    ],
 )
 @pytest.mark.parametrize("start", [10**9, 10**12 + 12345])
 def test_blend_resumes_far_out(weights, start):
@@ -286,7 +299,9 @@ def test_bad_weights(weights):
         Blend(weights)
 
 
-@pytest.mark.parametrize("text", ["", "98", "98,2", "98,2,0,0", "a,b,c", "90,-10,20", "0,0,0", "nan,1,1", "inf,1,1", "98,,2"])
+@pytest.mark.parametrize(
+    "text", ["", "98", "98,2", "98,2,0,0", "a,b,c", "90,-10,20", "0,0,0", "nan,1,1", "inf,1,1", "98,,2"]
+)
 def test_bad_split(text):
     with pytest.raises(ValueError):
         parse_split(text)
@@ -351,7 +366,9 @@ def test_use_of_sources_and_max_epochs(tmp_path):
         (paths[1], 201, 25, 30, 240),
     ]
     assert [row.epochs for row in rows] == [0.9, 1.2]
-    with pytest.raises(DataError, match=r"/b: not enough data: the run takes 50 samples .*25 samples x data.max_epochs 1.5 = 37.5"):
+    with pytest.raises(
+        DataError, match=r"/b: not enough data: the run takes 50 samples .*25 samples x data.max_epochs 1.5 = 37.5"
+    ):
         train_loader(config, seq_length=8, seed=1, vocab_size=900, samples=200)
 
 
@@ -378,7 +395,9 @@ def test_validation_is_in_file_order_and_disjoint(tmp_path):
     assert loaders["other"].batch(range(5)).tokens.tolist() == list(range(40))
     train = train_loader(config, seq_length=8, seed=1, vocab_size=1000, samples=1)
     assert train.batch(range(99)).tokens.max() < 800
-    assert list(valid_loaders(DataConfig(valid={"other": (corpus.prefix,)}), seq_length=8, seed=1, vocab_size=1000)) == ["other"]
+    assert list(
+        valid_loaders(DataConfig(valid={"other": (corpus.prefix,)}), seq_length=8, seed=1, vocab_size=1000)
+    ) == ["other"]
 
 
 # ---- batches
@@ -411,14 +430,19 @@ def test_mock_is_a_function_of_seed_and_sample_and_can_be_learned():
     loader = train_loader(config, seq_length=64, seed=5, vocab_size=100, samples=10)
     batch = loader.batch(range(200))
     assert torch.equal(loader.batch([17]).tokens, batch.tokens.view(200, 64)[17])
-    assert not torch.equal(train_loader(config, seq_length=64, seed=6, vocab_size=100, samples=1).batch([17]).tokens, loader.batch([17]).tokens)
+    assert not torch.equal(
+        train_loader(config, seq_length=64, seed=6, vocab_size=100, samples=1).batch([17]).tokens,
+        loader.batch([17]).tokens,
+    )
     valid = valid_loaders(config, seq_length=64, seed=5, vocab_size=100)["valid"]
     assert not torch.equal(valid.batch([17]).tokens, loader.batch([17]).tokens)
     assert batch.tokens.unique().tolist() == list(range(100))
     follows = torch.zeros(100, 100).index_put((batch.tokens, batch.labels), torch.ones(1), accumulate=True)
     likeliest = follows.max(1).values.sum() / follows.sum()
     assert 0.8 < likeliest < 0.95  # a bigram model is right about this often; chance is 0.01
-    documents = train_loader(DataConfig(mock=True, document_attention=True), seq_length=64, seed=5, vocab_size=100, samples=1).batch(range(50))
+    documents = train_loader(
+        DataConfig(mock=True, document_attention=True), seq_length=64, seed=5, vocab_size=100, samples=1
+    ).batch(range(50))
     assert torch.equal(documents.tokens, batch.tokens[: 50 * 64])
     assert 100 < documents.documents.max() < 400 and (documents.labels == IGNORE).any()
 
@@ -476,7 +500,12 @@ def test_prefetch_closes_a_thread_that_waits():
 
 # ---- tokenizers and preparation
 
-TEXTS = ["def add(a, b):\n    return a + b\n", "Grüße, 世界! 🙂\t\0 end", " leading and trailing  \r\n\n", "<|endoftext|> is only text here"]
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "Grüße, 世界! 🙂\t\0 end",
+    " leading and trailing  \r\n\n",
+    "<|endoftext|> is only text here",
+]
 
 
 @pytest.fixture(scope="module")
@@ -489,8 +518,15 @@ def test_tokenizers_round_trip(bpe):
         assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(TEXTS)] == TEXTS
         assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
         assert all(tokenizer.eod not in tokenizer.encode(text) for text in TEXTS)
-        assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>" and tokenizer.decode([tokenizer.eod], skip_special_tokens=True) == ""
-    assert byte_tokenizer().encode("Aß") == list("Aß".encode()) and byte_tokenizer().vocab_size == 257 and byte_tokenizer().eod == 256
+        assert (
+            tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+            and tokenizer.decode([tokenizer.eod], skip_special_tokens=True) == ""
+        )
+    assert (
+        byte_tokenizer().encode("Aß") == list("Aß".encode())
+        and byte_tokenizer().vocab_size == 257
+        and byte_tokenizer().eod == 256
+    )
     assert 257 < bpe.vocab_size <= 300 and len(bpe.encode(TEXTS[0])) < len(TEXTS[0])
 
 
@@ -552,7 +588,10 @@ def test_prepare_reads_files_folders_and_lines(tmp_path):
     manifest = json.loads((tmp_path / "out.json").read_text())
     assert manifest == {**vars(summary)} and manifest["tokenizer"] == byte_tokenizer().fingerprint
     assert (summary.files, summary.documents, summary.empty, summary.skipped, summary.replaced) == (4, 4, 1, 0, 0)
-    assert summary.text_bytes == 3 + 4 + 3 + 9 and summary.tokens == summary.text_bytes + 4 == Corpus(tmp_path / "out").num_tokens
+    assert (
+        summary.text_bytes == 3 + 4 + 3 + 9
+        and summary.tokens == summary.text_bytes + 4 == Corpus(tmp_path / "out").num_tokens
+    )
     assert [path.name for path in find_files([tmp_path / "in"], (".bin",))] == ["c.bin"]
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 

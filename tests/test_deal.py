@@ -1,4 +1,5 @@
-"""Which ranks share which documents: the choice itself, what batches become by it, what is sent; parity of models is in tests/test_parity.py."""
+"""Which ranks share which documents: the choice itself, what batches become by it, what is sent; parity of models is
+in tests/test_parity.py."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.base.batch import Shared
-from phalanx.base.deal import EXCHANGE, Share, deal, degrees_of, loads
-from phalanx.base.part import Part
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate
+from phalanx.sequence.balance import EXCHANGE, Share, deal, degrees_of, loads
+from phalanx.sequence.batch import Shared
+from phalanx.sequence.shard import Part
 from tests.parity import SEQ, base_run, random_weights, sample_batch, step_batches
 
 
@@ -33,8 +34,12 @@ def held(lengths, shares: list[Share], count: int) -> list[int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=30), count=st.sampled_from([2, 3, 4, 6, 8]), heads=st.sampled_from([1, 2]),
-       slack=st.integers(0, 200))  # fmt: skip
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    count=st.sampled_from([2, 3, 4, 6, 8]),
+    heads=st.sampled_from([1, 2]),
+    slack=st.integers(0, 200),
+)
 def test_nobody_has_too_much(lengths, count, heads, slack):
     heads = heads if count % heads == 0 else 1
     degrees = degrees_of(count, heads)
@@ -44,7 +49,10 @@ def test_nobody_has_too_much(lengths, count, heads, slack):
     if shares is None:
         return  # only where there is hardly any room left
     assert max(held(lengths, shares, count)) <= size
-    assert all(s.degree in degrees and s.first % s.degree == 0 and (s.degree == 1 or n >= 2 * s.degree) for n, s in zip(lengths, shares))
+    assert all(
+        s.degree in degrees and s.first % s.degree == 0 and (s.degree == 1 or n >= 2 * s.degree)
+        for n, s in zip(lengths, shares)
+    )
 
 
 def test_degrees():
@@ -61,18 +69,22 @@ def test_short_documents_are_not_cut_and_long_ones_as_little_as_they_need():
 
 
 def test_a_document_is_cut_for_balance_where_that_is_worth_it():
-    """One rank would have 60,000^2 / 2 pairs to read and the others next to none; over four each has a quarter and the exchange."""
+    """One rank would have 60,000^2 / 2 pairs to read and the others next to none; over four each has a quarter and
+    the exchange."""
     lengths = [60_000, *[1_000] * 150]
     shares = deal(lengths, [65_536] * 4, (1, 2, 4))
     each = loads(lengths, shares, 4)
     assert shares[0].degree == 4 and max(each) <= 1.1 * sum(each) / 4
     assert 60_000 * EXCHANGE < 60_000**2 / 8  # what it costs is less than what it saves
-    two = deal([60_000] * 2, [65_536] * 8, (1, 2, 4, 8))  # each would fit on one rank, and only one of them can be cut over all
+    two = deal(
+        [60_000] * 2, [65_536] * 8, (1, 2, 4, 8)
+    )  # each would fit on one rank, and only one of them can be cut over all
     assert [share.degree for share in two] == [4, 4] and len(set(loads([60_000] * 2, two, 8))) == 1
 
 
 def test_one_document_fills_up_what_others_leave():
-    """Whole documents that fill no rank to the last token: the longest is not cut for it, another is, into parts of any length."""
+    """Whole documents that fill no rank to the last token: the longest is not cut for it, another is, into parts of
+    any length."""
     lengths, sizes = [700, 500, 420, 380, 333, 300, 250, 217, 170, 130, 100], [875] * 4
     assert sum(lengths) == sum(sizes)
     shares = deal(lengths, sizes, (1, 2, 4))
@@ -93,7 +105,9 @@ def test_parts_of_any_sizes_are_a_document(sizes, run):
         for first in range(0, len(sizes), run):
             together = parts[first].among(run).runs(length)
             for side in (0, 1):
-                assert sorted(place for part in parts[first].neighbours(run) for place in part.runs(length)[side]) == list(together[side])
+                assert sorted(
+                    place for part in parts[first].neighbours(run) for place in part.runs(length)[side]
+                ) == list(together[side])
 
 
 def test_loads_count_every_pair_once():
@@ -108,7 +122,8 @@ def dealt(kind, count: int, heads: int = 1):
 
 
 def test_dealt_parts_are_the_micro_batch():
-    """Every token once; a document's tokens are on as many ranks as share it; what is taken and joined is what was there."""
+    """Every token once; a document's tokens are on as many ranks as share it; what is taken and joined is what was
+    there."""
     pieces = 0
     for kind in (True, "packed"):
         for count in (2, 3, 4, 6):
@@ -116,7 +131,9 @@ def test_dealt_parts_are_the_micro_batch():
             rows = torch.arange(batch.num_tokens)
             assert torch.equal(torch.cat([p.take(rows) for p in parts]).sort().values, rows)
             for part in parts:
-                assert part.num_tokens == len(part.tokens) == 6 * part.part.size(SEQ) and torch.equal(part.tokens, part.take(batch.tokens))
+                assert part.num_tokens == len(part.tokens) == 6 * part.part.size(SEQ) and torch.equal(
+                    part.tokens, part.take(batch.tokens)
+                )
                 assert torch.equal(part.uncut.labels, batch.labels) and torch.equal(part.places, part.take(rows) % SEQ)
                 if part.dealt is None:
                     continue
@@ -130,46 +147,62 @@ def test_dealt_parts_are_the_micro_batch():
 
 
 def test_what_parity_is_shown_of():
-    """The micro-batches of the parity tests: documents on one rank, on two, on all four, and some that cannot be dealt."""
+    """The micro-batches of the parity tests: documents on one rank, on two, on all four, and some that cannot be
+    dealt."""
     seen = set()
     for i in range(16):
         parts = [sample_batch([i], "packed").cut(Part(rank, 4, True)) for rank in range(4)]
-        seen |= {"not dealt"} if parts[0].dealt is None else {piece.part.count for part in parts for piece in part.pieces}
+        seen |= (
+            {"not dealt"} if parts[0].dealt is None else {piece.part.count for part in parts for piece in part.pieces}
+        )
     assert seen == {1, 2, 4, "not dealt"}
-    filling = [shared for i in range(4) for rank in range(4) for shared in sample_batch([i], "filling").cut(Part(rank, 4, True)).shared]
+    filling = [
+        shared
+        for i in range(4)
+        for rank in range(4)
+        for shared in sample_batch([i], "filling").cut(Part(rank, 4, True)).shared
+    ]
     assert len(filling) == 16 and all(shared.part.borders for shared in filling)
 
 
 def test_one_document_as_long_as_the_micro_batch_is_cut_over_all():
     batch = sample_batch([0], False)
-    batch = type(batch)(batch.tokens, batch.labels, batch.positions, batch.samples, 1, SEQ, torch.zeros(SEQ, dtype=torch.int64))
+    batch = type(batch)(
+        batch.tokens, batch.labels, batch.positions, batch.samples, 1, SEQ, torch.zeros(SEQ, dtype=torch.int64)
+    )
     part = batch.cut(Part(1, 4, True))
     assert [(s.length, s.part) for s in part.shared] == [(SEQ, Part(1, 4))] and len(part.pieces) == 1
     assert torch.equal(part.tokens, batch.cut(Part(1, 4)).tokens)
 
 
 def test_documents_that_cannot_be_dealt_are_cut_as_ever():
-    """Nine documents of 1 token and one of 7 on 4 ranks of 4 tokens: no rank may lack one, and parts of the long one have a chunk each."""
+    """Nine documents of 1 token and one of 7 on 4 ranks of 4 tokens: no rank may lack one, and parts of the long one
+    have a chunk each."""
     batch = sample_batch([0], False)
     docs = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5])  # threes do not fill fours
     batch = type(batch)(batch.tokens, batch.labels, batch.positions, batch.samples, 1, SEQ, docs)
     parts = [batch.cut(Part(i, 4, True)) for i in range(4)]
-    assert all(p.dealt is None and p.part == Part(i, 4) and torch.equal(p.tokens, batch.cut(Part(i, 4)).tokens) for i, p in enumerate(parts))
+    assert all(
+        p.dealt is None and p.part == Part(i, 4) and torch.equal(p.tokens, batch.cut(Part(i, 4)).tokens)
+        for i, p in enumerate(parts)
+    )
 
 
 def test_documents_do_not_touch_each_other(ranks):
-    """The tokens of one document change, which every rank shares or which one has whole; the logits of every other one keep their bits."""
+    """The tokens of one document change, which every rank shares or which one has whole; the logits of every other
+    one keep their bits."""
     run = replace(base_run("mistral"), layout=LayoutConfig(cp=2, cp_degree="dynamic"))
     for first, before, after in ranks.run("tests.test_context:logits_twice", 2, run):
         assert np.array_equal(before[~first], after[~first])
         assert not first.any() or not np.array_equal(before[first], after[first])
 
 
-# ---- bytes and calls ---------------------------------------------------------------------------------------------------------------
+# ---- bytes and calls -----------------------------------------------------------------------------
 
 
 def sent(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) by axis and operation of the forward and backward of a step, over the axes of context parallelism."""
+    """(calls, bytes) by axis and operation of the forward and backward of a step, over the axes of context
+    parallelism."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
@@ -189,15 +222,18 @@ def sent(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, in
 
 @pytest.mark.parametrize("form", ["ring", "allgather"])
 def test_bytes_and_calls_are_the_formulas(ranks, form):
-    """Per layer and document of n tokens that d ranks share; nothing for documents on one rank. A chunk is n / 2d tokens (those of a part differ
-    by one at most), 2 G K wide.
+    """Per layer and document of n tokens that d ranks share; nothing for documents on one rank. A chunk is n / 2d
+    tokens (those of a part differ by one at most), 2 G K wide.
 
-    Ring: part i sends its early chunk to the d - 1 - i parts after it and both to the i parts before, in forward and again in backward, and
-    home the gradients of what it read: the early chunk of the i parts before it, both of the others'. 3 (d - 1) calls.
-    All-gather: as many tokens as the largest part has, forward and backward, and d times as many into the reduce-scatter.
-    Micro-batches that cannot be dealt are one document of all ranks (tests/test_context.py).
+    Ring: part i sends its early chunk to the d - 1 - i parts after it and both to the i parts before, in forward and
+    again in backward, and home the gradients of what it read: the early chunk of the i parts before it, both of the
+    others'. 3 (d - 1) calls. All-gather: as many tokens as the largest part has, forward and backward, and d times
+    as many into the reduce-scatter. Micro-batches that cannot be dealt are one document of all ranks
+    (tests/test_context.py).
     """
-    run = replace(base_run("llama-tied", global_batch=8), layout=LayoutConfig(cp=4, cp_degree="dynamic", cp_attention=form))
+    run = replace(
+        base_run("llama-tied", global_batch=8), layout=LayoutConfig(cp=4, cp_degree="dynamic", cp_attention=form)
+    )
     layers, word, width = 6, 8, 2 * 4 * 8  # float64, kv heads x their width
     for rank, found in enumerate(ranks.run("tests.test_deal:sent", 4, run)):
         calls: Counter[tuple[str, str]] = Counter()
@@ -209,7 +245,11 @@ def test_bytes_and_calls_are_the_formulas(ranks, form):
                 early, late = (len(run) for run in doc.part.runs(doc.length))
                 axis = "cp" if d == 4 else f"cp keys of {d}"
                 if form == "ring":
-                    home = sum(sum(map(len, other.runs(doc.length)[: 1 if other.index < i else 2])) for other in doc.part.all if other != doc.part)
+                    home = sum(
+                        sum(map(len, other.runs(doc.length)[: 1 if other.index < i else 2]))
+                        for other in doc.part.all
+                        if other != doc.part
+                    )
                     calls[axis, "hop"] += 3 * (d - 1)
                     tokens[axis, "hop"] += 2 * ((d - 1) * early + i * late) + home
                 else:

@@ -1,4 +1,5 @@
-"""One plan for all ranks: whatever machines and groups find, every rank acts on the same decision; a context that an error leaves is as before."""
+"""One plan for all ranks: whatever machines and groups find, every rank acts on the same decision; a context that an
+error leaves is as before."""
 
 from __future__ import annotations
 
@@ -18,11 +19,8 @@ from phalanx.base.errors import ConfigError
 from phalanx.base.log import ranks_text
 from phalanx.comm import symmetric
 from phalanx.comm.mesh import Mesh
-from phalanx.layout.config import LayoutConfig
-from phalanx.layout.grid import Grid
-from phalanx.train.build import build, choices
-from phalanx.train.config import Fp8Config
-from phalanx.train.decide import (
+from phalanx.config.run import Fp8Config
+from phalanx.engine.agree import (
     EXPERTS,
     NO_GRAPHS_GPU,
     NO_GRAPHS_ROOM,
@@ -34,12 +32,15 @@ from phalanx.train.decide import (
     TP,
     LocalFacts,
     decide,
-)  # fmt: skip
-from phalanx.train.memory import rank_uses
-from phalanx.train.plan import make_plan
-from phalanx.train.record import Recorder
-from phalanx.train.shadow import aside
-from phalanx.train.step import accumulate, update
+)
+from phalanx.engine.build import build, choices
+from phalanx.engine.shadow import aside
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
+from phalanx.observe.record import Recorder
 from tests.parity import base_run, random_weights, step_batches
 
 GPU = LocalFacts("NVIDIA H200", 140 << 30, triton=True, no_wheels=(), cublaslt=True, nccl="2.27.5", driver="580.65.06")
@@ -59,7 +60,8 @@ def moe_plan(**layout):
 
 @pytest.mark.parametrize("groups", product((ON, WHY), repeat=2))
 def test_push_only_where_every_group_has_memory(groups):
-    """All 16 mixtures of two groups: whoever decides, and in whatever order the groups come, all of them do the same."""
+    """All 16 mixtures of two groups: whoever decides, and in whatever order the groups come, all of them do the
+    same."""
     everyone = [opened(GPU, experts=groups[rank // 4]) for rank in range(8)]
     agreed = decide(moe_plan(), everyone)
     wanted = "push" if groups == (ON, ON) else "alltoall"
@@ -69,19 +71,27 @@ def test_push_only_where_every_group_has_memory(groups):
         assert ranks_text(r for r in range(8) if groups[r // 4] != ON) in agreed.memory[EXPERTS]
 
 
-@pytest.mark.parametrize(("layout", "use", "field"), [
-    ({"ep": 4, "dispatch": "push"}, EXPERTS, "layout.dispatch"),
-    ({"ep": 4, "dispatch": "allgather", "ep_overlap": "on"}, EXPERTS, "layout.ep_overlap"),
-    ({"tp": 2, "tp_overlap": "on"}, TP, "layout.tp_overlap"), ({"dp_overlap": "on"}, "dp", "layout.dp_overlap"),
-    ({"dp_overlap": "on"}, "edp", "layout.dp_overlap"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "use", "field"),
+    [
+        ({"ep": 4, "dispatch": "push"}, EXPERTS, "layout.dispatch"),
+        ({"ep": 4, "dispatch": "allgather", "ep_overlap": "on"}, EXPERTS, "layout.ep_overlap"),
+        ({"tp": 2, "tp_overlap": "on"}, TP, "layout.tp_overlap"),
+        ({"dp_overlap": "on"}, "dp", "layout.dp_overlap"),
+        ({"dp_overlap": "on"}, "edp", "layout.dp_overlap"),
+    ],
+)
 def test_what_a_config_insists_on_is_refused_on_all_ranks(layout, use, field):
     plan = make_plan(replace(base_run("mixtral"), layout=LayoutConfig(**layout)), 8)
     everyone = [opened(GPU, **{use: WHY if rank == 5 else ON}) for rank in range(8)]
     with pytest.raises(ConfigError) as caught:
         decide(plan, everyone)
     [problem] = caught.value.problems
-    assert problem.field == field and "share (the ranks are on 2 hosts (rank 5))" in problem.rule and "auto" in problem.valid
+    assert (
+        problem.field == field
+        and "share (the ranks are on 2 hosts (rank 5))" in problem.rule
+        and "auto" in problem.valid
+    )
     decide(plan, [opened(GPU, **{use: ON})] * 8)
 
 
@@ -98,14 +108,26 @@ def test_graphs_by_the_smallest_gpu():
 
 
 def test_kernels_are_those_that_run_everywhere():
-    """With Triton missing on one machine its kernels run nowhere, and experts that then count rows on the host end graphs everywhere."""
+    """With Triton missing on one machine its kernels run nowhere, and experts that then count rows on the host end
+    graphs everywhere."""
     plan = moe_plan(dispatch="allgather")
     without, bare = replace(GPU, triton=False), replace(GPU, no_wheels=("attention",))
-    every = {name: [opened(f, experts=ON) for f in facts] for name, facts in
-             {"alike": [GPU] * 8, "no triton": [GPU] * 7 + [without], "no wheel": [bare] + [GPU] * 7}.items()}  # fmt: skip
+    every = {
+        name: [opened(f, experts=ON) for f in facts]
+        for name, facts in {
+            "alike": [GPU] * 8,
+            "no triton": [GPU] * 7 + [without],
+            "no wheel": [bare] + [GPU] * 7,
+        }.items()
+    }
     assert decide(plan, every["alike"]).plan is plan and decide(plan, every["alike"]).graphs == "on"
     mixed = decide(plan, every["no triton"])
-    assert mixed.plan.run.train.kernels == "plain" and not mixed.triton and mixed.graphs == NO_GRAPHS_ROWS and mixed.uncaptured == {"experts"}
+    assert (
+        mixed.plan.run.train.kernels == "plain"
+        and not mixed.triton
+        and mixed.graphs == NO_GRAPHS_ROWS
+        and mixed.uncaptured == {"experts"}
+    )
     assert decide(plan, every["no wheel"]).plan.run.train.kernels == "triton"
     asked = replace(plan, run=replace(plan.run, train=replace(plan.run.train, kernels="plain")))
     assert decide(asked, every["no wheel"]).plan is asked
@@ -115,7 +137,9 @@ def test_differences_of_machines_are_one_warning_each():
     other = replace(GPU, device="NVIDIA H100", driver="570.1", nccl="2.26.2")
     agreed = decide(make_plan(base_run("llama"), 8), [opened(GPU)] * 5 + [opened(other)] + [opened(GPU)] * 2)
     assert [text for text in agreed.warnings if "ranks 0-4, 6-7: NVIDIA H200; rank 5: NVIDIA H100" in text]
-    assert len(agreed.warnings) == 3 and any("ranks 0-4, 6-7: 580.65.06; rank 5: 570.1" in text for text in agreed.warnings)
+    assert len(agreed.warnings) == 3 and any(
+        "ranks 0-4, 6-7: 580.65.06; rank 5: 570.1" in text for text in agreed.warnings
+    )
     assert decide(make_plan(base_run("llama"), 8), [opened(GPU)] * 8).warnings == ()
 
 
@@ -164,13 +188,19 @@ def two_groups(rank: int, world: int, run, reason: str) -> tuple:
     return losses, state.plan.dispatch, choices(state)
 
 
-@pytest.mark.trust(3, "Two groups of ep=4, of which one shares no memory, with the default dispatch: all 8 ranks hung",
-                   "all ranks take all-to-all, and the run says why")  # fmt: skip
+@pytest.mark.trust(
+    3,
+    "Two groups of ep=4, of which one shares no memory, with the default dispatch: all 8 ranks hung",
+    "all ranks take all-to-all, and the run says why",
+)
 @pytest.mark.parametrize("reason", ["hosts", "folder", "room"])
 def test_two_groups_that_differ_train(ranks, reason):
-    """expert_room is so small that every step asks whether rows lack room: only some ranks asked, and waited for the others for ever."""
+    """expert_room is so small that every step asks whether rows lack room: only some ranks asked, and waited for the
+    others for ever."""
     run = base_run("mixtral")
-    found = ranks.run("tests.test_decide:two_groups", 8, replace(run, layout=LayoutConfig(ep=4, expert_room=0.3)), reason)
+    found = ranks.run(
+        "tests.test_decide:two_groups", 8, replace(run, layout=LayoutConfig(ep=4, expert_room=0.3)), reason
+    )
     [alone] = ranks.run("tests.test_decide:two_groups", 1, run, reason)
     assert {dispatch for _, dispatch, _ in found} == {"alltoall"}
     for losses, _, said in found:
@@ -187,7 +217,11 @@ def refused(rank: int, world: int, reason: str) -> str:
 
 def test_push_by_name_is_refused_on_all_ranks(ranks):
     for text in ranks.run("tests.test_decide:refused", 8, "hosts"):
-        assert "layout.dispatch='push'" in text and "the ranks are on 2 hosts (ranks 4-7)" in text and "auto, allgather, alltoall" in text
+        assert (
+            "layout.dispatch='push'" in text
+            and "the ranks are on 2 hosts (ranks 4-7)" in text
+            and "auto, allgather, alltoall" in text
+        )
 
 
 # ---- contexts
@@ -197,13 +231,23 @@ def broken_off(state, name: str) -> None:
     """An error passes through a context; what it changes is as before."""
     recorder = Recorder(state, 1, mock.Mock(rank=0))
     contexts = {
-        "all-to-all": state.by_all_to_all, "shadow": lambda: aside(state), "in full precision": state.low.without, "measuring": state.low.measuring,
-        "recording": lambda: recorder.around(6, None), "before what is recorded": lambda: recorder.around(5, None),
-    }  # fmt: skip
+        "all-to-all": state.by_all_to_all,
+        "shadow": lambda: aside(state),
+        "in full precision": state.low.without,
+        "measuring": state.low.measuring,
+        "recording": lambda: recorder.around(6, None),
+        "before what is recorded": lambda: recorder.around(5, None),
+    }
 
     def seen() -> tuple:
         lows = [(low.on, low.current) for low, _ in state.low.here]
-        return state.stages.runner, [layer.dispatch for layer in state.routed], lows, recorder._recording, list(state.handlers.values())
+        return (
+            state.stages.runner,
+            [layer.dispatch for layer in state.routed],
+            lows,
+            recorder._recording,
+            list(state.handlers.values()),
+        )
 
     before = seen()
     with pytest.raises(KeyError, match="passes"), contexts[name]():
@@ -219,13 +263,24 @@ def state(tmp_path_factory):
     fp8 = Fp8Config(recipe="delayed", history=4, shadow_interval=2)
     train = replace(run.train, precision="bf16", fp8=fp8, steps=20, seq_length=run.train.seq_length)
     model = replace(run.model, hidden_size=32, intermediate_size=32)
-    run = replace(run, model=model, train=train, layout=LayoutConfig(dispatch="allgather"), dir=str(tmp_path_factory.mktemp("run")),
-                  log=replace(run.log, budget=True))  # fmt: skip
+    run = replace(
+        run,
+        model=model,
+        train=train,
+        layout=LayoutConfig(dispatch="allgather"),
+        dir=str(tmp_path_factory.mktemp("run")),
+        log=replace(run.log, budget=True),
+    )
     return build(make_plan(run, 1), Mesh(Grid()))
 
 
-@pytest.mark.trust(6, "An error inside a shadow step, a retry of experts or a recording left their switches set",
-                   "each is put back, whatever passes through")  # fmt: skip
-@pytest.mark.parametrize("name", ["all-to-all", "shadow", "in full precision", "measuring", "recording", "before what is recorded"])
+@pytest.mark.trust(
+    6,
+    "An error inside a shadow step, a retry of experts or a recording left their switches set",
+    "each is put back, whatever passes through",
+)
+@pytest.mark.parametrize(
+    "name", ["all-to-all", "shadow", "in full precision", "measuring", "recording", "before what is recorded"]
+)
 def test_contexts_are_left_as_they_were_found(state, name):
     broken_off(state, name)

@@ -14,8 +14,20 @@ def test_one_text_file(warm, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Line {i} of a text that is not long: {i * i}.\n" for i in range(800)))
     folder = tmp_path / "run"
-    command = [warm.python, "-m", "phalanx.cli.demo", "--text", str(text), "--dir", str(folder), "train.steps=6", "optim.warmup_steps=1"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200)
+    command = [
+        warm.python,
+        "-m",
+        "phalanx.cli.demo",
+        "--text",
+        str(text),
+        "--dir",
+        str(folder),
+        "train.steps=6",
+        "optim.warmup_steps=1",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no validation loss" in done.stdout and "step=6 " in done.stdout
     assert "text made by the model" in (folder / "report.html").read_text().lower()

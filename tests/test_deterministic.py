@@ -1,4 +1,5 @@
-"""train.deterministic: the same bits, of losses, norms and all state, whatever dp size, sharding level, schedule and number of stages are."""
+"""train.deterministic: the same bits, of losses, norms and all state, whatever dp size, sharding level, schedule and
+number of stages are."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ import torch
 from phalanx.base.pairwise import merges, pairwise_sum, waiting
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Fp8Config, Run, TrainConfig
 from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.check import Facts, check
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.train.build import build
-from phalanx.train.checks import Facts, check
-from phalanx.train.config import Fp8Config, Run, TrainConfig
-from phalanx.train.memory import rank_uses
-from phalanx.train.oom import held
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, update
+from phalanx.observe.out_of_memory import held
 from tests.parity import MODELS, SEQ, assemble, random_weights, step_batches
 
-# --- the tree ---------------------------------------------------------------------------------------------------------------------
+# --- the tree
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def tree(terms: list[str]) -> str:
@@ -91,7 +93,8 @@ def test_squares_add_up_in_any_order():
     assert sum_of_squares([torch.zeros(3)], one, cpu) == 0 and sum_of_squares([], one, cpu) == 0
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------------------
+# --- layouts
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def one_rank(rank: int, world: int, run: Run, steps: int) -> dict:
@@ -140,7 +143,9 @@ def exact(ranks, run: Run, world: int, steps: int = 2) -> tuple:
 
 
 def run_of(model: str, precision: str, deterministic: bool = True, batch: int = 8, **layout) -> Run:
-    train = TrainConfig(steps=4, global_batch=batch, micro_batch=1, seq_length=SEQ, precision=precision, deterministic=deterministic)
+    train = TrainConfig(
+        steps=4, global_batch=batch, micro_batch=1, seq_length=SEQ, precision=precision, deterministic=deterministic
+    )
     return Run(model=MODELS[model], train=train, layout=LayoutConfig(**layout))
 
 
@@ -151,17 +156,27 @@ def differing(found: tuple, expected: tuple) -> list:
 
 
 LAYOUTS = {
-    "dp2": (2, {}), "dp4": (4, {}), "dp2, level 0": (2, dict(sharding=0)), "dp4, level 0, small buckets": (4, dict(sharding=0, bucket_mb=0)),
-    "pp2": (2, dict(pp=2)), "pp2 gpipe": (2, dict(pp=2, schedule="gpipe")), "gpipe": (1, dict(schedule="gpipe")),
-    "pp2 x 2, dp2": (4, dict(pp=2, virtual_stages=2)), "pp4": (4, dict(pp=4)),
+    "dp2": (2, {}),
+    "dp4": (4, {}),
+    "dp2, level 0": (2, dict(sharding=0)),
+    "dp4, level 0, small buckets": (4, dict(sharding=0, bucket_mb=0)),
+    "pp2": (2, dict(pp=2)),
+    "pp2 gpipe": (2, dict(pp=2, schedule="gpipe")),
+    "gpipe": (1, dict(schedule="gpipe")),
+    "pp2 x 2, dp2": (4, dict(pp=2, virtual_stages=2)),
+    "pp4": (4, dict(pp=4)),
     "pp2 dp2, level 0, gpipe": (4, dict(pp=2, sharding=0, schedule="gpipe")),
-    "dp4, level 2": (4, dict(sharding=2, bucket_mb=0)), "pp2 dp2, level 3": (4, dict(pp=2, sharding=3)),
+    "dp4, level 2": (4, dict(sharding=2, bucket_mb=0)),
+    "pp2 dp2, level 3": (4, dict(pp=2, sharding=3)),
     "dp4 in pairs, level 3, optimizer over both": (4, dict(sharding=3, shard_group=2, shard_across="optimizer")),
-    "pp3 x 2": (3, dict(pp=3, virtual_stages=2, stages=(1, 1, 1, 1, 1, 1), bucket_mb=0)), "dp8, small buckets": (8, dict(bucket_mb=0)),
-}  # fmt: skip
+    "pp3 x 2": (3, dict(pp=3, virtual_stages=2, stages=(1, 1, 1, 1, 1, 1), bucket_mb=0)),
+    "dp8, small buckets": (8, dict(bucket_mb=0)),
+}
 
 
-@pytest.mark.parametrize("precision, names", [("fp32", tuple(LAYOUTS)), ("bf16", ("dp4", "pp2 dp2, level 0, gpipe", "pp2 x 2, dp2", "pp4"))])
+@pytest.mark.parametrize(
+    "precision, names", [("fp32", tuple(LAYOUTS)), ("bf16", ("dp4", "pp2 dp2, level 0, gpipe", "pp2 x 2, dp2", "pp4"))]
+)
 def test_bits_do_not_depend_on_the_layout(ranks, precision, names):
     run = run_of("llama", precision)
     alone = exact(ranks, run, 1)
@@ -171,7 +186,8 @@ def test_bits_do_not_depend_on_the_layout(ranks, precision, names):
 
 
 def test_tensor_parallel_ranks_keep_their_bits_too(ranks):
-    """With tp the same, the rest may change; key and value heads that two tp ranks share and norms are added up over tp, whole or in shards."""
+    """With tp the same, the rest may change; key and value heads that two tp ranks share and norms are added up over
+    tp, whole or in shards."""
     run = run_of("llama", "bf16", tp=4)
     few = exact(ranks, run, 4, steps=1)
     assert differing(exact(ranks, replace(run, layout=LayoutConfig(tp=4, bucket_mb=0)), 8, steps=1), few) == []
@@ -182,19 +198,30 @@ def test_context_parallel_ranks_keep_their_bits_too(ranks):
     run = run_of("llama", "fp32", cp=2)
     few = exact(ranks, run, 2)
     assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=2)), 4), few) == []
-    assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=2, sharding=0, pp=2, schedule="gpipe")), 4), few) == []
+    assert (
+        differing(exact(ranks, replace(run, layout=LayoutConfig(cp=2, sharding=0, pp=2, schedule="gpipe")), 4), few)
+        == []
+    )
 
 
-@pytest.mark.parametrize("cp, groups", [
-    (2, (dict(shard_group=2), dict(shard_group=4, sharding=3), dict(shard_group=4, shard_across="optimizer"))),
-    pytest.param(4, (dict(shard_group=2), dict(shard_group=4, shard_across="optimizer", sharding=2)), marks=pytest.mark.soak),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cp, groups",
+    [
+        (2, (dict(shard_group=2), dict(shard_group=4, sharding=3), dict(shard_group=4, shard_across="optimizer"))),
+        pytest.param(
+            4, (dict(shard_group=2), dict(shard_group=4, shard_across="optimizer", sharding=2)), marks=pytest.mark.soak
+        ),
+    ],
+)
 def test_groups_of_context_parallel_ranks_keep_their_bits_too(ranks, cp, groups):
-    """A group holds several sequences, one, or some parts of one: parts of the same tokens are added up last everywhere."""
+    """A group holds several sequences, one, or some parts of one: parts of the same tokens are added up last
+    everywhere."""
     run = run_of("llama-tied", "fp32", cp=cp)
     few = exact(ranks, run, cp, steps=1)
     for options in groups:
-        assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=cp, **options)), 8, steps=1), few) == [], options
+        assert differing(exact(ranks, replace(run, layout=LayoutConfig(cp=cp, **options)), 8, steps=1), few) == [], (
+            options
+        )
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -207,18 +234,30 @@ def test_low_precision(ranks, recipe):
 
 
 def test_tied_embeddings_and_dropout(ranks):
-    """12 micro-batches: halves that are not powers of two. What head and embedding add to one weight is added up last, on one rank and on two."""
+    """12 micro-batches: halves that are not powers of two. What head and embedding add to one weight is added up
+    last, on one rank and on two."""
     run = run_of("gpt2", "fp32", batch=12)
     alone = exact(ranks, run, 1)
-    for world, layout in ((2, dict(bucket_mb=0)), (4, dict(sharding=0)), (2, dict(pp=2)), (4, dict(pp=2, sharding=2, schedule="gpipe")),
-                          (3, dict(pp=3, virtual_stages=2)), (2, dict(bucket_mb=0, sharding=3))):  # fmt: skip
+    for world, layout in (
+        (2, dict(bucket_mb=0)),
+        (4, dict(sharding=0)),
+        (2, dict(pp=2)),
+        (4, dict(pp=2, sharding=2, schedule="gpipe")),
+        (3, dict(pp=3, virtual_stages=2)),
+        (2, dict(bucket_mb=0, sharding=3)),
+    ):
         assert differing(exact(ranks, replace(run, layout=LayoutConfig(**layout)), world), alone) == []
 
 
 FEW = replace(MODELS["mixtral"], num_hidden_layers=2, num_local_experts=4)
 EXPERTS = {
     "every rank has all": (FEW, 1, {}, {2: {}, 4: dict(pp=2, sharding=2)}),
-    "all-to-all": (FEW, 2, dict(ep=2, dispatch="alltoall"), {4: dict(sharding=3, bucket_mb=0), 8: dict(pp=2, schedule="gpipe")}),
+    "all-to-all": (
+        FEW,
+        2,
+        dict(ep=2, dispatch="alltoall"),
+        {4: dict(sharding=3, bucket_mb=0), 8: dict(pp=2, schedule="gpipe")},
+    ),
     "all-gather": (FEW, 2, dict(ep=2, dispatch="allgather"), {4: dict(sharding=2), 8: dict(pp=2)}),
     "push": (FEW, 2, dict(ep=2, dispatch="push"), {4: {}, 8: dict(pp=2)}),
     "all-gather over four, little room": (FEW, 4, dict(ep=4, dispatch="allgather", expert_room=1.0), {8: {}}),
@@ -226,12 +265,13 @@ EXPERTS = {
     "experts cut, all-to-all": (MODELS["gpt_oss"], 4, dict(ep=2, etp=2, dispatch="alltoall"), {8: {}}),
     "tp and ep": (MODELS["deepseek_v3"], 4, dict(tp=2, ep=4), {8: {}}),
     "parts of a micro-batch": (MODELS["mixtral-full"], 4, dict(tp=2, cp=2, ep=2), {8: dict(shard_group=2)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts(ranks, name):
-    """With ep and etp the same; of how many micro-batches a rank's experts get tokens at once, and of which, changes with dp."""
+    """With ep and etp the same; of how many micro-batches a rank's experts get tokens at once, and of which, changes
+    with dp."""
     model, least, layout, others = EXPERTS[name]
     run = replace(run_of("llama", "fp32", **layout), model=model)
     few = exact(ranks, run, least)
@@ -241,7 +281,9 @@ def test_experts(ranks, name):
 
 def test_experts_in_low_precision(ranks):
     run = run_of("mixtral", "bf16", batch=4, ep=2)
-    run = replace(run, train=replace(run.train, fp8=Fp8Config(recipe="tensorwise")), model=replace(FEW, intermediate_size=32))
+    run = replace(
+        run, train=replace(run.train, fp8=Fp8Config(recipe="tensorwise")), model=replace(FEW, intermediate_size=32)
+    )
     assert differing(exact(ranks, run, 4, steps=1), exact(ranks, run, 2, steps=1)) == []
 
 
@@ -250,8 +292,13 @@ def test_further_tokens(ranks, model):
     """Embedding and head are used by the block that predicts further tokens, too: on one rank, on two, on three."""
     run = run_of(model, "fp32")
     alone = exact(ranks, run, 1)
-    for world, layout in ((2, {}), (2, dict(pp=2)), (2, dict(pp=2, stages=(4, 1), bucket_mb=0)), (3, dict(pp=3, stages=(2, 2, 1))),
-                          (4, dict(pp=2, sharding=2, schedule="gpipe"))):  # fmt: skip
+    for world, layout in (
+        (2, {}),
+        (2, dict(pp=2)),
+        (2, dict(pp=2, stages=(4, 1), bucket_mb=0)),
+        (3, dict(pp=3, stages=(2, 2, 1))),
+        (4, dict(pp=2, sharding=2, schedule="gpipe")),
+    ):
         assert differing(exact(ranks, replace(run, layout=LayoutConfig(**layout)), world), alone) == [], layout
 
 
@@ -263,18 +310,25 @@ def test_without_it_bits_differ(ranks):
     assert differing(exact(ranks, run, 4), alone)
 
 
-# --- rules, memory ----------------------------------------------------------------------------------------------------------------
+# --- rules, memory
+# ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model, world, layout, rule", [
-    ("llama", 3, {}, "needs a power of two of data-parallel ranks"), ("mixtral", 12, dict(tp=3, ep=2), "needs ep * etp that is a multiple of tp"),
-    ("llama", 12, dict(cp=3, sharding=2, shard_group=2), "needs a shard_group that is a multiple of cp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, world, layout, rule",
+    [
+        ("llama", 3, {}, "needs a power of two of data-parallel ranks"),
+        ("mixtral", 12, dict(tp=3, ep=2), "needs ep * etp that is a multiple of tp"),
+        ("llama", 12, dict(cp=3, sharding=2, shard_group=2), "needs a shard_group that is a multiple of cp"),
+    ],
+)
 def test_rules(model, world, layout, rule):
     run = run_of(model, "fp32", batch=12, **layout)
     problems = [p for p in check(run, Facts(world_size=world)) if p.field == "train.deterministic"]
     assert any(p.rule.startswith(rule) and p.valid == (False,) for p in problems)
-    assert not [p for p in check(run_of("llama-tied", "fp32", pp=2), Facts(world_size=2)) if p.field.startswith("train")]
+    assert not [
+        p for p in check(run_of("llama-tied", "fp32", pp=2), Facts(world_size=2)) if p.field.startswith("train")
+    ]
 
 
 def test_the_forecast_has_the_sums_that_wait():

@@ -1,8 +1,9 @@
-"""The documentation does what it says: blocks marked `run` are run page by page, and every key, verb and link in it exists.
+"""The documentation does what it says: blocks marked `run` are run page by page, and every key, verb and link in it
+exists.
 
-A block's first line: ```bash run [exit=N] is run (exit 0 unless stated); ```yaml file=NAME and ```python file=NAME are written to
-NAME first; ```text output is what the block before it prints: its lines come in this order, and `...` stands for whatever is not shown.
-Other blocks are only read by people.
+A block's first line: ```bash run [exit=N] is run (exit 0 unless stated); ```yaml file=NAME and ```python file=NAME
+are written to NAME first; ```text output is what the block before it prints: its lines come in this order, and `...`
+stands for whatever is not shown. Other blocks are only read by people.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 
 from phalanx.base import tree
 from phalanx.cli.main import cli
-from phalanx.train.config import Run
+from phalanx.config.run import Run
 from tests.trust import BEGIN, END, with_table
 from tests.warm import Warm
 
@@ -53,10 +54,13 @@ def ids(page: Path) -> str:
     return page.stem
 
 
-# ---- running them --------------------------------------------------------------------------------------------------------------
+# ---- running them --------------------------------------------------------------------------------
 
 
-AS_INSTALLED = ("config", "layout-and-schedule")  # commands import all of ours, as an installed package does; in others it is there already
+AS_INSTALLED = (
+    "config",
+    "layout-and-schedule",
+)  # commands import all of ours, as an installed package does; in others it is there already
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +70,17 @@ def installed():
     server.close()
 
 
-@pytest.mark.trust(30, "follow a page of the docs: 7 of 28 tested claims were stale", "commands and what they print are compared page by page")
+@pytest.mark.trust(
+    30,
+    "follow a page of the docs: 7 of 28 tested claims were stale",
+    "commands and what they print are compared page by page",
+)
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
 def test_the_commands_of_a_page(page, installed, warm, tmp_path):
     for name in ("recipes", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))  # others compile meanwhile
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")
+        )  # others compile meanwhile
     path = f"{(installed if page.stem in AS_INSTALLED else warm).folder}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     said = ""
@@ -78,17 +88,22 @@ def test_the_commands_of_a_page(page, installed, warm, tmp_path):
         if name := block.option("file"):
             (tmp_path / name).write_text(block.text)
         if block.option("output") is not None:
-            assert not (missing := not_printed(block.text, said)), f"{page.name} shows what was not printed: {missing!r}\n{said}"
+            assert not (missing := not_printed(block.text, said)), (
+                f"{page.name} shows what was not printed: {missing!r}\n{said}"
+            )
         if block.option("run") is None:
             continue
-        done = subprocess.run(["bash", "-e", "-c", block.text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            ["bash", "-e", "-c", block.text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+        )
         said = f"{block.text}--- exit {done.returncode}\n{done.stdout}{done.stderr}"
         assert done.returncode == int(block.option("exit") or 0), said
         assert "Traceback" not in done.stdout + done.stderr, said
 
 
 def not_printed(shown: str, printed: str) -> str | None:
-    """The first line of `shown` that `printed` lacks after the ones before it, or None. Spaces at the end of lines don't count."""
+    """The first line of `shown` that `printed` lacks after the ones before it, or None. Spaces at the end of lines
+    don't count."""
     lines = iter([line.rstrip() for line in printed.splitlines()])
     for wanted in shown.splitlines():
         pattern = ".*".join(re.escape(part) for part in wanted.rstrip().split("..."))
@@ -104,7 +119,7 @@ def test_shown_output_is_compared_line_by_line():
     assert not_printed("step=2 loss=...\nstep=1 loss=...\n", printed) == "step=1 loss=..."
 
 
-# ---- reading them --------------------------------------------------------------------------------------------------------------
+# ---- reading them --------------------------------------------------------------------------------
 
 
 def keys() -> set[str]:
@@ -130,7 +145,9 @@ def test_keys_exist(page):
 def test_verbs_exist(page):
     """Whatever follows `phalanx` in a command is a verb, and its options exist."""
     text = documented(page)
-    commands = re.findall(r"^(?:\$ |srun | {4})?phalanx ([^#\n]+)", text, re.MULTILINE) + re.findall(r"`phalanx ([^`]+)`", text)
+    commands = re.findall(r"^(?:\$ |srun | {4})?phalanx ([^#\n]+)", text, re.MULTILINE) + re.findall(
+        r"`phalanx ([^`]+)`", text
+    )
     commands += re.findall(r"-m phalanx ([^#`\n]+)", text)
     for command in commands:
         verb, words = cli, command.split()
@@ -181,7 +198,9 @@ def test_every_dependency_has_a_reason():
     asked = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
     wanted = {re.split(r"[\[<>=]", name)[0] for name in asked}
     table = PAGES[0].read_text(encoding="utf-8").partition("## Dependencies")[2]
-    assert {row for row in re.findall(r"^\| ([a-z0-9.-]+)(?: \(extra[^|]*\))? \|", table, re.MULTILINE)} - {"package"} == wanted
+    assert {row for row in re.findall(r"^\| ([a-z0-9.-]+)(?: \(extra[^|]*\))? \|", table, re.MULTILINE)} - {
+        "package"
+    } == wanted
 
 
 def test_the_table_of_trust_is_that_of_the_tests():
@@ -189,12 +208,17 @@ def test_the_table_of_trust_is_that_of_the_tests():
     assert page == with_table(page), "run: python -m tests.trust docs/faults.md"
 
 
-# ---- the config's own documentation --------------------------------------------------------------------------------------------
+# ---- the config's own documentation --------------------------------------------------------------
 
 
 def test_every_key_says_what_it_is():
-    """The string below each field; Llama-3's rotary factors are Hugging Face's and have theirs in the docstring of the section."""
-    silent = [k.path for k in tree.leaves(Run) if not k.doc and not k.path.startswith("model.rope_scaling.") and k.name != "family"]
+    """The string below each field; Llama-3's rotary factors are Hugging Face's and have theirs in the docstring of
+    the section."""
+    silent = [
+        k.path
+        for k in tree.leaves(Run)
+        if not k.doc and not k.path.startswith("model.rope_scaling.") and k.name != "family"
+    ]
     assert not silent
     assert all(k.doc.endswith((".", ")")) for k in tree.leaves(Run) if k.doc)
 

@@ -12,18 +12,26 @@ import torch
 
 from phalanx.checkpoint.keep import find
 from phalanx.comm.mesh import Mesh
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizers import load_tokenizer
-from phalanx.train.config import Run
-from phalanx.train.evaluate_run import Evaluation, base_config, for_evaluation, open_sets, results_of
-from phalanx.train.load import load_run
-from phalanx.train.plan import grid_of
+from phalanx.config.read import load_run
+from phalanx.config.run import Run
+from phalanx.evaluation.perplexity import Evaluation, base_config, for_evaluation, open_sets, results_of
+from phalanx.planning.plan import grid_of
+from phalanx.text.prepare import prepare
+from phalanx.text.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-TEXT = "Arma virumque cano, Troiae qui primus ab oris Italiam, fato profugus, Laviniaque venit litora, multum ille et terris iactatus et alto. "
+TEXT = (
+    "Arma virumque cano, Troiae qui primus ab oris Italiam, fato profugus, Laviniaque venit litora, "
+    "multum ille et terris iactatus et alto. "
+)
 SAMPLES = 7  # no multiple of any batch
 LAYOUTS = {
-    "llama": [((), 2), (("layout.tp=2", "layout.pp=2"), 4), (("layout.cp=2",), 4), (("layout.pp=2", "layout.virtual_stages=2"), 2)],
+    "llama": [
+        ((), 2),
+        (("layout.tp=2", "layout.pp=2"), 4),
+        (("layout.cp=2",), 4),
+        (("layout.pp=2", "layout.virtual_stages=2"), 2),
+    ],
     "mixtral": [(("layout.ep=2",), 2), (("layout.ep=2", "layout.tp=2", "layout.pp=2"), 4)],
     "deepseek_v3": [(("layout.ep=2",), 4)],
 }
@@ -47,9 +55,27 @@ def trained(warm, corpus, tmp_path_factory):
     def run_of(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family) / "run"
-            data = ["data.mock=false", f"data.paths=[{corpus}/tokens]", "data.split='60,40,0'", f"data.valid={{all: [{corpus}/tokens]}}"]
-            train = ["train.steps=2", "train.eval_interval=2", f"train.eval_samples={SAMPLES}", "train.precision=fp64", "optim.warmup_steps=0"]
-            words = [f"recipes/tiny_{family}.yaml", f"dir={made[family]}", "data.tokenizer=bytes", "train.device=cpu", *data, *train]
+            data = [
+                "data.mock=false",
+                f"data.paths=[{corpus}/tokens]",
+                "data.split='60,40,0'",
+                f"data.valid={{all: [{corpus}/tokens]}}",
+            ]
+            train = [
+                "train.steps=2",
+                "train.eval_interval=2",
+                f"train.eval_samples={SAMPLES}",
+                "train.precision=fp64",
+                "optim.warmup_steps=0",
+            ]
+            words = [
+                f"recipes/tiny_{family}.yaml",
+                f"dir={made[family]}",
+                "data.tokenizer=bytes",
+                "train.device=cpu",
+                *data,
+                *train,
+            ]
             done = warm.phalanx("train", *words, cwd=ROOT)
             assert done.returncode == 0, done.stderr
         return made[family]
@@ -59,7 +85,9 @@ def trained(warm, corpus, tmp_path_factory):
 
 def own_losses(folder: Path) -> dict[str, float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {name.removeprefix("valid/"): value for row in rows for name, value in row.items() if name.startswith("valid/")}
+    return {
+        name.removeprefix("valid/"): value for row in rows for name, value in row.items() if name.startswith("valid/")
+    }
 
 
 def evaluated(rank: int, world: int, run: Run, what: Evaluation) -> dict[str, tuple[int, float]]:
@@ -70,7 +98,11 @@ def evaluated(rank: int, world: int, run: Run, what: Evaluation) -> dict[str, tu
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-@pytest.mark.trust(28, "a finished run could not be evaluated again", "phalanx eval RUN gives the run's own validation loss, in every layout")
+@pytest.mark.trust(
+    28,
+    "a finished run could not be evaluated again",
+    "phalanx eval RUN gives the run's own validation loss, in every layout",
+)
 def test_every_layout_finds_the_loss_of_the_run(trained, ranks, family):
     """Truth: what the run itself wrote at its last step."""
     folder = trained(family)
@@ -82,11 +114,15 @@ def test_every_layout_finds_the_loss_of_the_run(trained, ranks, family):
             for name, loss in own.items():
                 tokens, other = found[name]
                 assert tokens == SAMPLES * run.train.seq_length
-                assert other == loss if world == 1 and family == "llama" else other == pytest.approx(loss, rel=1e-12), (overrides, name)
+                assert other == loss if world == 1 and family == "llama" else other == pytest.approx(loss, rel=1e-12), (
+                    overrides,
+                    name,
+                )
 
 
 def test_the_program_and_transformers(warm, trained, corpus, tmp_path):
-    """Token files, text, a copy of the weights as a Hugging Face folder: one loss, which is that of transformers on the same sequences."""
+    """Token files, text, a copy of the weights as a Hugging Face folder: one loss, which is that of transformers on
+    the same sequences."""
     transformers = pytest.importorskip("transformers")
     folder = trained("llama")
     shutil.copytree(find(folder) / "weights", tmp_path / "hf")
@@ -102,7 +138,9 @@ def test_the_program_and_transformers(warm, trained, corpus, tmp_path):
         assert "bits/byte" in done.stdout and f"{first['perplexity']:,.4f}" in done.stdout
         losses.append(first["loss"])
         bits = first["loss"] / torch.log(torch.tensor(2.0, dtype=torch.float64)).item() / first["bytes_per_token"]
-        assert first["bits_per_byte"] == pytest.approx(bits) and 0.9 < first["bytes_per_token"] < 1.0  # a byte a token, less ends of documents
+        assert (
+            first["bits_per_byte"] == pytest.approx(bits) and 0.9 < first["bytes_per_token"] < 1.0
+        )  # a byte a token, less ends of documents
     assert losses[0] == losses[1] == losses[2]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64).eval()
     from phalanx.data.index import Corpus
@@ -147,7 +185,13 @@ def test_what_cannot_be_evaluated(warm, trained, corpus, tmp_path, what, words, 
 def test_a_run_that_starts_from_text_is_evaluated_again(warm, tmp_path):
     (tmp_path / "notes.txt").write_text(TEXT * 40)
     (tmp_path / "more.txt").write_text(TEXT * 20)
-    words = ["data.mock=false", "data.text=[notes.txt, more.txt]", "data.tokenizer=bytes", "data.split='1,1,0'", "train.eval_interval=1"]
+    words = [
+        "data.mock=false",
+        "data.text=[notes.txt, more.txt]",
+        "data.tokenizer=bytes",
+        "data.split='1,1,0'",
+        "train.eval_interval=1",
+    ]
     run = ["train.steps=1", "train.device=cpu", "optim.warmup_steps=0", "dir=r"]
     done = warm.phalanx("train", str(ROOT / "recipes/tiny_llama.yaml"), *words, *run, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -156,6 +200,13 @@ def test_a_run_that_starts_from_text_is_evaluated_again(warm, tmp_path):
 
 
 def test_what_a_layout_adds_to_training_alone_is_left_out():
-    run = load_run(ROOT / "recipes/tiny_llama.yaml", ["layout.sharding=3", "train.recompute=full", "checkpoint.load=gone", "train.global_batch=48"])
+    run = load_run(
+        ROOT / "recipes/tiny_llama.yaml",
+        ["layout.sharding=3", "train.recompute=full", "checkpoint.load=gone", "train.global_batch=48"],
+    )
     found = for_evaluation(replace(run, init_from="gone"), 6)
-    assert found.init_from is None and found.checkpoint.load is None and found.train.global_batch == 6 * run.train.micro_batch
+    assert (
+        found.init_from is None
+        and found.checkpoint.load is None
+        and found.train.global_batch == 6 * run.train.micro_batch
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.base.errors import NumericalStop, PeerLost, PhalanxError, Preempted
 from phalanx.base.log import Log
-from phalanx.train.failures import Failures
+from phalanx.observe.failures import Failures
 
 
 def start(folder: Path, capsys, steps: range, error: BaseException | None = None, rank: int = 0) -> str:
@@ -34,7 +34,9 @@ def test_what_stops_a_run_again_is_told_and_what_does_not(tmp_path, capsys):
     assert start(tmp_path, capsys, range(5, 9), bad) == ""  # no longer in a row
     assert start(tmp_path, capsys, range(5, 9), ValueError()) == ""  # another step
     good = start(tmp_path, capsys, range(5, 13))
-    assert good.startswith("step 8, where the run was stopped before, went well this time: what stopped it did not repeat (ValueError")
+    assert good.startswith(
+        "step 8, where the run was stopped before, went well this time: what stopped it did not repeat (ValueError"
+    )
     assert start(tmp_path, capsys, range(10, 20)) == ""
 
 
@@ -45,9 +47,14 @@ def test_the_last_step_of_a_run_can_be_what_went_well(tmp_path, capsys, last, sa
 
 
 def test_what_is_no_failure_of_a_step_is_not_written(tmp_path, capsys):
-    """A request to stop, a key that interrupts, an error before the first step, what other ranks see; and a line that was cut short."""
-    for steps, error, rank in ((range(1, 4), Preempted("asked"), 0), (range(1, 4), KeyboardInterrupt(), 0), (range(0), ValueError("early"), 0),
-                               (range(1, 4), ValueError("mine"), 1)):  # fmt: skip
+    """A request to stop, a key that interrupts, an error before the first step, what other ranks see; and a line
+    that was cut short."""
+    for steps, error, rank in (
+        (range(1, 4), Preempted("asked"), 0),
+        (range(1, 4), KeyboardInterrupt(), 0),
+        (range(0), ValueError("early"), 0),
+        (range(1, 4), ValueError("mine"), 1),
+    ):
         start(tmp_path, capsys, steps, error, rank)
     assert not (tmp_path / "failures.jsonl").exists()
     (tmp_path / "failures.jsonl").write_text('{"step": 3, "ki')

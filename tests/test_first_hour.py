@@ -1,4 +1,5 @@
-"""The first hour, docs/first_hour.sh, on less text: each step works, the run goes on where it stopped, the page says what the script does."""
+"""The first hour, docs/first_hour.sh, on less text: each step works, the run goes on where it stopped, the page says
+what the script does."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ import torch
 
 from phalanx.checkpoint.contents import Contents
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.memory import rank_uses
-from phalanx.train.plan import make_plan
 from tests.checkpoints import load_here, save_here
 from tests.parity import assemble, base_run, parts_of, random_weights, truth_of
 
@@ -33,7 +33,8 @@ def is_frozen(name: str) -> bool:
 
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "mixtral", "deepseek_v3"])
 def test_the_rest_trains_as_it_would(ranks, model):
-    """Truth: the same run with nothing frozen. Its gradients of the others, norms of those, and of what is frozen the weights it began with."""
+    """Truth: the same run with nothing frozen. Its gradients of the others, norms of those, and of what is frozen
+    the weights it began with."""
     run = base_run(model)
     whole, part = truth_of(ranks, run, 1, False), truth_of(ranks, frozen(run), 1, False)
     start = truth_of(ranks, frozen(run), 0, False)["weights"]
@@ -79,13 +80,19 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> tuple[list, lis
         whole[shard.lo : shard.hi] = shard.m
         for slot in shard.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
-            moments += [(piece.name, set(piece.of(storage).nan_to_num(-1.0).flatten().tolist()) - {-1.0}) for piece in slot.spec.pieces]
+            moments += [
+                (piece.name, set(piece.of(storage).nan_to_num(-1.0).flatten().tolist()) - {-1.0})
+                for piece in slot.spec.pieces
+            ]
     return parts_of(state, "master"), moments
 
 
-@pytest.mark.parametrize("before, after", [(GLOBS, []), ([], GLOBS), (GLOBS, ["*norm*"])], ids=["thaw", "freeze", "change"])
+@pytest.mark.parametrize(
+    "before, after", [(GLOBS, []), ([], GLOBS), (GLOBS, ["*norm*"])], ids=["thaw", "freeze", "change"]
+)
 def test_a_checkpoint_does_not_know_what_is_frozen(ranks, tmp_path, before, after):
-    """Weights come back to the bit in another layout; who was frozen starts with moments of zero, the others with theirs."""
+    """Weights come back to the bit in another layout; who was frozen starts with moments of zero, the others with
+    theirs."""
     run = base_run("deepseek_v3", precision="fp32")
     saving = replace(frozen(run, before), layout=LayoutConfig(bucket_mb=0, sharding=3))
     loading = replace(frozen(run, after), layout=LayoutConfig(bucket_mb=0, tp=2, sharding=2))

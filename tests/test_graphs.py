@@ -1,4 +1,5 @@
-"""Rows of graphs with ops between them (pipeline.rows), on the CPU: graphs are stood for by lists of torch's operations on the same memory."""
+"""Rows of graphs with ops between them (pipeline.segments), on the CPU: graphs are stood for by lists of torch's
+operations on the same memory."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from torch.utils._pytree import tree_leaves
 from phalanx.base import rng
 from phalanx.comm import axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import State, build
+from phalanx.engine.step import train_step
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.nn.tape import Tape
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.root import backward_from
-from phalanx.pipeline.rows import Row
-from phalanx.train.build import State, build
-from phalanx.train.config import Run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import train_step
+from phalanx.pipeline.segments import Cuts, Row, uncollected
 from tests.parity import base_run, random_weights, sample_batch, step_batches
 
 NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
@@ -46,7 +47,8 @@ class Pool:
 
 
 class Recorded:
-    """What a CUDA graph is, but for being fast: operations that run again on the tensors that they ran on, and write where they wrote."""
+    """What a CUDA graph is, but for being fast: operations that run again on the tensors that they ran on, and write
+    where they wrote."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -84,7 +86,8 @@ class Recorded:
 
 
 def wait_for(made: Any) -> None:
-    """The exchange that is among what an operation returned, if it is one: whoever waited for it at capture is not asked again."""
+    """The exchange that is among what an operation returned, if it is one: whoever waited for it at capture is not
+    asked again."""
     for value in tree_leaves(made):
         if isinstance(value, torch.ScriptObject):
             Work.unbox(value).wait()
@@ -95,7 +98,8 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """In place of pipeline.rows.Cuda. It is one mode for all captures: autograd's backward brings back the modes that it began with.
+    """In place of pipeline.segments.Cuda. It is one mode for all captures: autograd's backward brings back the modes
+    that it began with.
 
     A capture ends, as CUDA's may, when all that this rank has asked of others is over.
     """
@@ -130,7 +134,11 @@ class Recorder(TorchDispatchMode):
         return posted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {})) if self.now is None or func.overloadpacket in NO_WORK else self.now.add(func, args, kwargs or {})
+        return (
+            func(*args, **(kwargs or {}))
+            if self.now is None or func.overloadpacket in NO_WORK
+            else self.now.add(func, args, kwargs or {})
+        )
 
     def pool(self) -> Pool:
         return Pool()
@@ -183,9 +191,11 @@ class Watched(Graphs):
         assert all(memory.here is None for away in leaving for memory in away.places.memories)
 
 
-def trained(rank: int, world: int, run: Run, documents: str | bool, graphs: bool) -> tuple[list[torch.Tensor], list[int], set[str], int]:
-    """Losses, norms and weights after some steps; how many parts the rows of graphs have, the documents that were shared, and the bytes that
-    left for the host in the last step, by graphs if there are any."""
+def trained(
+    rank: int, world: int, run: Run, documents: str | bool, graphs: bool
+) -> tuple[list[torch.Tensor], list[int], set[str], int]:
+    """Losses, norms and weights after some steps; how many parts the rows of graphs have, the documents that were
+    shared, and the bytes that left for the host in the last step, by graphs if there are any."""
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
@@ -202,7 +212,9 @@ def philox_of_tensors(counter: tuple, key: tuple[int, int]) -> tuple[torch.Tenso
     return rng.rounds(tuple(c if isinstance(c, torch.Tensor) else torch.full((), c) for c in counter), key)
 
 
-def _trained(state: State, run: Run, documents: str | bool, recorder: Recorder | None) -> tuple[list[torch.Tensor], list[int], set[str], int]:
+def _trained(
+    state: State, run: Run, documents: str | bool, recorder: Recorder | None
+) -> tuple[list[torch.Tensor], list[int], set[str], int]:
     plan, mesh = state.plan, state.mesh
     if recorder:
         tape = next(iter(state.blocks.values()))[0].env.tape
@@ -219,20 +231,29 @@ def _trained(state: State, run: Run, documents: str | bool, recorder: Recorder |
     runner = state.stages.runner
     if isinstance(runner, Graphs):  # every slot was foreseen, at the start of the step that got it
         mine = plan.schedule(1).stages_of(mesh.at.pp)
-        assert {k: len(slots) for k, slots in runner._slots.items()} == {(s, *k): n for (s, k), n in runner._most.items() if s in mine}
-    runs = [run for slots in runner._slots.values() for slot in slots for run in slot.runs.values()] if isinstance(runner, Graphs) else []
+        assert {k: len(slots) for k, slots in runner._slots.items()} == {
+            (s, *k): n for (s, k), n in runner._most.items() if s in mine
+        }
+    runs = (
+        [run for slots in runner._slots.values() for slot in slots for run in slot.runs.values()]
+        if isinstance(runner, Graphs)
+        else []
+    )
     parts = [len(row.parts) for run in runs for row in (run.forward, run.backward) if isinstance(row, Row)]
     found += [flat.master.clone() for flat in state.buffers.flat]
     left = state.stages.offloaded_bytes if not recorder or any(run.away for run in runs) else 0
     return found, parts, seen, left
 
 
-@pytest.mark.parametrize(("model", "layout", "recompute"), [
-    ("llama-tied", dict(cp_ulysses=2), "none"),
-    ("mistral", dict(), "none"),
-    ("deepseek_v3-dense", dict(cp_attention="allgather"), "selective"),
-    ("qwen3", dict(sharding=1), "full"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "layout", "recompute"),
+    [
+        ("llama-tied", dict(cp_ulysses=2), "none"),
+        ("mistral", dict(), "none"),
+        ("deepseek_v3-dense", dict(cp_attention="allgather"), "selective"),
+        ("qwen3", dict(sharding=1), "full"),
+    ],
+)
 def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute):
     """Documents are dealt otherwise in each micro-batch, and what else a layer does is replayed."""
     run = base_run(model, global_batch=4, recompute=recompute)
@@ -244,14 +265,18 @@ def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute
         assert max(parts) > 2 * run.model.num_hidden_layers and len(seen) > 1
 
 
-@pytest.mark.parametrize(("model", "world", "layout", "train"), [
-    ("mixtral", 2, dict(ep=2, dispatch="alltoall"), {}),
-    ("qwen3_moe", 4, dict(ep=2, etp=2, dispatch="alltoall"), dict(recompute_ops=["up", "norm"])),
-    ("gpt_oss", 2, dict(tp=2, ep=2, dispatch="alltoall"), dict(recompute="full")),
-    ("deepseek_v3", 2, dict(ep=2, dispatch="allgather", ep_overlap="off"), dict(recompute_ops=["experts"])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "world", "layout", "train"),
+    [
+        ("mixtral", 2, dict(ep=2, dispatch="alltoall"), {}),
+        ("qwen3_moe", 4, dict(ep=2, etp=2, dispatch="alltoall"), dict(recompute_ops=["up", "norm"])),
+        ("gpt_oss", 2, dict(tp=2, ep=2, dispatch="alltoall"), dict(recompute="full")),
+        ("deepseek_v3", 2, dict(ep=2, dispatch="allgather", ep_overlap="off"), dict(recompute_ops=["experts"])),
+    ],
+)
 def test_experts_between_graphs_change_no_bit(ranks, model, world, layout, train):
-    """Where the host waits for sizes, or counts an expert's rows as plain products do; each model has at least two layers with experts."""
+    """Where the host waits for sizes, or counts an expert's rows as plain products do; each model has at least two
+    layers with experts."""
     run = replace(base_run(model, global_batch=4, **train), layout=LayoutConfig(**layout))
     plain = ranks.run("tests.test_graphs:trained", world, run, False, False)
     rows = ranks.run("tests.test_graphs:trained", world, run, False, True)
@@ -260,36 +285,67 @@ def test_experts_between_graphs_change_no_bit(ranks, model, world, layout, train
         assert max(parts) > 2 * 2
 
 
-@pytest.mark.parametrize(("model", "world", "layout", "train", "documents"), [
-    ("llama", 1, dict(bucket_mb=0), dict(offload_layers=2), False),
-    ("llama-tied", 2, dict(pp=2, virtual_stages=2, bucket_mb=0), dict(offload_layers=1, recompute="selective"), False),
-    ("gpt2", 2, dict(pp=2, schedule="gpipe"), dict(offload_layers=2, recompute="full"), False),
-    ("mixtral", 2, dict(ep=2, dispatch="alltoall", bucket_mb=0), dict(offload_layers=3, recompute_ops=["up"]), False),
-    ("llama", 2, dict(cp=2, cp_degree="dynamic", bucket_mb=0), dict(offload_layers=2), "packed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "world", "layout", "train", "documents"),
+    [
+        ("llama", 1, dict(bucket_mb=0), dict(offload_layers=2), False),
+        (
+            "llama-tied",
+            2,
+            dict(pp=2, virtual_stages=2, bucket_mb=0),
+            dict(offload_layers=1, recompute="selective"),
+            False,
+        ),
+        ("gpt2", 2, dict(pp=2, schedule="gpipe"), dict(offload_layers=2, recompute="full"), False),
+        (
+            "mixtral",
+            2,
+            dict(ep=2, dispatch="alltoall", bucket_mb=0),
+            dict(offload_layers=3, recompute_ops=["up"]),
+            False,
+        ),
+        ("llama", 2, dict(cp=2, cp_degree="dynamic", bucket_mb=0), dict(offload_layers=2), "packed"),
+    ],
+)
 def test_activations_that_leave_and_come_back_change_no_bit(ranks, model, world, layout, train, documents):
-    """As many bytes leave, but for inputs of layers, which are memory of graphs. Memory is overwritten once its values are on the host, and the
-    host's once they are back."""
+    """As many bytes leave, but for inputs of layers, which are memory of graphs. Memory is overwritten once its
+    values are on the host, and the host's once they are back."""
     run = replace(base_run(model, global_batch=8, **train), layout=LayoutConfig(**layout))
     plain = ranks.run("tests.test_graphs:trained", world, run, documents, False)
     rows = ranks.run("tests.test_graphs:trained", world, run, documents, True)
     for (expected, *_, left), (found, *_, by_graphs) in zip(plain, rows):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert 0 < by_graphs <= left  # what goes into ops between graphs stays
-        inputs, rest = divmod(left - by_graphs, run.train.seq_length * run.train.micro_batch * run.model.hidden_size * 8)
-        assert (rest == 0 and inputs <= 8 * train["offload_layers"] * layout.get("virtual_stages", 1)) or "dispatch" in layout or documents
+        inputs, rest = divmod(
+            left - by_graphs, run.train.seq_length * run.train.micro_batch * run.model.hidden_size * 8
+        )
+        assert (
+            (rest == 0 and inputs <= 8 * train["offload_layers"] * layout.get("virtual_stages", 1))
+            or "dispatch" in layout
+            or documents
+        )
 
 
-@pytest.mark.parametrize(("model", "world", "layout"), [
-    ("llama", 2, dict(pp=2, schedule="gpipe")),  # a gradient is received ahead of the last forward, which it depends on
-    ("llama-tied", 4, dict(pp=4)),
-    ("llama-tied", 4, dict(pp=2, virtual_stages=2)),
-    ("llama-tied", 4, dict(pp=2, virtual_stages=2, schedule="gpipe", sharding=3)),
-    ("mixtral", 4, dict(pp=2, tp=2, ep=2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "world", "layout"),
+    [
+        (
+            "llama",
+            2,
+            dict(pp=2, schedule="gpipe"),
+        ),  # a gradient is received ahead of the last forward, which it depends on
+        ("llama-tied", 4, dict(pp=4)),
+        ("llama-tied", 4, dict(pp=2, virtual_stages=2)),
+        ("llama-tied", 4, dict(pp=2, virtual_stages=2, schedule="gpipe", sharding=3)),
+        ("mixtral", 4, dict(pp=2, tp=2, ep=2)),
+    ],
+)
 def test_captures_that_wait_for_the_device_come_to_an_end(ranks, model, world, layout):
-    """Nothing is under way there that another rank asks for only when it has what this one computes after the capture."""
-    run = replace(base_run(model, global_batch=8, recompute="full", cuda_graphs="on"), layout=LayoutConfig(bucket_mb=0, **layout))
+    """Nothing is under way there that another rank asks for only when it has what this one computes after the
+    capture."""
+    run = replace(
+        base_run(model, global_batch=8, recompute="full", cuda_graphs="on"), layout=LayoutConfig(bucket_mb=0, **layout)
+    )
     plain = ranks.run("tests.test_graphs:trained", world, run, False, False)
     rows = ranks.run("tests.test_graphs:trained", world, run, False, True)
     for (expected, *_), (found, *_) in zip(plain, rows):
@@ -297,7 +353,8 @@ def test_captures_that_wait_for_the_device_come_to_an_end(ranks, model, world, l
 
 
 def captured(rank: int, world: int, seldom: list[set[int]], agree: bool) -> set[int]:
-    """Of three micro-batches those that are captured, where those in `seldom` of a rank have more documents than others have room for."""
+    """Of three micro-batches those that are captured, where those in `seldom` of a rank have more documents than
+    others have room for."""
     mesh = Mesh(Grid(dp=world), rank)
     runner = Graphs(Recorder(), Tape(), hosts=mesh.prepare_hosts() if agree else None)
     batches = [replace(sample_batch([mb], True), most_documents=99 if mb in seldom[rank] else 1) for mb in range(3)]
@@ -322,7 +379,11 @@ def turned(rank: int, world: int) -> bool:
     """Whether a run that is not captured ends its exchanges, an odd number of them, on the turn on which they began."""
     mesh = Mesh(Grid(tp=world), rank)
     assert mesh.overlap(mesh.tp, "on", 1024) == "on" and mesh.tp.memory is not None
-    runner, x, before = Graphs(Recorder(), Tape(), (mesh.tp.memory,)), torch.ones(2, 3, dtype=torch.float64), mesh.tp.memory.turn
+    runner, x, before = (
+        Graphs(Recorder(), Tape(), (mesh.tp.memory,)),
+        torch.ones(2, 3, dtype=torch.float64),
+        mesh.tp.memory.turn,
+    )
     x, y = runner.forward((0, 1), 0, x, None, lambda x, *_: x * mesh.tp.gather(x.detach()).wait().sum())
     onward = mesh.tp.memory.turn
     grad = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
@@ -334,19 +395,28 @@ def test_what_is_not_captured_ends_on_its_first_turn(ranks):
 
 
 def test_what_is_forgotten_is_captured_anew():
-    """As when linears leave low precision: a step without graphs, then graphs of what runs compute now, in pools that take them."""
+    """As when linears leave low precision: a step without graphs, then graphs of what runs compute now, in pools
+    that take them."""
     runner, found = Graphs(Recorder(), Tape()), []
     for step in range(8):
         if step in (3, 6):
             runner.forget()
         runner.begin(torch.ones((), dtype=torch.float64), [sample_batch([0], False)])
         factor = 2.0 if step < 3 else 5.0
-        x, y = runner.forward((0, 1), 0, torch.full((2,), 1.0 + step, dtype=torch.float64), sample_batch([0], False), lambda x, *_, f=factor: f * x)
+        x, y = runner.forward(
+            (0, 1),
+            0,
+            torch.full((2,), 1.0 + step, dtype=torch.float64),
+            sample_batch([0], False),
+            lambda x, *_, f=factor: f * x,
+        )
         dx = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
         found.append((y[0].item(), dx[0].item(), sum(len(slots) for slots in runner._slots.values())))
         runner.end()
     slots = (0, 1, 1, 0, 1, 1, 0, 1)
-    assert found == [((2.0 if step < 3 else 5.0) * (1 + step), 2.0 if step < 3 else 5.0, slots[step]) for step in range(8)]
+    assert found == [
+        ((2.0 if step < 3 else 5.0) * (1 + step), 2.0 if step < 3 else 5.0, slots[step]) for step in range(8)
+    ]
 
 
 def test_backward_begins_as_torchs_does():
@@ -357,3 +427,40 @@ def test_backward_begins_as_torchs_does():
         x.grad = None
         backward_from(make(x), dy)
         assert torch.equal(x.grad, truth)
+
+
+class Ends:
+    """A row that notes where graphs begin and end. late: as Row has it."""
+
+    late = False
+
+    def __init__(self):
+        self.seen: list[str] = []
+
+    def begin(self) -> None:
+        self.seen.append("begin")
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+@pytest.mark.trust(
+    6, "An error between two graphs, or in a capture, left no graph begun, garbage uncollected", "each is put back"
+)
+def test_an_error_between_graphs_leaves_a_graph_begun():
+    cuts = Cuts({"attention"})
+    site = cuts.op(lambda held, batch: None, [])
+    with pytest.raises(RuntimeError, match="while none is captured"), site.between():
+        raise AssertionError("never")
+    cuts.row = row = Ends()
+    with pytest.raises(ValueError), site.between():
+        assert row.seen == ["end"]
+        raise ValueError
+    assert row.seen == ["end", "begin"]
+    for before in (True, False):
+        (gc.enable if before else gc.disable)()
+        with pytest.raises(ValueError), uncollected():
+            assert not gc.isenabled()
+            raise ValueError
+        assert gc.isenabled() == before
+    gc.enable()

@@ -1,4 +1,5 @@
-"""Bad numbers: what is refused, that nothing of it is applied, what each policy does, and that silent corruption names the rank."""
+"""Bad numbers: what is refused, that nothing of it is applied, what each policy does, and that silent corruption
+names the rank."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-import phalanx.train.step as step_module
+import phalanx.engine.step as step_module
 from phalanx.base.errors import NumericalStop
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest
+from phalanx.config.read import load_run, to_dict
+from phalanx.config.run import GuardConfig
+from phalanx.engine.guard import FLOOR, Guard
+from phalanx.engine.replicas import check_replicas, fold
 from phalanx.launch.local import start
 from phalanx.launch.outcome import RankFailed
 from phalanx.layout.config import LayoutConfig
-from phalanx.train.config import GuardConfig
-from phalanx.train.guard import FLOOR, Guard
-from phalanx.train.load import load_run, to_dict
-from phalanx.train.main import train
-from phalanx.train.replicas import check_replicas, fold
+from phalanx.training.main import train
 from tests.checkpoints import make_run as parity_run
 from tests.checkpoints import make_state, set_state
 from tests.test_loop import make_run, rows_of
@@ -34,7 +35,10 @@ NAN, INF = math.nan, math.inf
 
 def judged(guard: Guard, losses, norms=None) -> list[int]:
     norms = [1.0] * len(losses) if norms is None else norms
-    return [int(guard.judge(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))) for a, b in zip(losses, norms)]
+    return [
+        int(guard.judge(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)))
+        for a, b in zip(losses, norms)
+    ]
 
 
 def by_numpy(losses, norms, window: int, sigmas: float) -> list[int]:
@@ -74,7 +78,9 @@ def test_scripted_sequences():
     poisoned = guard()
     assert judged(poisoned, [*calm, NAN, *calm]) == [0] * 6 + [1] + [0] * 6
     assert all(torch.isfinite(t).all() for t in poisoned.state().values())
-    assert judged(guard(), [2.0] * 8 + [2.01, 2.2]) == [0] * 9 + [2], "a constant loss does not make every change a spike"
+    assert judged(guard(), [2.0] * 8 + [2.01, 2.2]) == [0] * 9 + [2], (
+        "a constant loss does not make every change a spike"
+    )
     assert judged(guard(), [2.0, 2.0, 2.0, 50.0]) == [0] * 4, "before half the window is there nothing is known"
     assert judged(guard(), calm, [1, 1, 1, 1, 1, 30]) == [0] * 5 + [3]
     assert judged(guard(None), [*calm, 1e30, NAN], [1.0] * 7 + [1.0]) == [0] * 7 + [1] and guard(None).state() == {}
@@ -92,12 +98,14 @@ def test_a_window_goes_on_where_it_was():
     assert found + judged(second, losses[6:]) == expected and expected[-1] == 2
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------------------
+# --- in a run
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gradients(monkeypatch):
-    """`gradients(sample, value)`: the step that sees this sample has `value` times its gradients; NaN in one element only."""
+    """`gradients(sample, value)`: the step that sees this sample has `value` times its gradients; NaN in one element
+    only."""
 
     def spoil(wanted, value: float) -> None:
         real = step_module.accumulate
@@ -123,7 +131,8 @@ def run_in(folder: Path, steps: int = 12, interval: int | None = 3, **guard):
 
 
 def test_a_bad_step_changes_nothing(tmp_path, gradients):
-    """8 samples a step: sample 35 is in step 5. Weights, moments and Adam's count before and after it are the same bits."""
+    """8 samples a step: sample 35 is in step 5. Weights, moments and Adam's count before and after it are the same
+    bits."""
     gradients(lambda state, samples: 35 in samples, NAN)
     run = run_in(tmp_path, steps=5, interval=1)
     train(run, Placement())
@@ -139,17 +148,22 @@ def test_stop_names_the_step(tmp_path, gradients, value, why):
     with pytest.raises(NumericalStop, match=rf"step 5 is bad: .*{why} .*train.guard.policy=stop") as stop:
         train(run_in(tmp_path, policy="stop", sigmas=6.0, window=8), Placement())
     assert stop.value.exit_code == 5
-    assert [p.name[-1] for p in list_checkpoints(tmp_path / "checkpoints")] == ["3"], "and the run can go on from before it"
+    assert [p.name[-1] for p in list_checkpoints(tmp_path / "checkpoints")] == ["3"], (
+        "and the run can go on from before it"
+    )
 
 
 def test_rollback_goes_back_and_on_with_other_data(tmp_path, gradients):
-    """Bad in step 5: back to the checkpoint of step 3, on with the data after step 5. Kept over a restart, and exact."""
+    """Bad in step 5: back to the checkpoint of step 3, on with the data after step 5. Kept over a restart, and
+    exact."""
     gradients(lambda state, samples: 35 in samples, 1e4)
     guard = dict(policy="rollback", sigmas=6.0, window=8)
     train(run_in(tmp_path / "a", **guard), Placement())
     rows = rows_of(run_in(tmp_path / "a"))
     assert [r["step"] for r in rows] == list(range(1, 13))
-    assert [r["consumed_samples"] for r in rows] == [8, 16, 24, *range(48, 48 + 8 * 9, 8)], "samples 24 to 39 are not used again"
+    assert [r["consumed_samples"] for r in rows] == [8, 16, 24, *range(48, 48 + 8 * 9, 8)], (
+        "samples 24 to 39 are not used again"
+    )
     assert all(math.isfinite(r["loss"]) and r["skipped"] == 0 for r in rows)
     said = (tmp_path / "a/log.txt").read_text()
     assert said.count("rolled back to") == 1 and "step-00000003; the data up to step 5 is not used again" in said
@@ -159,7 +173,9 @@ def test_rollback_goes_back_and_on_with_other_data(tmp_path, gradients):
         run = run_in(tmp_path / "b", steps=steps, **guard)
         train(replace(run, optim=replace(run.optim, decay_steps=12)), Placement())
     again = read_manifest(list_checkpoints(tmp_path / "b/checkpoints")[-1])
-    assert {n: r.xxh3 for n, r in again.files.items()} == {n: r.xxh3 for n, r in last.files.items()} and again.optimizer == last.optimizer
+    assert {n: r.xxh3 for n, r in again.files.items()} == {
+        n: r.xxh3 for n, r in last.files.items()
+    } and again.optimizer == last.optimizer
 
 
 def test_a_step_that_stays_bad_goes_further_back_and_then_stops(tmp_path, gradients):
@@ -169,7 +185,9 @@ def test_a_step_that_stays_bad_goes_further_back_and_then_stops(tmp_path, gradie
     said = (tmp_path / "log.txt").read_text()
     assert "rolled back to" in said and said.index("step-00000006; the data") < said.index("step-00000003; the data")
     made = [read_manifest(p) for p in list_checkpoints(tmp_path / "checkpoints")]
-    assert [m.step for m in made] == [3, 6] and made[1].parent == 3 and made[1].consumed_samples > 6 * 8, "step 6 was done and saved anew"
+    assert [m.step for m in made] == [3, 6] and made[1].parent == 3 and made[1].consumed_samples > 6 * 8, (
+        "step 6 was done and saved anew"
+    )
 
 
 def test_nothing_to_roll_back_to(tmp_path, gradients):
@@ -184,7 +202,8 @@ def test_overflows_of_an_adapting_loss_scale_are_no_events(tmp_path):
     assert rows_of(run)[-1]["skipped"] > 0
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------------------
+# --- replicas
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -214,15 +233,22 @@ def flipped(rank: int, world: int, run, bad: int, what: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("world, layout, bad, what, named", [
-    (3, dict(sharding=1), 1, "weight", "rank 1 does not hold"), (4, dict(tp=2, sharding=0), 2, "m", "ranks 0, 2 do not hold"),
-    (3, dict(sharding=0), 0, "v", "rank 0 does not hold"), (4, dict(pp=2, sharding=1), 3, "weight", "ranks 2, 3 do not hold"),
-    (3, dict(sharding=1), 2, "m", "no error"), (3, dict(sharding=2), 1, "weight", "rank 1 does not hold"),
-    (3, dict(sharding=3), 2, "weight", "no error"), (6, dict(sharding=3, shard_group=2), 3, "weight", "rank 3 does not hold"),
-    (4, dict(sharding=2, shard_group=2), 2, "v", "ranks 0, 2 do not hold"),
-    (4, dict(sharding=3, shard_group=2, shard_across="optimizer"), 1, "weight", "ranks 1, 3 do not hold"),
-    (4, dict(sharding=2, shard_group=2, shard_across="optimizer"), 1, "m", "no error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "world, layout, bad, what, named",
+    [
+        (3, dict(sharding=1), 1, "weight", "rank 1 does not hold"),
+        (4, dict(tp=2, sharding=0), 2, "m", "ranks 0, 2 do not hold"),
+        (3, dict(sharding=0), 0, "v", "rank 0 does not hold"),
+        (4, dict(pp=2, sharding=1), 3, "weight", "ranks 2, 3 do not hold"),
+        (3, dict(sharding=1), 2, "m", "no error"),
+        (3, dict(sharding=2), 1, "weight", "rank 1 does not hold"),
+        (3, dict(sharding=3), 2, "weight", "no error"),
+        (6, dict(sharding=3, shard_group=2), 3, "weight", "rank 3 does not hold"),
+        (4, dict(sharding=2, shard_group=2), 2, "v", "ranks 0, 2 do not hold"),
+        (4, dict(sharding=3, shard_group=2, shard_across="optimizer"), 1, "weight", "ranks 1, 3 do not hold"),
+        (4, dict(sharding=2, shard_group=2, shard_across="optimizer"), 1, "m", "no error"),
+    ],
+)
 def test_a_flipped_bit_names_the_rank(ranks, world, layout, bad, what, named):
     """Of three replicas the one that differs, of two both. What one rank holds alone has no replica."""
     found = ranks.run("tests.test_guard:flipped", world, parity_run("llama", "bf16", **layout), bad, what)
@@ -233,7 +259,7 @@ def test_a_flipped_bit_names_the_rank(ranks, world, layout, bad, what, named):
 
 def corrupted(placement, config) -> None:
     """A run in which a bit of rank 1's weights flips during step 3."""
-    import phalanx.train.loop as loop
+    import phalanx.training.loop as loop
 
     real, steps = loop.train_step, 0
 
@@ -250,7 +276,9 @@ def corrupted(placement, config) -> None:
 
 
 def test_a_run_stops_at_the_next_look(tmp_path):
-    run = replace(make_run(tmp_path, global_batch=6, guard=GuardConfig(replicas_interval=2)), layout=LayoutConfig(sharding=0))
+    run = replace(
+        make_run(tmp_path, global_batch=6, guard=GuardConfig(replicas_interval=2)), layout=LayoutConfig(sharding=0)
+    )
     with pytest.raises(RankFailed, match="silent corruption: rank 1 does not hold what other replicas hold") as stop:
         start("tests.test_guard:corrupted", {"config": to_dict(run)}, 3)
     assert stop.value.exit_code == 5 and [r["step"] for r in rows_of(run)] == [1, 2, 3]

@@ -1,4 +1,5 @@
-"""Every Triton kernel against its plain twin, forward and each gradient, odd shapes too, in Triton's interpreter on the CPU.
+"""Every Triton kernel against its plain twin, forward and each gradient, odd shapes too, in Triton's interpreter on
+the CPU.
 
 On a GPU the same ops run compiled: tests/gpu. Here also: each kernel compiles for sm_90 without a GPU.
 """
@@ -13,21 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import IGNORE
 from phalanx.comm.axis import Axis
-from phalanx.comm.shared import add_pieces
+from phalanx.comm.overlap import add_pieces
 from phalanx.comm.sum_kernel import add_pieces_, sum_parts
-from phalanx.ops import cross_entropy
-from phalanx.ops.activation import swiglu
-from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
-from phalanx.ops.cross_entropy import linear_cross_entropy
-from phalanx.ops.kernels import use_triton
-from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from phalanx.ops.rope import rotary_table
-from phalanx.ops.rope_scaling import inverse_frequencies
+from phalanx.ops.dense import cross_entropy
+from phalanx.ops.dense.activation import swiglu
+from phalanx.ops.dense.cross_entropy import linear_cross_entropy
+from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from phalanx.ops.dense.rope import rotary_table
+from phalanx.ops.dense.rope_scaling import inverse_frequencies
+from phalanx.ops.op import use_triton
+from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.sequence.batch import IGNORE
 from tests.test_ops import normal, normed_rotated, rotated
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available() and sys.platform != "linux", reason="triton has wheels for Linux alone")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and sys.platform != "linux", reason="triton has wheels for Linux alone"
+)
 ONE = Axis("tp")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -56,20 +59,36 @@ CASES = {  # name -> (op of tensors and `kernels`, shapes, which are parameters)
     "add_rms_norm": (lambda x, d, w, k: torch.cat(add_rms_norm(x, d, w, 1e-3, k)), ((6, 40), (6, 40), (40,)), (2,)),
     "stream and rms_norm": (lambda x, w, k: torch.cat(add_rms_norm(x, None, w, 1e-3, k)), ((1, 64), (64,)), (1,)),
     "layer_norm": (lambda x, w, b, k: layer_norm(x, w, b, 1e-3, k), ((5, 7), (7,), (7,)), (1, 2)),
-    "add_layer_norm": (lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)), ((13, 33), (13, 33), (33,), (33,)), (2, 3)),
+    "add_layer_norm": (
+        lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)),
+        ((13, 33), (13, 33), (33,), (33,)),
+        (2, 3),
+    ),
     "swiglu": (lambda x, k: swiglu(x, k), ((3, 14),), ()),
     "swiglu, wide": (lambda x, k: swiglu(x, k), ((2, 2 * 1030),), ()),
     "rope": (lambda x, k: rotated(x, 3, 2, 2, table(10, 6, x.dtype), k), ((10, 7, 6),), ()),
     "rope, one head": (lambda x, k: rotated(x, 1, 1, 1, table(5, 64, x.dtype), k), ((5, 3, 64),), ()),
-    "norm_rope": (lambda x, q, y, k: normed_rotated(x, q, y, 3, 2, 2, table(10, 6, x.dtype), k), ((10, 7, 6), (6,), (6,)), (1, 2)),
-    "norm_rope, one head": (lambda x, q, y, k: normed_rotated(x, q, y, 1, 1, 1, table(5, 64, x.dtype), k), ((5, 3, 64), (64,), (64,)), (1, 2)),
-    "norm_rope, no angles": (lambda x, q, y, k: normed_rotated(x, q, y, 5, 1, 3, None, k), ((9, 7, 20), (20,), (20,)), (1, 2)),
+    "norm_rope": (
+        lambda x, q, y, k: normed_rotated(x, q, y, 3, 2, 2, table(10, 6, x.dtype), k),
+        ((10, 7, 6), (6,), (6,)),
+        (1, 2),
+    ),
+    "norm_rope, one head": (
+        lambda x, q, y, k: normed_rotated(x, q, y, 1, 1, 1, table(5, 64, x.dtype), k),
+        ((5, 3, 64), (64,), (64,)),
+        (1, 2),
+    ),
+    "norm_rope, no angles": (
+        lambda x, q, y, k: normed_rotated(x, q, y, 5, 1, 3, None, k),
+        ((9, 7, 20), (20,), (20,)),
+        (1, 2),
+    ),
     "taking heads apart": (lambda x, k: rotated(x, 4, 4, 3, None, k), ((6, 12, 8),), ()),
     "cross entropy": (cross, ((7, 5), (13, 5)), (1,)),
     "cross entropy, many ids": (cross, ((4, 3), (4200, 3)), (1,)),
     "cross entropy, ids held elsewhere": (lambda x, w, k: cross(x, w, k, None, 9), ((8, 5), (13, 5)), (1,)),
     "cross entropy, gradient in forward": (lambda x, w, k: cross(x, w, k, SEED), ((7, 5), (13, 5)), (1,)),
-}  # fmt: skip
+}
 
 
 def run(name: str, dtype: torch.dtype, kernels: str) -> list[Tensor]:
@@ -86,7 +105,8 @@ def run(name: str, dtype: torch.dtype, kernels: str) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_its_plain_twin(name, dtype):
-    """Truth: the plain twin in float64 on the same rounded inputs, which tests/test_ops.py compares with formulas; within a few roundings."""
+    """Truth: the plain twin in float64 on the same rounded inputs, which tests/test_ops.py compares with formulas;
+    within a few roundings."""
     found = run(name, dtype, "triton")
     truth = [t.double() for t in exact(name, dtype)]
     rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 8 * torch.finfo(dtype).eps)
@@ -107,7 +127,8 @@ def exact(name: str, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
 def test_gradients_in_forward_are_those_of_backward(kernels):
-    """Truth: the op that makes them in backward, given the same gradient of the loss. Also: without gradients nothing is added."""
+    """Truth: the op that makes them in backward, given the same gradient of the loss. Also: without gradients
+    nothing is added."""
     found = []
     for seed in (SEED, None):
         x, w = normal(7, 5).requires_grad_(), normal(13, 5, seed=1).requires_grad_()
@@ -126,7 +147,9 @@ def test_cross_entropy_in_chunks(monkeypatch, elements):
     """Truth: all tokens at once; chunks of 1, 3 and all tokens."""
     whole = run("cross entropy, gradient in forward", torch.float64, "triton")
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS_TRITON", elements)
-    torch.testing.assert_close(run("cross entropy, gradient in forward", torch.float64, "triton"), whole, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        run("cross entropy, gradient in forward", torch.float64, "triton"), whole, rtol=1e-14, atol=1e-14
+    )
 
 
 def test_cross_entropy_of_extreme_logits():
@@ -137,17 +160,24 @@ def test_cross_entropy_of_extreme_logits():
     torch.testing.assert_close(found, cross(x, w, "plain"), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype, out, rtol", [("float32", torch.bfloat16, 2e-6), ("float32", None, 2e-6), ("float64", None, 1e-13)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, out, rtol", [("float32", torch.bfloat16, 2e-6), ("float32", None, 2e-6), ("float64", None, 1e-13)], ids=str
+)
 @pytest.mark.parametrize("step", [1, 2, 1000])
 def test_adamw_equals_its_slow_twin(dtype, out, rtol, step):
-    """Truth: the slow twin. The copy is the rounded master, the gradient ends at zero; a skipped step changes only the gradient."""
+    """Truth: the slow twin. The copy is the rounded master, the gradient ends at zero; a skipped step changes only
+    the gradient."""
     found, dtype = [], getattr(torch, dtype)
     for twin in ("triton", None):
         parts = []
         for n in (1, 7, 2050):
             p, g, m, v = (normal(n, seed=i + n, dtype=dtype) for i in range(4))
             parts.append(Part(p, g, m, v.abs(), None if out is None else torch.zeros(n, dtype=out)))
-        options = (torch.tensor(float(step)), AdamOptions(0.01, 0.9, 0.999, 1e-8, 0.1), torch.tensor(0.3, dtype=torch.float64))
+        options = (
+            torch.tensor(float(step)),
+            AdamOptions(0.01, 0.9, 0.999, 1e-8, 0.1),
+            torch.tensor(0.3, dtype=torch.float64),
+        )
         update = (lambda *a: adamw_(*a, kernels="triton")) if twin else adamw_reference_
         update(parts, *options, torch.tensor(0.0))
         found.append([(p.master, p.m, p.v) for p in parts])
@@ -176,7 +206,8 @@ def test_sum_of_parts(dtype):
 @pytest.mark.parametrize("index, add", [(0, False), (0, True), (2, False), (3, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_sum_of_pieces(dtype, index, add):
-    """The same bits as its twin: both add in rank order. Pieces lie apart; with `add` onto what was there, else in place of the own one."""
+    """The same bits as its twin: both add in rank order. Pieces lie apart; with `add` onto what was there, else in
+    place of the own one."""
     received = torch.as_strided(normal(3, 3000, dtype=dtype), (3, 2437), (3000, 1))
     own, kept = normal(2437, dtype=dtype), normal(2437, dtype=dtype, seed=1)
     found, truth = (kept.clone(), kept.clone()) if add else (own.clone(), own.clone())
@@ -186,13 +217,19 @@ def test_sum_of_pieces(dtype, index, add):
 
 
 def test_auto_is_plain_on_the_cpu():
-    assert not use_triton("auto", torch.ones(1)) and use_triton("triton", torch.ones(1)) and not use_triton("plain", torch.ones(1))
+    assert (
+        not use_triton("auto", torch.ones(1))
+        and use_triton("triton", torch.ones(1))
+        and not use_triton("plain", torch.ones(1))
+    )
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_kernels_compile_for_hopper(part):
-    """Ahead of time, without a GPU: each kernel to a cubin for sm_90 (in a process of its own: here triton interprets). In parts, since all of
-    them take two minutes where Triton's cache is empty."""
-    done = subprocess.run([sys.executable, "-m", "tests.compile_kernels", str(part), "3"], capture_output=True, text=True, timeout=280)
+    """Ahead of time, without a GPU: each kernel to a cubin for sm_90 (in a process of its own: here triton
+    interprets). In parts, since all of them take two minutes where Triton's cache is empty."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels", str(part), "3"], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("sm_90") >= 9, done.stdout

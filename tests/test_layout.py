@@ -42,7 +42,9 @@ def test_boxes(number):
     inside = lambda box: set(elements[box.slices()].ravel().tolist())  # noqa: E731
     both = a.intersect(b)
     assert inside(both) == inside(a) & inside(b)
-    assert both.empty == (not inside(both)) and both.numel == len(inside(both)) and a.shape == elements[a.slices()].shape
+    assert (
+        both.empty == (not inside(both)) and both.numel == len(inside(both)) and a.shape == elements[a.slices()].shape
+    )
     if not both.empty:
         assert (elements[a.slices()][both.within(a)] == elements[both.slices()]).all()
     assert inside(Box.full(shape)) == set(elements.ravel().tolist())
@@ -50,7 +52,8 @@ def test_boxes(number):
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2)], ids=str)
 def test_flat_ranges_are_tiled_by_boxes(shape):
-    """Every range of every shape: the boxes, in order, hold exactly its elements, and there are at most 2 * dims - 1."""
+    """Every range of every shape: the boxes, in order, hold exactly its elements, and there are at most 2 * dims -
+    1."""
     elements = np.arange(prod(shape)).reshape(shape)
     for start, stop in itertools.combinations_with_replacement(range(prod(shape) + 1), 2):
         boxes = flat_range_boxes(shape, start, stop)
@@ -80,7 +83,9 @@ def test_grid(sizes):
             assert grid.members(at, axis, some) == tuple(int(table[(*where[:d], i, *where[d + 1 :])]) for i in some)
 
 
-@pytest.mark.parametrize("sizes", [((2, 2, 1, 4), (4, 2)), ((1, 4, 1, 2), (8, 1)), ((1, 2, 3, 2), (3, 2)), ((3, 2, 1, 2), (1, 1))], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [((2, 2, 1, 4), (4, 2)), ((1, 4, 1, 2), (8, 1)), ((1, 2, 3, 2), (3, 2)), ((3, 2, 1, 2), (1, 1))], ids=str
+)
 def test_expert_view(sizes):
     """Truth: a table of the same ranks with dims (pp, edp, ep, etp), numbered in the same order."""
     dense, (ep, etp) = sizes
@@ -127,7 +132,8 @@ def check_cut(costs: list[float], stages: int) -> None:
 
 
 def test_stages_of_real_costs():
-    """Costs that are no whole numbers; a count of stages that cannot be is refused; given sizes are taken as they are."""
+    """Costs that are no whole numbers; a count of stages that cannot be is refused; given sizes are taken as they
+    are."""
     assert [len(r) for r in cut_stages([0.1] * 7, 3)] in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
     for stages in (0, 4):
         with pytest.raises(ValueError, match=f"cannot cut 3 blocks into {stages} stages"):
@@ -169,13 +175,19 @@ def spec(name: str, *shape: int, replicas: tuple[Replica, ...] = ()) -> ParamSpe
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_buckets(shards):
-    """One bucket per set of users; slots aligned, apart, in order; shards equal, aligned, covering; a tied tensor has its own."""
+    """One bucket per set of users; slots aligned, apart, in order; shards equal, aligned, covering; a tied tensor
+    has its own."""
     tied = (Replica("pp", (0, 1)),)
     first, second, both = frozenset({(0, 0)}), frozenset({(0, 1)}), frozenset({(0, 0), (0, 1)})
     params = [
-        (spec("embed", 13, 5, replicas=tied), first), (spec("a", 7, 9), first), (spec("a.norm", 3), first), (spec("b", 65), second),
-        (spec("head", 13, 5), both), (spec("c", 1), first), (spec("replicated", 4, replicas=(Replica("tp", (0, 1)),)), second),
-    ]  # fmt: skip
+        (spec("embed", 13, 5, replicas=tied), first),
+        (spec("a", 7, 9), first),
+        (spec("a.norm", 3), first),
+        (spec("b", 65), second),
+        (spec("head", 13, 5), both),
+        (spec("c", 1), first),
+        (spec("replicated", 4, replicas=(Replica("tp", (0, 1)),)), second),
+    ]
     buckets = make_buckets(params, Grid(dp=shards))
     assert [b.id for b in buckets] == list(range(len(buckets)))
     names = [([params[s.param][0].name for s in b.slots], b.users) for b in buckets]
@@ -183,7 +195,12 @@ def test_buckets(shards):
     for b in buckets:
         ends = 0
         for s in b.slots:
-            assert s.offset % ELEMENTS == 0 and s.offset >= ends and s.numel == prod(s.spec.shape) and s.spec is params[s.param][0]
+            assert (
+                s.offset % ELEMENTS == 0
+                and s.offset >= ends
+                and s.numel == prod(s.spec.shape)
+                and s.spec is params[s.param][0]
+            )
             ends = s.offset + s.numel
         parts = [b.shard(i, shards) for i in range(shards)]
         assert [lo for lo, _ in parts] + [b.numel] == [0] + [hi for _, hi in parts]
@@ -193,7 +210,10 @@ def test_buckets(shards):
 
 def test_ranges_of_pieces():
     """Truth: numbering the storage. A replicated piece that is not whole rows is refused."""
-    halves = [Piece(n, (2, 5), Box.full((2, 5)), (slice(2 * i, 2 * i + 2), slice(0, 5)), Init("zeros")) for i, n in enumerate("qk")]
+    halves = [
+        Piece(n, (2, 5), Box.full((2, 5)), (slice(2 * i, 2 * i + 2), slice(0, 5)), Init("zeros"))
+        for i, n in enumerate("qk")
+    ]
     (bucket,) = make_buckets([(spec("x", 3), frozenset()), (ParamSpec((4, 5), tuple(halves)), frozenset())], Grid())
     slot = bucket.slots[1]
     storage = np.arange(slot.offset, slot.offset + 20).reshape(4, 5)
@@ -208,6 +228,13 @@ def test_ranges_of_pieces():
 def test_one_writer_of_each_replica():
     """Truth: of all ranks that hold a piece, exactly one writes it per place outside its replicas."""
     grid = Grid(pp=2, tp=4)
-    piece = Piece("x", (1,), Box.full((1,)), (slice(0, 1),), Init("zeros"), replicas=(Replica("tp", (2, 3)), Replica("pp", (0, 1))))
+    piece = Piece(
+        "x",
+        (1,),
+        Box.full((1,)),
+        (slice(0, 1),),
+        Init("zeros"),
+        replicas=(Replica("tp", (2, 3)), Replica("pp", (0, 1))),
+    )
     holders = [c for c in map(grid.coords, range(grid.world)) if c.tp in (2, 3)]
     assert [c for c in holders if piece.is_writer(c)] == [Coords(pp=0, tp=2)]

@@ -1,8 +1,10 @@
-"""llama.cpp's own converter reads the weights folder of a live run as it lies: every tensor, and what the GGUF file says of the model.
+"""llama.cpp's own converter reads the weights folder of a live run as it lies: every tensor, and what the GGUF file
+says of the model.
 
-The converter is in the source archive of llama-cpp-python on PyPI, GPT-2's vocabulary in that of openai-whisper (neither is installed);
-where they cannot be had the tests are skipped, with the reason. It knows a BPE tokenizer by a hash of what it makes of a text: an unknown
-one is refused, whoever made it. A SentencePiece model of any kind is taken.
+The converter is in the source archive of llama-cpp-python on PyPI, GPT-2's vocabulary in that of openai-whisper
+(neither is installed); where they cannot be had the tests are skipped, with the reason. It knows a BPE tokenizer by
+a hash of what it makes of a text: an unknown one is refused, whoever made it. A SentencePiece model of any kind is
+taken.
 """
 
 from __future__ import annotations
@@ -27,26 +29,41 @@ from safetensors.torch import load_file
 
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.keep import find
+from phalanx.config.run import LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
-from phalanx.data.tokenizers import load_tokenizer
 from phalanx.models.config import RopeScaling
 from phalanx.optim.config import OptimConfig
-from phalanx.train.config import LogConfig, Run, TrainConfig
-from phalanx.train.main import train
+from phalanx.text.tokenizers import load_tokenizer
+from phalanx.training.main import train
 from tests.parity import MODELS
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
-LLAMA_CPP = ("llama-cpp-python", "llama_cpp_python-0.3.36.tar.gz", "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e")
-WHISPER = ("openai-whisper", "openai_whisper-20250625.tar.gz", "37a91a3921809d9f44748ffc73c0a55c9f366c85a3ef5c2ae0cc09540432eb96")
+LLAMA_CPP = (
+    "llama-cpp-python",
+    "llama_cpp_python-0.3.36.tar.gz",
+    "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+)
+WHISPER = (
+    "openai-whisper",
+    "openai_whisper-20250625.tar.gz",
+    "37a91a3921809d9f44748ffc73c0a55c9f366c85a3ef5c2ae0cc09540432eb96",
+)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 FAMILIES = {
-    "llama": replace(MODELS["llama"], rope_scaling=LLAMA3), "llama-tied": MODELS["llama-tied"], "mistral": MODELS["mistral"],
-    "mixtral": MODELS["mixtral"], "qwen3": MODELS["qwen3"], "gpt_oss": MODELS["gpt_oss"], "gpt2": MODELS["gpt2"],
+    "llama": replace(MODELS["llama"], rope_scaling=LLAMA3),
+    "llama-tied": MODELS["llama-tied"],
+    "mistral": MODELS["mistral"],
+    "mixtral": MODELS["mixtral"],
+    "qwen3": MODELS["qwen3"],
+    "gpt_oss": MODELS["gpt_oss"],
+    "gpt2": MODELS["gpt2"],
     "qwen3_moe": replace(MODELS["qwen3_moe"], decoder_sparse_step=1),  # llama.cpp has experts in every layer of it
-    "deepseek_v3": MODELS["deepseek_v3"], "deepseek_v3-mtp": MODELS["deepseek_v3-mtp"], "qwen2": MODELS["qwen2"],
-}  # fmt: skip
+    "deepseek_v3": MODELS["deepseek_v3"],
+    "deepseek_v3-mtp": MODELS["deepseek_v3-mtp"],
+    "qwen2": MODELS["qwen2"],
+}
 
 
 def fetch(package: str, name: str, sha256: str) -> tarfile.TarFile:
@@ -72,7 +89,9 @@ def llama_cpp(tmp_path_factory) -> Path:
     inner = f"{LLAMA_CPP[1].removesuffix('.tar.gz')}/vendor/llama.cpp/"
     with fetch(*LLAMA_CPP) as archive:
         wanted = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
-        archive.extractall(folder, [m for m in archive.getmembers() if m.name.removeprefix(inner).startswith(wanted)], filter="data")
+        archive.extractall(
+            folder, [m for m in archive.getmembers() if m.name.removeprefix(inner).startswith(wanted)], filter="data"
+        )
     return folder / inner
 
 
@@ -94,7 +113,12 @@ def sentencepiece_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sentencepiece")
     (folder / "text").write_text("".join(f"{n} words and {n * n % 97} more of them\n" for n in range(2000)))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=400, byte_fallback=True, minloglevel=2, num_threads=1
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
+        vocab_size=400,
+        byte_fallback=True,
+        minloglevel=2,
+        num_threads=1,
     )
     return folder / "m.model"
 
@@ -102,13 +126,30 @@ def sentencepiece_model(tmp_path_factory) -> Path:
 def live(model: Any, tokenizer: Path, folder: Path, precision: str) -> Path:
     """The weights folder of the last checkpoint of a short run."""
     settings = TrainConfig(steps=2, global_batch=1, micro_batch=1, seq_length=16, device="cpu", precision=precision)  # type: ignore[arg-type]
-    train(Run(model=model, train=settings, data=DataConfig(mock=True, tokenizer=str(tokenizer)), optim=OptimConfig(lr=1e-2),
-              log=LogConfig(report=False), dir=str(folder)), Placement())  # fmt: skip
+    train(
+        Run(
+            model=model,
+            train=settings,
+            data=DataConfig(mock=True, tokenizer=str(tokenizer)),
+            optim=OptimConfig(lr=1e-2),
+            log=LogConfig(report=False),
+            dir=str(folder),
+        ),
+        Placement(),
+    )
     return find(str(folder)) / "weights"
 
 
 def converted(llama_cpp: Path, weights: Path, out: Path, kind: str) -> None:
-    command = [sys.executable, str(llama_cpp / "convert_hf_to_gguf.py"), str(weights), "--outtype", kind, "--outfile", str(out)]
+    command = [
+        sys.executable,
+        str(llama_cpp / "convert_hf_to_gguf.py"),
+        str(weights),
+        "--outtype",
+        kind,
+        "--outfile",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -124,8 +165,8 @@ def gguf(llama_cpp):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_converter_reads_a_live_folder(name, llama_cpp, gguf, request, tmp_path):
-    """llama-tied and qwen2 with a SentencePiece model; of qwen2, transformers 5 splits text as the published Qwen2 does, whatever its tokenizer.json
-    says, so that the converter does not know GPT-2's."""
+    """llama-tied and qwen2 with a SentencePiece model; of qwen2, transformers 5 splits text as the published Qwen2
+    does, whatever its tokenizer.json says, so that the converter does not know GPT-2's."""
     pieces = name in ("llama-tied", "qwen2")
     tokenizer = request.getfixturevalue("sentencepiece_model" if pieces else "gpt2_tokenizer")
     precision = "bf16" if name in ("llama", "mixtral") else "fp32"
@@ -135,7 +176,9 @@ def test_the_converter_reads_a_live_folder(name, llama_cpp, gguf, request, tmp_p
     said = {key: field.contents() for key, field in file.fields.items()}
     config = json.loads((weights / "config.json").read_text())
     check_metadata(said, weights, pieces)
-    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == said["general.architecture"]), 8)
+    names = gguf.get_tensor_name_map(
+        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == said["general.architecture"]), 8
+    )
     ours = expected(config, load_file(weights / "model.safetensors"))
     wanted = {names.get_name(key, try_suffixes=(".weight", ".bias")): x for key, x in ours.items()}
     there = {t.name: values(gguf, t) for t in file.tensors}
@@ -156,15 +199,25 @@ def check_metadata(said: dict[str, Any], weights: Path, pieces: bool) -> None:
     config = json.loads((weights / "config.json").read_text())
     arch, gpt2 = said["general.architecture"], config["model_type"] == "gpt2"
     get = lambda theirs, ours: config[theirs if gpt2 else ours]  # noqa: E731
-    kinds = {"gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe", "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2"}
+    kinds = {
+        "gpt_oss": "gpt-oss",
+        "qwen3_moe": "qwen3moe",
+        "mistral": "llama",
+        "mixtral": "llama",
+        "deepseek_v3": "deepseek2",
+    }
     assert arch == kinds.get(config["model_type"], config["model_type"])
-    assert said[f"{arch}.block_count"] >= get("n_layer", "num_hidden_layers")  # modules that predict further tokens are counted, not written
+    assert said[f"{arch}.block_count"] >= get(
+        "n_layer", "num_hidden_layers"
+    )  # modules that predict further tokens are counted, not written
     assert said[f"{arch}.embedding_length"] == get("n_embd", "hidden_size")
     assert said[f"{arch}.context_length"] == get("n_positions", "max_position_embeddings")
     assert said[f"{arch}.attention.head_count"] == get("n_head", "num_attention_heads")
     if not gpt2:
         assert said[f"{arch}.feed_forward_length"] == config["intermediate_size"]
-        heads = 1 if arch == "deepseek2" else config["num_key_value_heads"]  # of the latent, which llama.cpp keeps instead of keys
+        heads = (
+            1 if arch == "deepseek2" else config["num_key_value_heads"]
+        )  # of the latent, which llama.cpp keeps instead of keys
         assert said[f"{arch}.attention.head_count_kv"] == heads
         assert said[f"{arch}.rope.freq_base"] == config["rope_theta"]
         assert said[f"{arch}.attention.layer_norm_rms_epsilon"] == np.float32(config["rms_norm_eps"])
@@ -175,8 +228,13 @@ def check_metadata(said: dict[str, Any], weights: Path, pieces: bool) -> None:
     if scaling.get("rope_type") == "yarn":
         assert (said[f"{arch}.rope.scaling.type"], said[f"{arch}.rope.scaling.factor"]) == ("yarn", scaling["factor"])
         assert said[f"{arch}.rope.scaling.original_context_length"] == scaling["original_max_position_embeddings"]
-    assert said["tokenizer.ggml.model"] == ("llama" if pieces else "gpt2") and said.get("tokenizer.ggml.pre") == ("default" if pieces else "gpt-2")
-    assert said["tokenizer.ggml.eos_token_id"] == load_tokenizer(weights).eod and len(said["tokenizer.ggml.tokens"]) == config["vocab_size"]
+    assert said["tokenizer.ggml.model"] == ("llama" if pieces else "gpt2") and said.get("tokenizer.ggml.pre") == (
+        "default" if pieces else "gpt-2"
+    )
+    assert (
+        said["tokenizer.ggml.eos_token_id"] == load_tokenizer(weights).eod
+        and len(said["tokenizer.ggml.tokens"]) == config["vocab_size"]
+    )
     assert said.get("tokenizer.chat_template") == (None if pieces else TEMPLATE)
     if not pieces:
         vocab = json.loads((weights / "tokenizer.json").read_text())["model"]["vocab"]
@@ -185,20 +243,26 @@ def check_metadata(said: dict[str, Any], weights: Path, pieces: bool) -> None:
 
 def check_llama3(factors: np.ndarray, config: dict[str, Any]) -> None:
     """What the converter divides frequencies by, against ours."""
-    from phalanx.ops.rope_scaling import Rotation, inverse_frequencies
+    from phalanx.ops.dense.rope_scaling import Rotation, inverse_frequencies
 
     plain = inverse_frequencies(config["head_dim"], config["rope_theta"])
     scaled, _ = Rotation(config["head_dim"], config["rope_theta"], LLAMA3).frequencies(16)
-    torch.testing.assert_close(torch.from_numpy(factors.copy()).double(), plain.double() / scaled.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.from_numpy(factors.copy()).double(), plain.double() / scaled.double(), rtol=1e-6, atol=0
+    )
 
 
-# ---- the converter's changes, as its sources say them -------------------------------------------------------------------------------------
+# ---- the converter's changes, as its sources say them --------------------------------------------
 
 
 def expected(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our tensors under names that gguf's table knows, changed as the converter documents it."""
     family = config["model_type"]
-    change: Callable[..., dict[str, torch.Tensor]] = {"gpt2": of_gpt2, "gpt_oss": of_gpt_oss, "deepseek_v3": of_latents}.get(family, of_llama)
+    change: Callable[..., dict[str, torch.Tensor]] = {
+        "gpt2": of_gpt2,
+        "gpt_oss": of_gpt_oss,
+        "deepseek_v3": of_latents,
+    }.get(family, of_llama)
     found: dict[str, torch.Tensor] = {}
     for name, x in with_stacked_experts(tensors).items():
         found |= change(name, x, config)
@@ -210,7 +274,9 @@ def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     found: dict[str, Any] = {}
     for name, x in tensors.items():
         if part := re.fullmatch(r"(.*)\.experts\.(\d+)\.(.*)", name):
-            found.setdefault(f"{part[1].replace('block_sparse_moe', 'feed_forward')}.experts.{part[3]}", {})[int(part[2])] = x
+            found.setdefault(f"{part[1].replace('block_sparse_moe', 'feed_forward')}.experts.{part[3]}", {})[
+                int(part[2])
+            ] = x
         else:
             found[name] = x
     return {n: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for n, x in found.items()}
@@ -242,7 +308,8 @@ def of_gpt_oss(name: str, x: torch.Tensor, config: dict[str, Any]) -> dict[str, 
 
 
 def of_latents(name: str, x: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Keys and values made from the latent are apart, keys transposed; modules that predict further tokens are left out."""
+    """Keys and values made from the latent are apart, keys transposed; modules that predict further tokens are left
+    out."""
     if (layer := re.match(r"model\.layers\.(\d+)\.", name)) and int(layer[1]) >= config["num_hidden_layers"]:
         return {}
     if not name.endswith("kv_b_proj.weight"):

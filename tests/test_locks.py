@@ -1,4 +1,5 @@
-"""Locks where the file system has none: one run at a time all the same, no false "another run", and a word about what to do."""
+"""Locks where the file system has none: one run at a time all the same, no false "another run", and a word about
+what to do."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from phalanx.base.file_lock import FileLock
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.cli.main import main
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizers import byte_tokenizer
-from phalanx.train.main import train
+from phalanx.text.prepare import prepare
+from phalanx.text.tokenizers import byte_tokenizer
+from phalanx.training.main import train
 from tests.no_flock import forked, status
 from tests.test_loop import make_run
 
@@ -49,18 +50,28 @@ def holds(folder: Path, until_killed: bool = True) -> int:
     return child
 
 
-@pytest.mark.trust(15, "phalanx train on a file system without flock", "it trains, and warns of what stands in for the lock and what is better")
+@pytest.mark.trust(
+    15,
+    "phalanx train on a file system without flock",
+    "it trains, and warns of what stands in for the lock and what is better",
+)
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
 def test_a_run_without_flock(tmp_path, capfd, number):
     run = make_run(tmp_path / "run", steps=2)
     assert status(forked(lambda: train(run, Placement()), number)) == 0
     said = capfd.readouterr()
-    assert said.err.count("warning: the file system of ") == 1 and f"has no locks ({os.strerror(number)})" in said.err and "-o flock" in said.err
+    assert (
+        said.err.count("warning: the file system of ") == 1
+        and f"has no locks ({os.strerror(number)})" in said.err
+        and "-o flock" in said.err
+    )
     assert "done step=2" in said.out and "another run" not in said.err + said.out
     assert not list((tmp_path / "run").glob(".lock.beat*")) and (tmp_path / "run/.lock").read_text() == ""
 
 
-@pytest.mark.trust(15, "two runs in one folder without flock", "the second is refused (exit 7) while the first lives, then takes over")
+@pytest.mark.trust(
+    15, "two runs in one folder without flock", "the second is refused (exit 7) while the first lives, then takes over"
+)
 def test_one_run_at_a_time_without_flock(tmp_path, impatient):
     child = holds(tmp_path)
 
@@ -135,7 +146,9 @@ def test_many_at_once_take_a_stale_lock_and_one_has_it(tmp_path, impatient):
 
 def test_other_errors_of_a_lock_are_told_as_they_are(tmp_path, capfd):
     def broken() -> None:
-        with pytest.raises(CheckpointError, match=r"\.lock cannot be locked: Input/output error; choose a `dir` that can be written to"):
+        with pytest.raises(
+            CheckpointError, match=r"\.lock cannot be locked: Input/output error; choose a `dir` that can be written to"
+        ):
             FolderLock(tmp_path)
 
     assert status(forked(broken, errno.EIO)) == 0
@@ -163,7 +176,14 @@ def test_preparing_data_without_flock(tmp_path):
 def test_the_program_prepares_and_trains_without_flock(tmp_path, capfd):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("arma virumque cano " * 50)
-    model = {"family": "gpt2", "vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    model = {
+        "family": "gpt2",
+        "vocab_size": 257,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
     steps = {"steps": 1, "global_batch": 2, "micro_batch": 1, "seq_length": 16, "device": "cpu"}
     data = {"text": str(tmp_path / "in"), "tokenizer": "bytes", "split": "100,0,0"}
     config = {"model": model, "train": steps, "data": data, "dir": str(tmp_path / "run"), "log": {"report": False}}

@@ -17,23 +17,29 @@ from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.lock import FolderLock
+from phalanx.config.run import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import train_loader
 from phalanx.models.config import LlamaConfig
+from phalanx.observe.trackers import Trackers
 from phalanx.optim.config import OptimConfig
-from phalanx.train import main
-from phalanx.train.config import LogConfig, RampConfig, Run, TrainConfig
-from phalanx.train.main import train
-from phalanx.train.order import global_batch_at, micro_batches, total_samples
-from phalanx.train.trackers import Trackers
+from phalanx.planning.order import global_batch_at, micro_batches, total_samples
+from phalanx.training import main
+from phalanx.training.main import train
 
 MODEL = LlamaConfig(vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 
 
 def make_run(folder: Path, **options) -> Run:
     settings = {"steps": 12, "global_batch": 8, "micro_batch": 2, "seq_length": 16, "device": "cpu", **options}
-    return Run(model=MODEL, train=TrainConfig(**settings), data=DataConfig(mock=True), optim=OptimConfig(lr=3e-3), log=LogConfig(report=False),
-               dir=str(folder))  # fmt: skip
+    return Run(
+        model=MODEL,
+        train=TrainConfig(**settings),
+        data=DataConfig(mock=True),
+        optim=OptimConfig(lr=3e-3),
+        log=LogConfig(report=False),
+        dir=str(folder),
+    )
 
 
 def rows_of(run: Run) -> list[dict]:
@@ -44,7 +50,8 @@ RAMP = RampConfig(start=2, increment=2, samples=24)
 
 
 def test_ramp_up_by_hand(tmp_path):
-    """4 levels (2, 4, 6, 8) over 24 samples: 6 samples of each, a level is left at the step that starts past its end."""
+    """4 levels (2, 4, 6, 8) over 24 samples: 6 samples of each, a level is left at the step that starts past its
+    end."""
     run = make_run(tmp_path, rampup=RAMP)
     sizes, consumed = [], 0
     for _ in range(12):
@@ -58,7 +65,9 @@ def test_ramp_up_by_hand(tmp_path):
 @pytest.mark.parametrize("dp", [1, 2])
 def test_ramp_up_takes_each_sample_once_for_any_dp(tmp_path, dp):
     run = make_run(tmp_path, rampup=RampConfig(start=4, increment=4, samples=16))
-    loader = train_loader(run.data, seq_length=run.train.seq_length, seed=0, vocab_size=run.model.vocab_size, samples=total_samples(run))
+    loader = train_loader(
+        run.data, seq_length=run.train.seq_length, seed=0, vocab_size=run.model.vocab_size, samples=total_samples(run)
+    )
     seen = [s for rank in range(dp) for mb in micro_batches(run, loader, 0, 0, dp, rank) for s in mb]
     assert sorted(seen) == list(range(total_samples(run)))
 
@@ -78,14 +87,17 @@ def test_evaluation_does_not_depend_on_the_micro_batch(tmp_path):
     """6 samples in micro-batches of 1, 2 and 4 (the last one filled up): the same mean loss."""
     found = []
     for size in (1, 2, 4):
-        run = make_run(tmp_path / str(size), steps=1, micro_batch=size, eval_interval=1, eval_samples=6, precision="fp64")
+        run = make_run(
+            tmp_path / str(size), steps=1, micro_batch=size, eval_interval=1, eval_samples=6, precision="fp64"
+        )
         train(run, Placement())
         found += [r["valid/valid"] for r in rows_of(run) if "valid/valid" in r]
     assert len(found) == 3 and found == pytest.approx([found[0]] * 3, rel=1e-12)
 
 
 def test_nan_stops_the_run(tmp_path):
-    """A learning rate that destroys the weights: every later step is skipped and counted, then the run ends with exit code 5."""
+    """A learning rate that destroys the weights: every later step is skipped and counted, then the run ends with
+    exit code 5."""
     run = make_run(tmp_path, max_skipped=3)
     with pytest.raises(NumericalStop) as stopped:
         train(replace(run, optim=OptimConfig(lr=1e38, clip_grad=0.0, schedule="constant")), Placement())
@@ -145,8 +157,10 @@ def test_checkpoint_verify_reads_every_byte(tmp_path):
 def test_a_step_imports_no_symbolic_arithmetic(tmp_path):
     """Half a second of the first step of every process: `Tensor.backward` with a gradient imports it."""
     code = (
-        "import sys; from phalanx.base.placement import Placement; from phalanx.train.load import load_run; from phalanx.train.main import train; "
-        f"train(load_run('recipes/tiny_llama.yaml', ['train.steps=2', 'train.device=cpu', 'data.mock=true', 'dir={tmp_path}']), Placement()); "
+        "import sys; from phalanx.base.placement import Placement; "
+        "from phalanx.config.read import load_run; from phalanx.training.main import train; "
+        "train(load_run('recipes/tiny_llama.yaml', ['train.steps=2', 'train.device=cpu', 'data.mock=true', "
+        f"'dir={tmp_path}']), Placement()); "
         "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor', 'transformers'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[1]
@@ -158,7 +172,9 @@ def test_a_step_imports_no_symbolic_arithmetic(tmp_path):
 def test_a_signal_during_the_report_is_too_late(tmp_path, monkeypatch):
     """The run is done: what was there before to hear signals does not hear it."""
     heard = []
-    monkeypatch.setattr(main, "write_report", lambda folder: os.kill(os.getpid(), signal.SIGTERM) or folder / "report.html")
+    monkeypatch.setattr(
+        main, "write_report", lambda folder: os.kill(os.getpid(), signal.SIGTERM) or folder / "report.html"
+    )
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
     try:
         train(replace(make_run(tmp_path, steps=1), log=LogConfig()), Placement())

@@ -1,5 +1,5 @@
-"""Experts in low precision (train.fp8): casts and products against torch expert by expert, kernels against their plain twins to the bit,
-layouts against one process."""
+"""Experts in low precision (train.fp8): casts and products against torch expert by expert, kernels against their
+plain twins to the bit, layouts against one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from torch import Tensor
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.models.moe_config import MixtralConfig
-from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, GatedRows, GatedRowsGrad, gated_rows, parts_of_sums
-from phalanx.ops.activation import gated_backward as plain_backward
-from phalanx.ops.exchange import EXCHANGES
-from phalanx.ops.grouped import Later, grouped_matmul
-from phalanx.ops.kernels.gated import gated_backward, gated_forward
-from phalanx.ops.low_grouped import (
+from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, gated_rows, parts_of_sums
+from phalanx.ops.dense.activation import gated_backward as plain_backward
+from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
+from phalanx.ops.dense.gated_kernel import gated_backward, gated_forward
+from phalanx.ops.experts.exchange import EXCHANGES
+from phalanx.ops.experts.grouped import Later, grouped_matmul
+from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.experts.rows import Rows
+from phalanx.ops.quantized.experts import (
     PLACE,
     LowExperts,
     Places,
@@ -31,9 +34,19 @@ from phalanx.ops.low_grouped import (
     use_low_grouped_mlp,
     values,
 )
-from phalanx.ops.low_matmul import DY, X
-from phalanx.ops.permute import Gathered, Rows
-from phalanx.ops.quant import COUNTS, RECIPES, SLOTS, Recipe, Scaled, block_amax, dequantize, multipliers, quantize, searched
+from phalanx.ops.quantized.linear import DY, X
+from phalanx.ops.quantized.recipes import (
+    COUNTS,
+    RECIPES,
+    SLOTS,
+    Recipe,
+    Scaled,
+    block_amax,
+    dequantize,
+    multipliers,
+    quantize,
+    searched,
+)
 from tests import parity
 from tests.pool import RanksFailed
 from tests.sample import covering, features, rest_in_soak
@@ -108,7 +121,7 @@ def test_weights_are_cast_where_they_were(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_expert_is_cast_by_itself(recipe):
-    """Truth: ops.quant of each expert's rows alone; where one number is for all rows, with that."""
+    """Truth: ops.quantized.recipes of each expert's rows alone; where one number is for all rows, with that."""
     r, low = RECIPES[recipe], experts_of(recipe, "plain")
     clean = torch.where((torch.arange(ROWS) < ENDS[-1]).unsqueeze(1), rows_of(), 0)
     forward, by_places = low.rows(X, rows_of(), ENDS)
@@ -123,11 +136,17 @@ def test_each_expert_is_cast_by_itself(recipe):
         first += -(-(b - a) // PLACE) * PLACE
     weight = stack(outer=256)
     low.refresh(weight)
-    whole = values(low.codes(weight)[1].turned(), torch.arange(4).repeat_interleave(256), torch.float32).view(4, 256, IN)
+    whole = values(low.codes(weight)[1].turned(), torch.arange(4).repeat_interleave(256), torch.float32).view(
+        4, 256, IN
+    )
     for e in range(4):
-        forward = dequantize(coded(weight[e], r.weight, r, weight[e]), torch.float32)  # what the gradient of the input is about, too
+        forward = dequantize(
+            coded(weight[e], r.weight, r, weight[e]), torch.float32
+        )  # what the gradient of the input is about, too
         again = r.inputs or r
-        same_values(whole[e], forward if r.inputs else weight[e], again.weight[::-1], again, forward if r.inputs else weight[e])
+        same_values(
+            whole[e], forward if r.inputs else weight[e], again.weight[::-1], again, forward if r.inputs else weight[e]
+        )
 
 
 def same_values(found: Tensor, x: Tensor, block: tuple[int, int], r: Recipe, whole: Tensor) -> None:
@@ -144,7 +163,8 @@ def coded(x: Tensor, block: tuple[int, int], r: Recipe, whole: Tensor) -> Scaled
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_are_near_those_of_values(recipe, biased):
-    """Truth: the grouped matmul in fp32; as near as the formats are fine (rounding at random has twice the variance of rounding to the nearest)."""
+    """Truth: the grouped matmul in fp32; as near as the formats are fine (rounding at random has twice the variance
+    of rounding to the nearest)."""
     torch.manual_seed(1)
     outer = 256 if recipe == "blockwise" else OUT
     x, weight, bias, dy = (torch.randn(*s) for s in ((ROWS, IN), (4, outer, IN), (4, outer), (ROWS, outer)))
@@ -152,19 +172,34 @@ def test_products_are_near_those_of_values(recipe, biased):
     for low in (experts_of(recipe, "plain"), None):
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         more = leaves[2] if biased else None
-        y = grouped_matmul(leaves[0], leaves[1], ENDS, "plain", more) if low is None else low_grouped_matmul(leaves[0], leaves[1], ENDS, low, more)
+        y = (
+            grouped_matmul(leaves[0], leaves[1], ENDS, "plain", more)
+            if low is None
+            else low_grouped_matmul(leaves[0], leaves[1], ENDS, low, more)
+        )
         y.backward(dy)
         found.append([y.detach(), *(t.grad for t in leaves[: 2 + biased])])
     for ours, truth in zip(*found):
         off = ((ours - truth).norm() / truth.norm()).item()
-        assert off < {**dict.fromkeys(("nvfp4", "nvfp4_fine", "nvfp4_mixed"), 0.25), "tensorwise": 0.08, "delayed": 0.08}.get(recipe, 0.06)
+        assert off < {
+            **dict.fromkeys(("nvfp4", "nvfp4_fine", "nvfp4_mixed"), 0.25),
+            "tensorwise": 0.08,
+            "delayed": 0.08,
+        }.get(recipe, 0.06)
         assert off > 1e-3 or ours.shape == bias.shape  # the bias has no codes
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_products_are_those_of_the_plain_twin(recipe, fast):
-    """Same codes, sums in another order; gradients come on top of what is there; rows that are nobody's are not read."""
+PRODUCTS = [f"{recipe} {fast}" for recipe in GPU_RECIPES for fast in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    rest_in_soak(PRODUCTS, ("tensorwise True", "rowwise False", "delayed False", "blockwise False", "blockwise True")),
+)
+def test_products_are_those_of_the_plain_twin(name):
+    """Same codes, sums in another order; gradients come on top of what is there; rows that are nobody's are not
+    read."""
+    recipe, fast = name.split()[0], name.endswith("True")
     outer = 256 if recipe == "blockwise" else OUT
     inner = 384 if recipe == "blockwise" else IN
     found = []
@@ -205,7 +240,9 @@ def test_what_is_no_number_reaches_the_product(bad, twin):
         forward, by_places = low.rows(X, x, ENDS)
         at = Places.of(ENDS, ROWS, tiles_for(ROWS, 4))
         assert not values(forward, at.group_R, torch.float32)[50, 7].isfinite(), recipe
-        assert not values(by_places.turned(), at.group_P, torch.float32)[PLACE + 13, 7].isfinite(), recipe  # the second tile's 50 - 37
+        assert not values(by_places.turned(), at.group_P, torch.float32)[PLACE + 13, 7].isfinite(), (
+            recipe
+        )  # the second tile's 50 - 37
 
 
 def test_weight_gradients_can_wait():
@@ -222,17 +259,28 @@ def test_weight_gradients_can_wait():
 FEW = torch.tensor([9, 9, 44], dtype=torch.int32)  # of 48 rows: in Triton's interpreter each takes its time
 
 
-@pytest.mark.parametrize("recipe", GPU_RECIPES)
+@pytest.mark.parametrize("recipe", rest_in_soak(GPU_RECIPES, ("rowwise", "blockwise")))
 def test_what_experts_make_is_cast_as_it_is_made(recipe):
-    """Truth: each made by its own kernel, then cast: codes, scales, counts to the bit. Rows past the last end hold NaN and are not read."""
+    """Truth: each made by its own kernel, then cast: codes, scales, counts to the bit. Rows past the last end hold
+    NaN and are not read."""
     gate, inner = replace(CLAMPED_SWIGLU, interleaved=False), 128 if recipe == "blockwise" else 48
-    x, dy, tokens = (some(n, w, torch.float32, seed=w).clamp(-50, 50) for n, w in ((48, 2 * inner), (48, inner), (10, 144)))
-    weights, sums, last = some(48, 1, torch.float32, seed=2)[:, 0].clamp(-4, 4), torch.zeros(parts_of_sums(inner), 48), FEW[-1]
+    x, dy, tokens = (
+        some(n, w, torch.float32, seed=w).clamp(-50, 50) for n, w in ((48, 2 * inner), (48, inner), (10, 144))
+    )
+    weights, sums, last = (
+        some(48, 1, torch.float32, seed=2)[:, 0].clamp(-4, 4),
+        torch.zeros(parts_of_sums(inner), 48),
+        FEW[-1],
+    )
     x[44:], dy[44:], weights[44:] = math.nan, math.nan, math.nan
     rows = Rows((torch.arange(48) % 10).int(), *4 * (last,))
     sources = {
         "activation": (X, GatedRows(x, weights, last, gate, "triton"), gated_forward(x, gate, weights, last)),
-        "gradient": (DY, GatedRowsGrad(x, weights, last, gate, "triton", dy=dy, sums=sums), gated_backward(dy, x, gate, weights, last)[0]),
+        "gradient": (
+            DY,
+            GatedRowsGrad(x, weights, last, gate, "triton", dy=dy, sums=sums),
+            gated_backward(dy, x, gate, weights, last)[0],
+        ),
         "gathered": (X, Gathered(tokens, rows, "triton"), tokens[rows.source_R]),
     }
     for which, source, truth in sources.values():
@@ -241,7 +289,9 @@ def test_what_experts_make_is_cast_as_it_is_made(recipe):
         same_rows(fused.rows(which, source, FEW), apart.rows(which, truth, FEW))
         assert torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)) and fused.counts.any()
         assert torch.equal(fused.counts[..., :-1].sum(1), apart.counts[..., :-1].sum(1))
-    torch.testing.assert_close(sums.sum(0)[:44], plain_backward(dy, x, gate, weights, last)[1][:44], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        sums.sum(0)[:44], plain_backward(dy, x, gate, weights, last)[1][:44], rtol=1e-4, atol=1e-3
+    )
 
 
 def same_rows(made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scaled]) -> None:
@@ -254,18 +304,30 @@ def same_rows(made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scaled]) -> None
 def test_gate_and_up_side_by_side_are_made_first():
     x, last = some(48, 96, torch.float32), FEW[-1]
     apart = gated_forward(x, CLAMPED_SWIGLU, None, last)
-    made, truth = (experts_of("rowwise", "triton").rows(X, s, FEW) for s in (GatedRows(x, None, last, CLAMPED_SWIGLU, "triton"), apart))
+    made, truth = (
+        experts_of("rowwise", "triton").rows(X, s, FEW)
+        for s in (GatedRows(x, None, last, CLAMPED_SWIGLU, "triton"), apart)
+    )
     same_rows(made, truth)
 
 
 def test_experts_as_one_op_are_their_parts():
-    """Truth: the three ops one after another: outputs and gradients to the bit, in fp32; the weights of rows near them."""
+    """Truth: the three ops one after another: outputs and gradients to the bit, in fp32; the weights of rows near
+    them."""
     found, later = [], Later()
     for whole in (True, False):
-        x, weights = some(48, 64, torch.float32).div(8).clamp(-4, 4), some(48, 1, torch.float32, seed=9)[:, 0].clamp(-4, 4)
+        x, weights = (
+            some(48, 64, torch.float32).div(8).clamp(-4, 4),
+            some(48, 1, torch.float32, seed=9)[:, 0].clamp(-4, 4),
+        )
         x, weights, stacks = x.requires_grad_(), weights.requires_grad_(), []
         for rows, columns in ((64, 64), (64, 32)):
-            w = (some(3 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(3, rows, columns).requires_grad_()
+            w = (
+                (some(3 * rows, columns, torch.float32, seed=3) / 64)
+                .clamp(-1, 1)
+                .view(3, rows, columns)
+                .requires_grad_()
+            )
             w.grad, w.low = torch.ones(3, rows, columns), experts_of("delayed", "triton", True)
             stacks.append(w)
         assert use_low_grouped_mlp(*stacks, "triton", x)
@@ -278,25 +340,47 @@ def test_experts_as_one_op_are_their_parts():
         assert not whole or (len(later) == 1 and (stacks[0].grad == 1).all())
         while later:
             later.pop()()
-        found.append((y.detach()[:44], x.grad[:44], *(w.grad for w in stacks), *(w.low.counts.sum(1)[:, :-1] for w in stacks), weights.grad[:44]))
+        found.append(
+            (
+                y.detach()[:44],
+                x.grad[:44],
+                *(w.grad for w in stacks),
+                *(w.low.counts.sum(1)[:, :-1] for w in stacks),
+                weights.grad[:44],
+            )
+        )
     assert all(torch.equal(a, b) for a, b in zip(*(f[:-1] for f in found))) and all(t.abs().sum() > 0 for t in found[0])
     torch.testing.assert_close(found[0][-1], found[1][-1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])  # push is as all-gather after the exchange
+@pytest.mark.parametrize(
+    "dispatch", rest_in_soak(["allgather", "alltoall"], ["allgather"])
+)  # push is as all-gather after the exchange
 def test_rows_that_are_never_in_memory(dispatch):
-    """Truth: the same exchange of rows that are made. Rows and the gradient of rows reach the experts as sources, others read NaN."""
+    """Truth: the same exchange of rows that are made. Rows and the gradient of rows reach the experts as sources,
+    others read NaN."""
     found, seen = [], []
     choice = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2]
     for nan in (torch.full((), torch.nan), None):
-        x, weights, stacks = some(20, 64, torch.float32).clamp(-4, 4), torch.rand(20, 2, generator=torch.Generator().manual_seed(1)), []
+        x, weights, stacks = (
+            some(20, 64, torch.float32).clamp(-4, 4),
+            torch.rand(20, 2, generator=torch.Generator().manual_seed(1)),
+            [],
+        )
         x, weights = x.requires_grad_(), weights.requires_grad_()
         for rows, columns in ((64, 64), (64, 32)):
-            w = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns).requires_grad_()
+            w = (
+                (some(4 * rows, columns, torch.float32, seed=3) / 64)
+                .clamp(-1, 1)
+                .view(4, rows, columns)
+                .requires_grad_()
+            )
             w.grad, w.low = torch.zeros(4, rows, columns), experts_of("delayed", "triton", True)
             stacks.append(w)
 
-        def compute(rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks) -> Tensor:
+        def compute(
+            rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks
+        ) -> Tensor:
             seen.append(rows.isnan().all())
             return low_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later)
 
@@ -304,27 +388,49 @@ def test_rows_that_are_never_in_memory(dispatch):
         exchange.send(choice, 4, "triton")
         y, _ = exchange(weights, compute, "triton", nan)
         y.backward(some(20, 64, torch.float32, seed=7).clamp(-10, 10))
-        found.append((y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), *(w.low.counts.sum(1) for w in stacks)))
+        found.append(
+            (y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), *(w.low.counts.sum(1) for w in stacks))
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
     assert seen == [True, False]
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 STEPS = 2
 NARROW = MixtralConfig(
-    vocab_size=131, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.0,
-)  # fmt: skip
+    vocab_size=131,
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    router_aux_loss_coef=0.0,
+)
 parity.MODELS["low-mixtral"] = NARROW
 parity.MODELS["low-mixtral-wide"] = replace(NARROW, hidden_size=128, intermediate_size=128, num_local_experts=4)
 parity.MODELS["low-gpt-oss"] = replace(
-    parity.MODELS["gpt_oss"], hidden_size=64, intermediate_size=32, head_dim=16, router_aux_loss_coef=0.0, router_z_loss_coef=0.0,
-)  # fmt: skip
+    parity.MODELS["gpt_oss"],
+    hidden_size=64,
+    intermediate_size=32,
+    head_dim=16,
+    router_aux_loss_coef=0.0,
+    router_z_loss_coef=0.0,
+)
 EXPERTS = dict(exclude=["*.self_attn.*"])  # in the recipe experts alone
 
 
-def case(world: int, recipe: str, model: str = "low-mixtral", fp8: dict | None = None, train: dict | None = None, together: int = 1, **layout):
+def case(
+    world: int,
+    recipe: str,
+    model: str = "low-mixtral",
+    fp8: dict | None = None,
+    train: dict | None = None,
+    together: int = 1,
+    **layout,
+):
     """`together`: micro-batches of so many ranks go through experts at once; one process has them in one."""
     size = dict(global_batch=4, micro_batch=2 // together) | (train or {})
     run = low_run(recipe, model, size, fp8, **layout)
@@ -332,33 +438,56 @@ def case(world: int, recipe: str, model: str = "low-mixtral", fp8: dict | None =
     return world, run, alone
 
 
-ONE_EACH = dict(global_batch=2, micro_batch=1)  # on two data-parallel ranks: what goes through experts at once is the whole batch
+ONE_EACH = dict(
+    global_batch=2, micro_batch=1
+)  # on two data-parallel ranks: what goes through experts at once is the whole batch
 LAYOUTS = {  # no block of a scale is cut or joined in these: the same codes as on one process
     "tensorwise, ep2 in tp2": case(2, "tensorwise", tp=2, ep=2, dispatch="allgather"),
     "tensorwise, tp2, all experts on each rank": case(2, "tensorwise", tp=2),
     "tensorwise, ep2, cp2 tp2": case(4, "tensorwise", tp=2, cp=2, ep=2),
-    "tensorwise, ep2 x etp2 in tp4, pp2": case(8, "tensorwise", fp8=EXPERTS, tp=4, pp=2, ep=2, etp=2, dispatch="alltoall"),
+    "tensorwise, ep2 x etp2 in tp4, pp2": case(
+        8, "tensorwise", fp8=EXPERTS, tp=4, pp=2, ep=2, etp=2, dispatch="alltoall"
+    ),
     "tensorwise, ep2 over dp2": case(2, "tensorwise", fp8=EXPERTS, together=2, train=ONE_EACH, ep=2, dispatch="push"),
     "tensorwise, ep4 over tp2 dp2, full recompute": case(
-        4, "tensorwise", fp8=EXPERTS, together=2, train=dict(ONE_EACH, recompute="full"), tp=2, ep=4, dispatch="alltoall"),
-    "delayed, ep2 over dp2, level 3": case(2, "delayed", fp8=dict(EXPERTS, history=2), together=2, train=ONE_EACH, ep=2, sharding=3),
+        4,
+        "tensorwise",
+        fp8=EXPERTS,
+        together=2,
+        train=dict(ONE_EACH, recompute="full"),
+        tp=2,
+        ep=4,
+        dispatch="alltoall",
+    ),
+    "delayed, ep2 over dp2, level 3": case(
+        2, "delayed", fp8=dict(EXPERTS, history=2), together=2, train=ONE_EACH, ep=2, sharding=3
+    ),
     "delayed, ep2 x etp2 over dp2 tp2, pp2": case(
-        8, "delayed", fp8=dict(EXPERTS, history=2), together=2, train=ONE_EACH, tp=2, ep=2, etp=2, pp=2, dispatch="push"),
+        8, "delayed", fp8=dict(EXPERTS, history=2), together=2, train=ONE_EACH, tp=2, ep=2, etp=2, pp=2, dispatch="push"
+    ),
     "delayed, gpt-oss, ep4 over tp2 dp2, level 2": case(
-        4, "delayed", "low-gpt-oss", EXPERTS, ONE_EACH, together=2, tp=2, ep=4, sharding=2, dispatch="push"),
+        4, "delayed", "low-gpt-oss", EXPERTS, ONE_EACH, together=2, tp=2, ep=4, sharding=2, dispatch="push"
+    ),
     "rowwise, ep2 x etp2 in tp4": case(4, "rowwise", fp8=EXPERTS, tp=4, ep=2, etp=2, dispatch="push"),
     "rowwise, etp2 in tp2, dp2, experts again": case(4, "rowwise", train=dict(recompute_ops=["experts"]), tp=2, etp=2),
-    "blockwise, ep2 in tp2": case(2, "blockwise", "low-mixtral-wide", EXPERTS, dict(global_batch=16, micro_batch=16), tp=2, ep=2),
+    "blockwise, ep2 in tp2": case(
+        2, "blockwise", "low-mixtral-wide", EXPERTS, dict(global_batch=16, micro_batch=16), tp=2, ep=2
+    ),
     "mxfp8, ep2 in tp2": case(2, "mxfp8", fp8=EXPERTS, train=dict(micro_batch=4), tp=2, ep=2, dispatch="alltoall"),
     "nvfp4, etp2 in tp2": case(2, "nvfp4", fp8=EXPERTS, tp=2, etp=2),
     "nvfp4_fine, etp2 in tp2": case(2, "nvfp4_fine", fp8=EXPERTS, tp=2, etp=2),
-    "nvfp4_mixed, ep2 in tp2": case(2, "nvfp4_mixed", fp8=EXPERTS, train=dict(micro_batch=4), tp=2, ep=2, dispatch="alltoall"),
-}  # fmt: skip
+    "nvfp4_mixed, ep2 in tp2": case(
+        2, "nvfp4_mixed", fp8=EXPERTS, train=dict(micro_batch=4), tp=2, ep=2, dispatch="alltoall"
+    ),
+}
 
 
-@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (_, run, _) in LAYOUTS.items()})))
+@pytest.mark.parametrize(
+    "name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (_, run, _) in LAYOUTS.items()}))
+)
 def test_layouts_agree_with_one_process(ranks, name):
-    """Emulated in float64: a code that differs anywhere would show as a difference of 1e-2, far more than the bound of 1e-9."""
+    """Emulated in float64: a code that differs anywhere would show as a difference of 1e-2, far more than the bound
+    of 1e-9."""
     world, run, alone = LAYOUTS[name]
     truth = parity.truth_of(ranks, alone, STEPS, False)
     plain = parity.truth_of(ranks, replace(alone, train=replace(alone.train, fp8=None)), STEPS, False)
@@ -368,8 +497,9 @@ def test_layouts_agree_with_one_process(ranks, name):
 
 @pytest.mark.parametrize("recipe, layout", [("rowwise", dict(tp=2)), ("mxfp8", dict(ep=2))], ids=str)
 def test_cut_and_joined_rows_stay_near(ranks, recipe, layout):
-    """An expert's rows are cut over ranks, or those of two micro-batches go together: the scales of weights' gradients differ. All other codes
-    are the same, and so the losses of the first step; the gradients are as near to the run without train.fp8 as those of one process."""
+    """An expert's rows are cut over ranks, or those of two micro-batches go together: the scales of weights'
+    gradients differ. All other codes are the same, and so the losses of the first step; the gradients are as near to
+    the run without train.fp8 as those of one process."""
     _, run, _ = case(2, recipe, fp8=EXPERTS, train=dict(micro_batch=2, global_batch=4), **layout)
     plain = parity.truth_of(ranks, replace(run, train=replace(run.train, fp8=None)), 1, False)
     alone = parity.truth_of(ranks, run, 1, False)
@@ -393,7 +523,7 @@ def test_each_collective_matters(ranks):
         world, run, _ = LAYOUTS[name]
         for result in ranks.run("tests.parity:run_layout", world, run, 1, False, None, True):
             for site in map(Site._make, result["sites"]):
-                if site.file == "ops/low_grouped.py":
+                if site.file == "ops/quantized/experts.py":
                     homes.setdefault(site, [])
                     homes[site] += [name] if name not in homes[site] else []
     assert {site.axis for site in homes} == {"tp", "tp x cp", "etp"}

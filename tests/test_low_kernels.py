@@ -1,6 +1,8 @@
-"""Triton casts and products of low precision against their plain twins, in Triton's interpreter: every code, scale and count to the bit.
+"""Triton casts and products of low precision against their plain twins, in Triton's interpreter: every code, scale
+and count to the bit.
 
-The interpreter does not round to 8 bits as a GPU does, so the kernels round before; tests/gpu compares the GPU's own rounding.
+The interpreter does not round to 8 bits as a GPU does, so the kernels round before; tests/gpu compares the GPU's own
+rounding.
 """
 
 from __future__ import annotations
@@ -13,16 +15,27 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, ModelAxes
-from phalanx.ops import cublaslt
-from phalanx.ops.activation import Gated, GatedGrad, swiglu
-from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.kernels import quant_tile, scaled_mm
-from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gated_mlp, nan_for, use_low_gated_mlp
-from phalanx.ops.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.norm import Normed, add_rms_norm
-from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
-from phalanx.ops.rope import RopeGrad, rope, rotary_table
-from phalanx.ops.unmade import source_of, stand_in
+from phalanx.ops.dense.activation import Gated, GatedGrad, swiglu
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.dense.norm import Normed, add_rms_norm
+from phalanx.ops.dense.rope import RopeGrad, rope, rotary_table
+from phalanx.ops.quantized import cublaslt, gemm_kernel, quantize_tile
+from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.lazy import source_of, stand_in
+from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_gated_mlp, nan_for, use_low_gated_mlp
+from phalanx.ops.quantized.recipes import (
+    COUNTS,
+    E4M3,
+    E5M2,
+    RECIPES,
+    SLOTS,
+    Scaled,
+    block_amax,
+    cast,
+    multipliers,
+    quantize,
+    scaled_product,
+)
 
 SHAPES = [(16, 16), (48, 272), (272, 144)]
 
@@ -43,7 +56,12 @@ def weight_of(recipe: str, kernels: str, given: bool) -> LowWeight:
 
 
 def same(a: Scaled, b: Scaled) -> None:
-    assert a.block == b.block and a.codes.dtype == b.codes.dtype and a.codes.shape == b.codes.shape and a.scales.shape == b.scales.shape
+    assert (
+        a.block == b.block
+        and a.codes.dtype == b.codes.dtype
+        and a.codes.shape == b.codes.shape
+        and a.scales.shape == b.scales.shape
+    )
     assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
     assert torch.equal(a.scales, b.scales)
 
@@ -110,24 +128,33 @@ def test_product_is_that_of_the_plain_twin(m, n, k, recipe, add):
     a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)) for rows in (m, n))
     blocks = (r.tokens, r.weight if second == "weight" else r.tokens)
     formats = (E5M2, E4M3) if kind == "tensorwise" else (E4M3, E4M3)
-    qa, qb = (quantize(x, block, f, multipliers(block_amax(x, block), f)) for x, block, f in zip((a, b), blocks, formats))
+    qa, qb = (
+        quantize(x, block, f, multipliers(block_amax(x, block), f)) for x, block, f in zip((a, b), blocks, formats)
+    )
     out = torch.full((m, n), 3.0)
-    scaled_mm.product(out, qa, qb, add)
+    gemm_kernel.product(out, qa, qb, add)
     torch.testing.assert_close(out, scaled_product(qa, qb, torch.float32) + 3.0 * add, rtol=1e-5, atol=1e-4)
 
 
 def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
     """Truth: the plain counts of those tiles alone: every second of a row of tiles, from row to row one further."""
-    monkeypatch.setattr(quant_tile, "LARGE", 6)
-    monkeypatch.setattr(quant_tile, "SAMPLED", 2)
+    monkeypatch.setattr(quantize_tile, "LARGE", 6)
+    monkeypatch.setattr(quantize_tile, "SAMPLED", 2)
     x, tile = some(272, 144), kernels.tiles_of(some(272, 144), kernels.GIVEN)
     low, plain = weight_of("delayed", "triton", True), weight_of("delayed", "plain", True)
     low.both(X, x, 0, True)
-    parts = {(i, j): x[i * tile.rows :, j * tile.columns :][: tile.rows, : tile.columns] for i in range(-(-272 // tile.rows)) for j in range(2)}
+    parts = {
+        (i, j): x[i * tile.rows :, j * tile.columns :][: tile.rows, : tile.columns]
+        for i in range(-(-272 // tile.rows))
+        for j in range(2)
+    }
     for (i, j), part in parts.items():
         if (i + j) % 2 == 0:
             plain.both(X, part, 0, True)
-    assert torch.equal(low.counts[X, :, :-1].sum(0), plain.counts[X, :, :-1].sum(0)) and sum(map(torch.numel, parts.values())) == x.numel()
+    assert (
+        torch.equal(low.counts[X, :, :-1].sum(0), plain.counts[X, :, :-1].sum(0))
+        and sum(map(torch.numel, parts.values())) == x.numel()
+    )
     assert low.counts[X, :, -1].max().int().view(torch.float32) == x.abs().max()
 
 
@@ -135,13 +162,16 @@ def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 @pytest.mark.parametrize("shape", [(48, 80), (80, 128), (16, 256)], ids=str)
 def test_what_swiglu_makes_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
-    """Truth: SwiGLU's own kernels in fp32, rounded (which Triton's interpreter does not do) and cast: codes, scales, amaxes and counts to the bit."""
+    """Truth: SwiGLU's own kernels in fp32, rounded (which Triton's interpreter does not do) and cast: codes, scales,
+    amaxes and counts to the bit."""
     rows, inner = shape
     x, dy = some(rows, 2 * inner), some(rows, inner, seed=1)
     wide, dy_wide = x.float(), dy.float()
     gradient, exact = GatedGrad(dy, x, "triton"), GatedGrad(dy_wide, wide, "triton")
     for which, source, truth in ((X, Gated(x, "triton"), Gated(wide, "triton")), (DY, gradient, exact)):
-        apart = recipe == "blockwise" and inner % 128 and which == DY  # a block would be of gate and of up: it is made first
+        apart = (
+            recipe == "blockwise" and inner % 128 and which == DY
+        )  # a block would be of gate and of up: it is made first
         made = source.tensor() if apart else truth.tensor().bfloat16()
         if apart:  # the interpreter reads bf16's smallest number as zero
             made = torch.where(made.abs() < 2.0**-132, made * 0.0, made)
@@ -189,20 +219,36 @@ def test_the_gradient_of_rope_is_cast_as_if_it_were_in_memory(width, recipe, tab
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_what_linears_cast_need_not_be_in_memory(recipe):
-    """Truth: the same with the norm and the gradient of rope written. A norm, a linear to 2 + 2 heads of 32, rope: all to the bit, in fp32."""
+    """Truth: the same with the norm and the gradient of rope written. A norm, a linear to 2 + 2 heads of 32, rope:
+    all to the bit, in fp32."""
     found = []
     for unmade in (True, False):
         x, delta = (some(32, 64, torch.float32, seed=n).clamp(-8, 8).requires_grad_() for n in (1, 2))
         norm = some(1, 64, torch.float32, seed=3)[0].clamp(-2, 2).requires_grad_()
         w = (some(128, 64, torch.float32, seed=4) / 16).clamp(-1, 1).requires_grad_()
-        w.grad_dtype, w.grad, w.low = torch.float32, torch.ones(128, 64), weight_of(recipe, "triton", recipe == "delayed")
+        w.grad_dtype, w.grad, w.low = (
+            torch.float32,
+            torch.ones(128, 64),
+            weight_of(recipe, "triton", recipe == "delayed"),
+        )
         nan = nan_for(w, x) if unmade else None
         total, normed = add_rms_norm(x, delta, norm, 1e-5, "triton", nan)
         assert normed.isnan().all() == unmade and (source_of(normed) is not normed) == unmade
         table = rotary_table(torch.arange(32), 1e4 ** (-torch.arange(16) / 16), torch.float32)
         q, k, v = rope(gather_matmul(normed, w, Axis("tp")), 2, 1, 1, table, "triton", nan)
         (q * 0.5 + k * v).float().square().sum().add(total.sum()).backward()
-        found.append([q.detach(), k.detach(), x.grad, delta.grad, norm.grad, w.grad, w.low.counts.sum(1)[:, :-1], w.low.counts[..., -1].amax(1)])
+        found.append(
+            [
+                q.detach(),
+                k.detach(),
+                x.grad,
+                delta.grad,
+                norm.grad,
+                w.grad,
+                w.low.counts.sum(1)[:, :-1],
+                w.low.counts[..., -1].amax(1),
+            ]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
 
 
@@ -211,21 +257,30 @@ def test_a_stand_in_read_by_anybody_else_is_nan():
     assert made.shape == (16, 32) and (made + 1).isnan().all() and source_of(made + 1).isnan().all()
     w = some(16, 32)
     assert nan_for(w, w) is None
-    for twin, dtype, expected in (("plain", torch.bfloat16, False), ("triton", torch.float64, False), ("triton", torch.bfloat16, True)):
+    for twin, dtype, expected in (
+        ("plain", torch.bfloat16, False),
+        ("triton", torch.float64, False),
+        ("triton", torch.bfloat16, True),
+    ):
         w.low = weight_of("delayed", twin, True)
         assert (nan_for(w, w.to(dtype)) is not None) == expected
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_a_gated_mlp_as_one_op_is_its_parts(recipe):
-    """Truth: the three ops one after another: outputs, gradients, counts to the bit, in fp32. 80 tokens, 48 features in, 128 inner."""
+    """Truth: the three ops one after another: outputs, gradients, counts to the bit, in fp32. 80 tokens, 48 features
+    in, 128 inner."""
     found = []
     for whole in (True, False):
         x = some(80, 48, torch.float32).div(8).clamp(-4, 4).requires_grad_()
         weights = []
         for rows, columns in ((256, 48), (48, 128)):
             w = (some(rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).requires_grad_()
-            w.grad_dtype, w.grad, w.low = torch.float32, torch.ones(rows, columns), weight_of(recipe, "triton", recipe == "delayed")
+            w.grad_dtype, w.grad, w.low = (
+                torch.float32,
+                torch.ones(rows, columns),
+                weight_of(recipe, "triton", recipe == "delayed"),
+            )
             weights.append(w)
         tp = Axis("tp")
         assert use_low_gated_mlp(*weights, "triton", x)
@@ -244,7 +299,17 @@ def test_what_is_asked_of_cublaslt():
     e4, e5, wide, bf = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
     good = cublaslt.Gemm(256, 512, 1024, (e5, e4, wide), ((0, 0), (0, 0)), False, True, (256, 256, 128))
     squares = replace(good, dtypes=(e4, e4, bf), blocks=((1, 128), (128, 128)))
-    assert all(map(cublaslt.fits, (good, replace(good, blocks=((1, 0), (1, 0)), m=17), squares, replace(squares, blocks=((1, 128), (1, 128))))))
+    assert all(
+        map(
+            cublaslt.fits,
+            (
+                good,
+                replace(good, blocks=((1, 0), (1, 0)), m=17),
+                squares,
+                replace(squares, blocks=((1, 128), (1, 128))),
+            ),
+        )
+    )
     bad = dict(dtypes=(e5, e5, wide), k=1032, n=8, aligned=(256, 8, 256), blocks=((1, 0), (0, 0)), m=0)
     assert not any(cublaslt.fits(replace(good, **{key: value})) for key, value in bad.items())
     bad = dict(k=1024 + 128, m=192, n=192, blocks=((128, 128), (128, 128)))

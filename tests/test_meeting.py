@@ -1,4 +1,5 @@
-"""How a run begins: ranks of one run only, a folder that a refused start leaves as it was, the same problems in Python as on the command line."""
+"""How a run begins: ranks of one run only, a folder that a refused start leaves as it was, the same problems in
+Python as on the command line."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.comm.axis import Axis
+from phalanx.config.read import load_run, to_yaml
+from phalanx.config.run import Fp8Config, RampConfig, Run, token_count
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.index import CorpusWriter
+from phalanx.engine.meeting import Identity, compare, identity, problems
+from phalanx.forecast.check import checked_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config
-from phalanx.train.checks import checked_plan
-from phalanx.train.config import Fp8Config, RampConfig, Run, token_count
-from phalanx.train.load import load_run, to_yaml
-from phalanx.train.main import train
-from phalanx.train.meeting import Identity, compare, identity, problems
-from phalanx.train.order import total_samples
+from phalanx.planning.order import total_samples
+from phalanx.training.main import train
 from tests.pool import free_port
 from tests.test_loop import make_run, rows_of
 
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 NOT_COMPARED = {"dir", "log", "model_source"}
 
 
-# ---- ranks of one run ------------------------------------------------------------------------------------------------------------
+# ---- ranks of one run ----------------------------------------------------------------------------
 
 
 def compared(rank: int, world: int, pairs: list[tuple[Run, Run]]) -> list[Any]:
@@ -83,16 +84,24 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     sections = [name for name in tree.field_names(Run) if name not in NOT_COMPARED]
     section = dice.choice(sections)
     fields = [key for key in tree.keys(Run) if key.path.split(".")[0] == section and key.path.count(".") == 1]
-    fields = [key for key in fields if section != "model" or key.owner is type(base.model)] or [k for k in tree.keys(Run) if k.path == section]
+    fields = [key for key in fields if section != "model" or key.owner is type(base.model)] or [
+        k for k in tree.keys(Run) if k.path == section
+    ]
     key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
     if key.path == "model.family":
-        return key.path, replace(base, model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
+        return key.path, replace(
+            base, model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        )
     return key.path, tree.replace_at(base, key.path, another(value, key.hint, dice))
 
 
-@pytest.mark.trust(2, "Two nodes with another optim.lr, train.seed or data.weights trained on and exited with 0; with other widths gloo aborted",
-                   "every rank ends with exit 2 before step 1, naming each field, the ranks and their values")  # fmt: skip
+@pytest.mark.trust(
+    2,
+    "Two nodes with another optim.lr, train.seed or data.weights trained on and exited with 0; with other "
+    "widths gloo aborted",
+    "every rank ends with exit 2 before step 1, naming each field, the ranks and their values",
+)
 def test_200_random_differences_are_named_and_none_in_100_equal_starts(ranks):
     dice = random.Random(19)
     base = replace(make_run(Path("run")), init_from="weights", data=DataConfig(mock=True, tokenizer="bytes"))
@@ -113,10 +122,14 @@ def test_200_random_differences_are_named_and_none_in_100_equal_starts(ranks):
 def test_many_ranks_are_said_compactly():
     runs = [make_run(Path("run")) for _ in range(600)]
     runs[4] = tree.replace_at(runs[4], "optim.lr", 2e-3)
-    runs[599] = replace(runs[599], model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
+    runs[599] = replace(
+        runs[599], model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    )
     everyone = [identity(run, CPU) for run in runs]
     lr, family = sorted(problems(everyone), key=lambda p: p.field != "optim.lr")
-    assert str(lr).startswith("config error: optim.lr=0.003: must be the same on all ranks") and "ranks 0-3, 5-599=0.003, rank 4=0.002" in str(lr)
+    assert str(lr).startswith(
+        "config error: optim.lr=0.003: must be the same on all ranks"
+    ) and "ranks 0-3, 5-599=0.003, rank 4=0.002" in str(lr)
     assert family.field == "model.family" and family.because == {"ranks 0-598": "llama", "rank 599": "gpt2"}
 
 
@@ -138,30 +151,46 @@ def trained(rank: int, world: int, runs: list[Run]) -> tuple[str, list[str]]:
     try:
         train(runs[rank], Placement(rank, rank, world, ""))
     except PhalanxError as error:
-        return type(error).__name__, [p.field for p in error.problems] if isinstance(error, ConfigError) else [str(error)]
+        return type(error).__name__, [p.field for p in error.problems] if isinstance(error, ConfigError) else [
+            str(error)
+        ]
     return "done", []
 
 
 def test_paths_are_what_they_hold(ranks, tmp_path):
-    """Copies under other names are the same data; one name with other tokens is not, even where size, lengths and checksums' absence are alike."""
+    """Copies under other names are the same data; one name with other tokens is not, even where size, lengths and
+    checksums' absence are alike."""
     for name, seed in (("a/x", 1), ("b/y", 1), ("c/x", 2)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         corpus(tmp_path / name, seed)
     base = replace(make_run(tmp_path / "run", steps=2), log=replace(make_run(tmp_path).log, interval=1))
     a, b, c = (replace(base, data=DataConfig(paths=(str(tmp_path / name),))) for name in ("a/x", "b/y", "c/x"))
-    assert ranks.run("tests.test_meeting:trained", 2, [a, replace(b, dir=str(tmp_path / "elsewhere"))]) == [("done", [])] * 2
+    assert (
+        ranks.run("tests.test_meeting:trained", 2, [a, replace(b, dir=str(tmp_path / "elsewhere"))])
+        == [("done", [])] * 2
+    )
     assert not (tmp_path / "elsewhere").exists() and [row["step"] for row in rows_of(a)] == [1, 2]
     other = replace(a, dir=str(tmp_path / "never"))
-    assert ranks.run("tests.test_meeting:trained", 2, [other, replace(c, dir=other.dir)]) == [("ConfigError", ["data.paths"])] * 2
+    assert (
+        ranks.run("tests.test_meeting:trained", 2, [other, replace(c, dir=other.dir)])
+        == [("ConfigError", ["data.paths"])] * 2
+    )
     for prefix in (tmp_path / "a/x", tmp_path / "c/x"):
         Path(f"{prefix}.sums").unlink()  # of another tool: what is read of it still differs
-    assert ranks.run("tests.test_meeting:trained", 2, [other, replace(c, dir=other.dir)]) == [("ConfigError", ["tokens read.windows"])] * 2
-    weights = [replace(a, dir=other.dir, data=DataConfig(paths=a.data.paths * 2, weights=w)) for w in ((0.5, 0.5), (0.4, 0.6))]
+    assert (
+        ranks.run("tests.test_meeting:trained", 2, [other, replace(c, dir=other.dir)])
+        == [("ConfigError", ["tokens read.windows"])] * 2
+    )
+    weights = [
+        replace(a, dir=other.dir, data=DataConfig(paths=a.data.paths * 2, weights=w)) for w in ((0.5, 0.5), (0.4, 0.6))
+    ]
     assert ranks.run("tests.test_meeting:trained", 2, weights) == [("ConfigError", ["data.weights"])] * 2
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("field, value", [("train.steps", 3), ("model.hidden_size", 32), ("train.precision", "bf16"), ("layout.tp", 2)])
+@pytest.mark.parametrize(
+    "field, value", [("train.steps", 3), ("model.hidden_size", 32), ("train.precision", "bf16"), ("layout.tp", 2)]
+)
 def test_what_aborted_in_gloo_is_named(ranks, tmp_path, field, value):
     run = make_run(tmp_path / "run")
     runs = [run, tree.replace_at(run, field, value)]
@@ -172,18 +201,36 @@ def test_what_aborted_in_gloo_is_named(ranks, tmp_path, field, value):
 def test_two_commands_that_differ_end_with_2(warm, tmp_path):
     """As on two nodes: each process reads a config of its own."""
     (tmp_path / "run.yaml").write_text(to_yaml(make_run(tmp_path / "run")))
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path.cwd())}
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(Path.cwd()),
+    }
     words = [warm.folder / "phalanx", "train", str(tmp_path / "run.yaml")]
-    both = [subprocess.Popen([*words, f"optim.lr={lr}"], env={**env, "RANK": rank, "LOCAL_RANK": rank}, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT) for rank, lr in (("0", 1e-3), ("1", 2e-3))]  # fmt: skip
+    both = [
+        subprocess.Popen(
+            [*words, f"optim.lr={lr}"],
+            env={**env, "RANK": rank, "LOCAL_RANK": rank},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, lr in (("0", 1e-3), ("1", 2e-3))
+    ]
     for process in both:
         said = process.communicate(timeout=150)[0]
         assert process.returncode == 2, said
-        assert "optim.lr=0.001: must be the same on all ranks" in said and "rank 0=0.001, rank 1=0.002" in said and "Traceback" not in said
+        assert (
+            "optim.lr=0.001: must be the same on all ranks" in said
+            and "rank 0=0.001, rank 1=0.002" in said
+            and "Traceback" not in said
+        )
     assert not (tmp_path / "run").exists()
 
 
-# ---- a start that is refused -----------------------------------------------------------------------------------------------------
+# ---- a start that is refused ---------------------------------------------------------------------
 
 
 def seen(folder: Path) -> dict[str, bytes | None]:
@@ -202,14 +249,20 @@ def broken_checkpoint(folder: Path) -> None:
 
 
 REFUSED = {
-    "resume": ("train.seed", 7, CheckpointError), "steps": ("train.steps", 2, ConfigError), "rule": ("layout.tp", 3, ConfigError),
-    "never": ("checkpoint", CheckpointConfig(resume="never"), CheckpointError), "damage": (None, None, CheckpointError),
+    "resume": ("train.seed", 7, CheckpointError),
+    "steps": ("train.steps", 2, ConfigError),
+    "rule": ("layout.tp", 3, ConfigError),
+    "never": ("checkpoint", CheckpointConfig(resume="never"), CheckpointError),
+    "damage": (None, None, CheckpointError),
     "data": ("data", DataConfig(paths=("nothing-there",)), DataError),
-}  # fmt: skip
+}
 
 
-@pytest.mark.trust(4, "A start that the checkpoints refuse had overwritten config.yaml, so the run could not be continued",
-                   "nothing in a run's folder changes until the run really starts")  # fmt: skip
+@pytest.mark.trust(
+    4,
+    "A start that the checkpoints refuse had overwritten config.yaml, so the run could not be continued",
+    "nothing in a run's folder changes until the run really starts",
+)
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refused_start_leaves_the_folder_as_it_was(begun, tmp_path, reason):
     field, value, kind = REFUSED[reason]
@@ -226,15 +279,24 @@ def test_a_refused_start_leaves_the_folder_as_it_was(begun, tmp_path, reason):
     if reason != "damage":
         train(replace(run, train=replace(run.train, steps=4)), Placement())
         assert rows_of(run)[-1]["step"] == 4 and load_run(folder / "config.yaml").train.steps == 4
-        assert "continue from" in (folder / "log.txt").read_text(), "what is said before the run starts is in its log too"
+        assert "continue from" in (folder / "log.txt").read_text(), (
+            "what is said before the run starts is in its log too"
+        )
 
 
 @pytest.mark.parametrize("steps, data", [(0, DataConfig(mock=True)), (3, DataConfig(mock=True, tokenizer="bytes"))])
 def test_a_refused_start_makes_no_folder(tmp_path, steps, data):
     """The second is found out when the run's folder is locked already: its tokenizer has more ids than the model."""
     with pytest.raises(PhalanxError):
-        train(replace(make_run(tmp_path / "a" / "b" / "run", steps=steps), data=data, model=replace(make_run(tmp_path).model, vocab_size=67),
-                      init_from=None if steps == 0 else "nothing-there"), Placement())  # fmt: skip
+        train(
+            replace(
+                make_run(tmp_path / "a" / "b" / "run", steps=steps),
+                data=data,
+                model=replace(make_run(tmp_path).model, vocab_size=67),
+                init_from=None if steps == 0 else "nothing-there",
+            ),
+            Placement(),
+        )
     assert not (tmp_path / "a").exists()
 
 
@@ -250,23 +312,34 @@ def test_a_lock_that_is_not_kept_leaves_nothing(tmp_path):
     assert (tmp_path / "x" / "y" / ".lock").read_bytes() == b""
 
 
-@pytest.mark.trust(5, "phalanx train with train.steps below the step of its checkpoint: done, exit 0, nothing trained",
-                   "exit 2, with both numbers")  # fmt: skip
+@pytest.mark.trust(
+    5,
+    "phalanx train with train.steps below the step of its checkpoint: done, exit 0, nothing trained",
+    "exit 2, with both numbers",
+)
 def test_fewer_steps_than_the_checkpoint_has(begun):
     with pytest.raises(ConfigError) as caught:
         train(replace(begun, train=replace(begun.train, steps=2)), Placement())
     [problem] = caught.value.problems
-    assert problem.field == "train.steps" and problem.value == 2 and problem.because["step of the checkpoint"] == 3 and problem.valid == (3,)
+    assert (
+        problem.field == "train.steps"
+        and problem.value == 2
+        and problem.because["step of the checkpoint"] == 3
+        and problem.valid == (3,)
+    )
     train(begun, Placement())  # as many: there is nothing left to do
 
 
-# ---- Python is checked like the command line -------------------------------------------------------------------------------------
+# ---- Python is checked like the command line -----------------------------------------------------
 
 WRONG = ["layout.tp=3", "optim.lr=-1", "train.global_batch=7", "train.tokens=1M"]
 
 
-@pytest.mark.trust(23, "train(run, ...) in a notebook with layout.tp=3: ZeroDivisionError, and a folder was left",
-                   "the same problems with the same text as on the command line, as one exception, before any file")  # fmt: skip
+@pytest.mark.trust(
+    23,
+    "train(run, ...) in a notebook with layout.tp=3: ZeroDivisionError, and a folder was left",
+    "the same problems with the same text as on the command line, as one exception, before any file",
+)
 def test_python_is_checked_like_the_command_line(warm, tmp_path):
     run = make_run(tmp_path / "run")
     (tmp_path / "run.yaml").write_text(to_yaml(run))
@@ -282,19 +355,37 @@ def test_python_is_checked_like_the_command_line(warm, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# ---- train.tokens ----------------------------------------------------------------------------------------------------------------
+# ---- train.tokens --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given, count", [
-    ("15B", 15 * 10**9), (1.5e9, 1_500_000_000), ("1.5e9", 1_500_000_000), ("300M", 300_000_000), ("2_000_000", 2_000_000), ("0.5k", 500), (7, 7),
-    ("1.5T", 1_500_000_000_000), ("1.0001k", "1.0001k"), ("15X", "15X"), (True, True), ("-5", "-5"), (float("inf"), float("inf")), (1.5, 1.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, count",
+    [
+        ("15B", 15 * 10**9),
+        (1.5e9, 1_500_000_000),
+        ("1.5e9", 1_500_000_000),
+        ("300M", 300_000_000),
+        ("2_000_000", 2_000_000),
+        ("0.5k", 500),
+        (7, 7),
+        ("1.5T", 1_500_000_000_000),
+        ("1.0001k", "1.0001k"),
+        ("15X", "15X"),
+        (True, True),
+        ("-5", "-5"),
+        (float("inf"), float("inf")),
+        (1.5, 1.5),
+    ],
+)
 def test_token_counts(given, count):
     assert token_count(given) == count and type(token_count(given)) is type(count)
 
 
-@pytest.mark.trust(19, "train.tokens=15B: no such key; the number of steps had to be worked out by hand",
-                   "15B, 1.5e9 or 300M are rounded up to whole steps, whose number is printed; with train.steps as well it is refused")  # fmt: skip
+@pytest.mark.trust(
+    19,
+    "train.tokens=15B: no such key; the number of steps had to be worked out by hand",
+    "15B, 1.5e9 or 300M are rounded up to whole steps, whose number is printed; with train.steps as well it is refused",
+)
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_are_as_many_steps_as_are_needed(tmp_path, seed):
     """The least number of steps by which so many tokens are consumed, ramp-up included."""
@@ -309,9 +400,13 @@ def test_tokens_are_as_many_steps_as_are_needed(tmp_path, seed):
 
 
 def test_a_run_of_tokens_trains_resumes_and_reloads(tmp_path, warm):
-    (tmp_path / "run.yaml").write_text(to_yaml(replace(make_run(tmp_path / "run"), train=replace(make_run(tmp_path).train, steps=None))))
+    (tmp_path / "run.yaml").write_text(
+        to_yaml(replace(make_run(tmp_path / "run"), train=replace(make_run(tmp_path).train, steps=None)))
+    )
     done = warm.phalanx("train", str(tmp_path / "run.yaml"), "train.tokens=0.3k", "layout.sharding=0")
-    assert done.returncode == 0 and "steps=3 " in done.stdout and "done step=3" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "steps=3 " in done.stdout and "done step=3" in done.stdout, (
+        done.stdout + done.stderr
+    )
     resolved = load_run(tmp_path / "run" / "config.yaml")
     assert resolved.train.tokens == 300 and resolved.train.steps is None
     train(replace(resolved, train=replace(resolved.train, tokens=500)), Placement())

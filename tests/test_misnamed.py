@@ -1,4 +1,5 @@
-"""Checkpoint folders whose name is not that of the step they hold: renamed, or a link. They are never taken for the newest, nor removed."""
+"""Checkpoint folders whose name is not that of the step they hold: renamed, or a link. They are never taken for the
+newest, nor removed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import Keep, candidates, find, latest, list_checkpoints, misnamed
 from phalanx.checkpoint.manifest import read_manifest, verify
-from phalanx.train.main import train
+from phalanx.training.main import train
 from tests.test_checkpoint import make_state, save_here, tiny_run
 from tests.test_loop import make_run
 
@@ -30,7 +31,11 @@ def names(root) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.trust(17, "an old checkpoint, renamed to a larger step, was continued from", "the newest real one is used, and the other one named")
+@pytest.mark.trust(
+    17,
+    "an old checkpoint, renamed to a larger step, was continued from",
+    "the newest real one is used, and the other one named",
+)
 @pytest.mark.parametrize("how", ["renamed", "linked"])
 def test_the_newest_real_one_wins(warm, tmp_path, root, tiny, how):
     for step in (5, 10, 15):
@@ -66,7 +71,9 @@ def test_the_step_whose_name_it_has_is_saved_all_the_same(root, tiny):
     (root / "step-00000003").rename(root / "step-00000006")
     saved = save_here(tiny, root, 6, keep=Keep(1))
     assert saved.written and read_manifest(saved.path).step == 6
-    assert saved.warnings == (f"{root / 'step-00000006'} held another step: it is step-00000006.holds-step-00000003 now",)
+    assert saved.warnings == (
+        f"{root / 'step-00000006'} held another step: it is step-00000006.holds-step-00000003 now",
+    )
     aside = root / "step-00000006.holds-step-00000003"
     assert verify(aside) == [] and read_manifest(aside).step == 3
     save_here(tiny, root, 7, keep=Keep(1))
@@ -86,5 +93,8 @@ def test_a_run_says_what_it_ignores_and_never_begins_anew(tmp_path, capfd):
     assert f"continue from {root / 'step-00000003'}" in said.out
     for path in list_checkpoints(root):
         path.rename(tmp_path / path.name)
-    with pytest.raises(CheckpointError, match="step-00000900 is not used: its manifest is of step 1; to use it, rename it to step-00000001"):
+    with pytest.raises(
+        CheckpointError,
+        match="step-00000900 is not used: its manifest is of step 1; to use it, rename it to step-00000001",
+    ):
         train(run, Placement())

@@ -1,4 +1,5 @@
-"""Configs that name a Hugging Face folder: what it supplies, what must not differ, and what of it travels into checkpoints."""
+"""Configs that name a Hugging Face folder: what it supplies, what must not differ, and what of it travels into
+checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ from phalanx.base.errors import CheckpointError, ConfigError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import model_config_from_hf
-from phalanx.data.tokenizers import load_tokenizer
-from phalanx.train.checks import Facts, check
-from phalanx.train.config import Run
-from phalanx.train.load import explain, load_run, read, save_run
-from phalanx.train.main import train
+from phalanx.config.read import explain, load_run, read, save_run
+from phalanx.config.run import Run
+from phalanx.forecast.check import Facts, check
+from phalanx.text.tokenizers import load_tokenizer
+from phalanx.training.main import train
 
-TRAIN = {"train": {"steps": 2, "global_batch": 2, "micro_batch": 1, "seq_length": 16}, "data": {"mock": True}, "log": {"report": False}}
+TRAIN = {
+    "train": {"steps": 2, "global_batch": 2, "micro_batch": 1, "seq_length": 16},
+    "data": {"mock": True},
+    "log": {"report": False},
+}
 GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 
 
@@ -31,8 +36,17 @@ def folder(tmp_path_factory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("hf") / "theirs"
-    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_theta=5e5, rms_norm_eps=3e-5, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0))
+    sizes = dict(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, rope_theta=5e5, rms_norm_eps=3e-5, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0)
+    )
     for name, value in GENERATION.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(path)
@@ -50,7 +64,9 @@ def last_weights(run: Run) -> Path:
     return sorted(Path(run.dir).glob("checkpoints/*"))[-1] / "weights"
 
 
-@pytest.mark.trust(22, "init_from without a model section", "the folder supplies family, sizes and tokenizer, wherever they are unset")
+@pytest.mark.trust(
+    22, "init_from without a model section", "the folder supplies family, sizes and tokenizer, wherever they are unset"
+)
 @pytest.mark.parametrize("key", ["init_from", "model.from"])
 def test_a_folder_supplies_what_is_unset(folder, tmp_path, key):
     run = load_run(None, [f"{key}={folder}"], TRAIN)
@@ -58,7 +74,11 @@ def test_a_folder_supplies_what_is_unset(folder, tmp_path, key):
     assert run.data.tokenizer == str(folder) and run.model_source == str(folder)
     assert run.init_from == (str(folder) if key == "init_from" else None)
     assert problems(f"{key}={folder}") == []
-    own = load_run(None, [f"{key}={folder}", "data.tokenizer=bytes", "model.rope_theta=1e4", "model.tie_word_embeddings=false"], TRAIN)
+    own = load_run(
+        None,
+        [f"{key}={folder}", "data.tokenizer=bytes", "model.rope_theta=1e4", "model.tie_word_embeddings=false"],
+        TRAIN,
+    )
     assert (own.data.tokenizer, own.model.rope_theta, own.model.hidden_size) == ("bytes", 1e4, 32)
     save_run(run, tmp_path / "config.yaml")  # the whole model stands in the resolved config
     assert load_run(tmp_path / "config.yaml") == run
@@ -75,11 +95,13 @@ def test_a_folder_without_a_tokenizer_supplies_none(folder, tmp_path):
 
 def test_yaml_and_python_configs(folder, tmp_path):
     steps = json.dumps(TRAIN["train"])
-    (tmp_path / "a.yaml").write_text(f"model: {{from: {folder}, initializer_range: 0.1}}\ntrain: {steps}\ndata: {{mock: true}}\n")
+    (tmp_path / "a.yaml").write_text(
+        f"model: {{from: {folder}, initializer_range: 0.1}}\ntrain: {steps}\ndata: {{mock: true}}\n"
+    )
     run = load_run(tmp_path / "a.yaml")
     assert run.model == replace(model_config_from_hf(folder), initializer_range=0.1)
     (tmp_path / "b.py").write_text(
-        "from phalanx.checkpoint.hf import model_config_from_hf\nfrom phalanx.train.config import Run, TrainConfig\n"
+        "from phalanx.checkpoint.hf import model_config_from_hf\nfrom phalanx.config.run import Run, TrainConfig\n"
         f"def run():\n    return Run(model=model_config_from_hf({str(folder)!r}), init_from={str(folder)!r},\n"
         "               train=TrainConfig(steps=2, global_batch=2, micro_batch=1, seq_length=16))\n"
     )
@@ -87,10 +109,20 @@ def test_yaml_and_python_configs(folder, tmp_path):
     assert "supplies family, sizes and tokenizer" in explain("model.from")
 
 
-@pytest.mark.trust(22, "a model section of another architecture beside init_from", "exit 2, naming each field that differs with both values")
+@pytest.mark.trust(
+    22,
+    "a model section of another architecture beside init_from",
+    "exit 2, naming each field that differs with both values",
+)
 def test_another_architecture_than_the_folders(folder, tmp_path):
-    [found] = problems(f"init_from={folder}", "model.hidden_size=64", "model.num_hidden_layers=3", "model.rope_theta=1e6")
-    assert found.field == "init_from" and "model.hidden_size 32 -> 64" in found.rule and "model.num_hidden_layers 2 -> 3" in found.rule
+    [found] = problems(
+        f"init_from={folder}", "model.hidden_size=64", "model.num_hidden_layers=3", "model.rope_theta=1e6"
+    )
+    assert (
+        found.field == "init_from"
+        and "model.hidden_size 32 -> 64" in found.rule
+        and "model.num_hidden_layers 2 -> 3" in found.rule
+    )
     assert "rope_theta" not in found.rule  # a longer context is trained so
     shutil.copytree(folder, tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
@@ -139,7 +171,11 @@ def test_weights_of_the_folder_or_random_ones(folder, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["init_from", "model.from"])
-@pytest.mark.trust(22, "init_from an instruction-tuned folder", "its token ids, generation settings and chat template are in every checkpoint")
+@pytest.mark.trust(
+    22,
+    "init_from an instruction-tuned folder",
+    "its token ids, generation settings and chat template are in every checkpoint",
+)
 def test_what_belongs_to_the_source_travels(folder, tmp_path, key):
     moved = tmp_path / "theirs"
     shutil.copytree(folder, moved)
@@ -174,7 +210,10 @@ def test_another_tokenizer_takes_nothing_of_the_source(folder, tmp_path):
     run = load_run(None, [f"init_from={folder}", "data.tokenizer=null:299", f"dir={tmp_path}/run"], TRAIN)
     train(run, Placement())
     weights = last_weights(run)
-    assert json.loads((weights / "config.json").read_text())["bos_token_id"] is None and not (weights / "chat_template.jinja").exists()
+    assert (
+        json.loads((weights / "config.json").read_text())["bos_token_id"] is None
+        and not (weights / "chat_template.jinja").exists()
+    )
 
 
 def test_a_run_from_python_carries_them_too(folder, tmp_path):

@@ -1,4 +1,5 @@
-"""Our models against Hugging Face's: logits, loss and the gradient of every tensor in float64, from the same weights by name."""
+"""Our models against Hugging Face's: logits, loss and the gradient of every tensor in float64, from the same weights
+by name."""
 
 from __future__ import annotations
 
@@ -11,42 +12,59 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.checkpoint.hf import to_hf
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import State, build, write_slot
+from phalanx.engine.step import accumulate, loss_and_stops
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, RopeScaling
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.ops.rope import rotary_table
-from phalanx.ops.rope_scaling import Rotation
+from phalanx.ops.dense.rope import rotary_table
+from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
-from phalanx.train.build import State, build, write_slot
-from phalanx.train.config import Run, TrainConfig
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, loss_and_stops
+from phalanx.sequence.batch import IGNORE, Batch
 from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 
 CASES = {
     "llama: GQA, wide heads, llama3 scaling": MODELS["llama"],
     "llama: tied": MODELS["llama-tied"],
-    "llama: MQA, theta": replace(MODELS["llama"], num_key_value_heads=1, head_dim=None, rope_scaling=None, rope_theta=500000.0),
+    "llama: MQA, theta": replace(
+        MODELS["llama"], num_key_value_heads=1, head_dim=None, rope_scaling=None, rope_theta=500000.0
+    ),
     "qwen3": MODELS["qwen3"],
     "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
     "mistral: window, yarn": MODELS["mistral"],
     "mistral: no window, MQA, tied": replace(
-        MODELS["mistral"], num_key_value_heads=1, head_dim=6, sliding_window=None, rope_scaling=None, tie_word_embeddings=True
+        MODELS["mistral"],
+        num_key_value_heads=1,
+        head_dim=6,
+        sliding_window=None,
+        rope_scaling=None,
+        tie_word_embeddings=True,
     ),
     "qwen2: window in upper layers": MODELS["qwen2"],
     "qwen2: no window, tied, linear scaling": replace(
-        MODELS["qwen2"], sliding_window=None, max_window_layers=0, tie_word_embeddings=True, rope_scaling=RopeScaling(rope_type="linear", factor=2.0)
+        MODELS["qwen2"],
+        sliding_window=None,
+        max_window_layers=0,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     ),
     "deepseek_v3: latents, yarn": MODELS["deepseek_v3-dense"],
     "deepseek_v3: queries from x, halves, tied": replace(
-        MODELS["deepseek_v3-dense"], q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True, rope_scaling=None
+        MODELS["deepseek_v3-dense"],
+        q_lora_rank=None,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+        rope_scaling=None,
     ),
     "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3-dense"], rope_scaling=MODELS["llama"].rope_scaling),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
-    "gpt2: narrow mlp": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2),
+    "gpt2: narrow mlp": replace(
+        MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
+    ),
 }
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
@@ -58,17 +76,40 @@ def hf_config(config: LlamaConfig | GPT2Config):
     c, options = config, dict(attn_implementation="sdpa", vocab_size=config.vocab_size, bos_token_id=0, eos_token_id=0)
     if isinstance(c, GPT2Config):
         return transformers.GPT2Config(
-            n_positions=c.max_position_embeddings, n_embd=c.hidden_size, n_layer=c.num_hidden_layers, n_head=c.num_attention_heads,
-            n_inner=c.intermediate_size, layer_norm_epsilon=c.layer_norm_epsilon, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **options,
-        )  # fmt: skip
+            n_positions=c.max_position_embeddings,
+            n_embd=c.hidden_size,
+            n_layer=c.num_hidden_layers,
+            n_head=c.num_attention_heads,
+            n_inner=c.intermediate_size,
+            layer_norm_epsilon=c.layer_norm_epsilon,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            **options,
+        )
     if isinstance(c, DeepseekV3Config):
         return transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options)
-    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-            "tie_word_embeddings", "rope_theta", "max_position_embeddings")  # fmt: skip
+    same = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "max_position_embeddings",
+    )
     written = to_hf(c, torch.float64)
-    scaling = {k: written[k] for k in ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers") if written.get(k) is not None}
+    scaling = {
+        k: written[k]
+        for k in ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers")
+        if written.get(k) is not None
+    }
     cls = getattr(transformers, type(c).__name__)
-    return cls(**{k: getattr(c, k) for k in same}, head_dim=head_dim_of(c), **{"sliding_window": None, **scaling}, **options)
+    return cls(
+        **{k: getattr(c, k) for k in same}, head_dim=head_dim_of(c), **{"sliding_window": None, **scaling}, **options
+    )
 
 
 def head_dim_of(config: LlamaConfig) -> int:
@@ -87,9 +128,14 @@ def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
     for i in range(0, dim, 2):
         f = 1.0 / config.rope_theta ** (i / dim)
         if (s := config.rope_scaling) is not None:
-            low, high = s.original_max_position_embeddings / s.low_freq_factor, s.original_max_position_embeddings / s.high_freq_factor
+            low, high = (
+                s.original_max_position_embeddings / s.low_freq_factor,
+                s.original_max_position_embeddings / s.high_freq_factor,
+            )
             wavelength = 2 * math.pi / f
-            smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
+                s.high_freq_factor - s.low_freq_factor
+            )
             if wavelength > low:
                 f = f / s.factor
             elif wavelength >= high:
@@ -99,7 +145,8 @@ def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 
 
 def widen(model, config: LlamaConfig) -> None:
-    """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in float64."""
+    """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in
+    float64."""
     inv, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
 
     def rotary(x, position_ids):
@@ -108,7 +155,9 @@ def widen(model, config: LlamaConfig) -> None:
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+            module.forward = lambda h, m=module: (
+                m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+            )
     model.model.rotary_emb.forward = rotary
 
 
@@ -132,9 +181,11 @@ def hugging_face(case: str) -> dict:
     loss.backward()
     named = dict(model.named_parameters())
     return {
-        "weights": {k: p.detach().numpy() for k, p in named.items()}, "grads": {k: p.grad.numpy() for k, p in named.items()},
-        "logits": logits.detach().numpy(), "loss": loss.item(),
-    }  # fmt: skip
+        "weights": {k: p.detach().numpy() for k, p in named.items()},
+        "grads": {k: p.grad.numpy() for k, p in named.items()},
+        "logits": logits.detach().numpy(),
+        "loss": loss.item(),
+    }
 
 
 def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
@@ -162,17 +213,24 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     load_weights(state, weights)
     state.train()
     tokens = accumulate(state, batches)
-    return {"loss": (loss_and_stops(state)[0] / tokens).item(), "grads": parts_of(state, "grad"), "logits": all_logits(state, batches)}
+    return {
+        "loss": (loss_and_stops(state)[0] / tokens).item(),
+        "grads": parts_of(state, "grad"),
+        "logits": all_logits(state, batches),
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_hugging_face(ranks, case, layout):
-    """Truth: transformers in float64 (SDPA attention), to 1e-10 of each tensor's scale; layouts through the pool of ranks."""
+    """Truth: transformers in float64 (SDPA attention), to 1e-10 of each tensor's scale; layouts through the pool of
+    ranks."""
     truth, world = hugging_face(case), math.prod(LAYOUTS[layout].values())
     train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
     arguments = (Run(model=CASES[case], train=train, layout=LayoutConfig(**LAYOUTS[layout])), truth["weights"], BATCHES)
-    results = [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.test_models:run_model", world, *arguments)
+    results = (
+        [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.test_models:run_model", world, *arguments)
+    )
     for result in results:
         assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
     logits = [np.concatenate(r["logits"]) for r in results if r["logits"]]
@@ -190,7 +248,9 @@ def test_equal_to_hugging_face(ranks, case, layout):
 @pytest.mark.parametrize("case", [c for c in CASES if c.startswith("llama")])
 def test_frequencies_equal_the_formula(case):
     """Truth: the formulas of transformers, feature by feature in float64."""
-    torch.testing.assert_close(rotation_of(CASES[case]).frequencies(SEQ)[0], hf_inverse_frequencies(CASES[case]), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        rotation_of(CASES[case]).frequencies(SEQ)[0], hf_inverse_frequencies(CASES[case]), rtol=1e-14, atol=0
+    )
 
 
 LONG, SHORT = tuple(1.0 + i / 7 for i in range(32)), tuple(1.0 + i / 90 for i in range(32))
@@ -200,27 +260,47 @@ SCALINGS = {
     "dynamic": RopeScaling(rope_type="dynamic", factor=2.0),
     "llama3": RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
     "yarn": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
-    "yarn of gpt-oss": RopeScaling(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
-    "yarn of DeepSeek": RopeScaling(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7),
+    "yarn of gpt-oss": RopeScaling(
+        rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    ),
+    "yarn of DeepSeek": RopeScaling(
+        rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7
+    ),
     "yarn, all given": RopeScaling(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=1.3, beta_fast=24.0, beta_slow=2.0
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=512,
+        attention_factor=1.3,
+        beta_fast=24.0,
+        beta_slow=2.0,
     ),
-    "longrope": RopeScaling(rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024),
-    "longrope, factor": RopeScaling(rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024, factor=9.0),
+    "longrope": RopeScaling(
+        rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024
+    ),
+    "longrope, factor": RopeScaling(
+        rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024, factor=9.0
+    ),
     "longrope, attention factor": RopeScaling(
-        rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024, attention_factor=1.5
+        rope_type="longrope",
+        short_factor=SHORT,
+        long_factor=LONG,
+        original_max_position_embeddings=1024,
+        attention_factor=1.5,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("length", [64, 1024, 1025, 5000])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scalings_equal_transformers(name, theta, length):
-    """Truth: cos and sin that transformers' Llama makes for positions up to this length, to float32 rounding of its angles."""
+    """Truth: cos and sin that transformers' Llama makes for positions up to this length, to float32 rounding of its
+    angles."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = replace(MODELS["llama"], head_dim=64, rope_theta=theta, rope_scaling=SCALINGS[name], max_position_embeddings=2048)
+    config = replace(
+        MODELS["llama"], head_dim=64, rope_theta=theta, rope_scaling=SCALINGS[name], max_position_embeddings=2048
+    )
     theirs = LlamaRotaryEmbedding(hf_config(config))
     cos, sin = (t[0] for t in theirs(torch.zeros(1), torch.arange(length)[None]))
     inv, factor = rotation_of(config).frequencies(length)
@@ -238,6 +318,9 @@ def test_every_scaling_is_tested():
 
 def test_scaling_has_all_three_regimes():
     """The real Llama 3.1 values (head 128, theta 500000): kept, blended and divided frequencies all occur."""
-    ours, plain = Rotation(128, 500000.0, SCALINGS["llama3"]).frequencies(8)[0], Rotation(128, 500000.0).frequencies(8)[0]
+    ours, plain = (
+        Rotation(128, 500000.0, SCALINGS["llama3"]).frequencies(8)[0],
+        Rotation(128, 500000.0).frequencies(8)[0],
+    )
     ratio = (plain / ours).round(decimals=12)
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1) & (ratio < 8)).any()

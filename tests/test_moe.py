@@ -1,4 +1,5 @@
-"""Layers with experts in training: what balances them, what is counted and dropped, and that adversarial routing is exact at any ep."""
+"""Layers with experts in training: what balances them, what is counted and dropped, and that adversarial routing is
+exact at any ep."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import State, build, write_slot
+from phalanx.engine.step import accumulate, evaluate_step, tell, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.moe import TALLIED
-from phalanx.train.build import State, build, write_slot
-from phalanx.train.config import Run
-from phalanx.train.plan import make_plan
-from phalanx.train.routing import routing_text, routing_values
-from phalanx.train.step import accumulate, evaluate_step, tell, update
+from phalanx.observe.routing import routing_text, routing_values
 from tests.parity import SEQ, assemble, base_run, parts_of, random_weights, step_batches
 
 
 def routed(rank: int, world: int, run: Run, undecided: bool = False) -> dict:
-    """One step: gradients, routing and the state that follows the load. `undecided`: routers are zero, so low numbers win for every token."""
+    """One step: gradients, routing and the state that follows the load. `undecided`: routers are zero, so low
+    numbers win for every token."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
     random_weights(state)
@@ -32,7 +34,12 @@ def routed(rank: int, world: int, run: Run, undecided: bool = False) -> dict:
     grads = parts_of(state, "grad")
     result = update(state, tokens, lr=1e-2)
     state.buffers.ready()
-    return {"routing": result.routing.numpy(), "grads": grads, "weights": parts_of(state, "master"), "tokens": tokens.item()}
+    return {
+        "routing": result.routing.numpy(),
+        "grads": grads,
+        "weights": parts_of(state, "master"),
+        "tokens": tokens.item(),
+    }
 
 
 def clear_routers(state: State) -> None:
@@ -50,7 +57,8 @@ def variant(**model) -> Run:
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather", "push"])
 @pytest.mark.parametrize("ep, etp, tp", [(2, 1, 1), (4, 1, 2), (2, 2, 1), (8, 1, 2)])
 def test_all_tokens_to_the_same_experts(ranks, ep, etp, tp, dispatch):
-    """Truth: one process. With equal logits every token goes to experts 0 and 1, on one rank; all other experts have none."""
+    """Truth: one process. With equal logits every token goes to experts 0 and 1, on one rank; all other experts have
+    none."""
     run, world = variant(), max(ep * etp, 2 * tp)
     (truth,) = ranks.run("tests.test_moe:routed", 1, run, True)
     room = {"expert_room": math.inf} if dispatch != "alltoall" else {}
@@ -69,7 +77,8 @@ def test_all_tokens_to_the_same_experts(ranks, ep, etp, tp, dispatch):
 
 
 def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndarray]:
-    """By layer the rows that this rank's experts multiplied, and the routing of the step. Of an expert cut over etp one rank counts."""
+    """By layer the rows that this rank's experts multiplied, and the routing of the step. Of an expert cut over etp
+    one rank counts."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state, rows = build(make_plan(run, world), mesh), {}
     random_weights(state)
@@ -85,12 +94,22 @@ def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndar
     return rows, tell(state).routing.numpy()
 
 
-@pytest.mark.parametrize("layout", [
-    dict(), dict(ep=4, tp=2), dict(pp=2, ep=2), dict(tp=4, etp=2), dict(ep=4, dispatch="push", expert_room=math.inf),
-    dict(ep=2, etp=2, dispatch="push", expert_room=math.inf), dict(ep=2, tp=2, dispatch="allgather", expert_room=math.inf),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(),
+        dict(ep=4, tp=2),
+        dict(pp=2, ep=2),
+        dict(tp=4, etp=2),
+        dict(ep=4, dispatch="push", expert_room=math.inf),
+        dict(ep=2, etp=2, dispatch="push", expert_room=math.inf),
+        dict(ep=2, tp=2, dispatch="allgather", expert_room=math.inf),
+    ],
+    ids=str,
+)
 def test_dispatched_and_dropped_are_all(ranks, layout):
-    """Truth: tokens x k. The rows that experts multiplied, of all ranks, and those dropped; no expert keeps more than its room in a sequence."""
+    """Truth: tokens x k. The rows that experts multiplied, of all ranks, and those dropped; no expert keeps more
+    than its room in a sequence."""
     run = variant(expert_capacity_factor=0.75)
     results = ranks.run("tests.test_moe:dispatched", 4 if layout else 1, replace(run, layout=LayoutConfig(**layout)))
     routing = results[0][1]
@@ -102,10 +121,13 @@ def test_dispatched_and_dropped_are_all(ranks, layout):
         assert kept + dropped == 4 * SEQ * 2 and 0 < dropped and kept <= room
 
 
-@pytest.mark.parametrize("layout, world", [(dict(), 1), (dict(ep=2, tp=2), 2), (dict(ep=4), 4), (dict(pp=2, ep=2), 4)], ids=str)
+@pytest.mark.parametrize(
+    "layout, world", [(dict(), 1), (dict(ep=2, tp=2), 2), (dict(ep=4), 4), (dict(pp=2, ep=2), 4)], ids=str
+)
 @pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
 def test_balance_loss_is_its_formula(ranks, scope, layout, world):
-    """Truth: E sum f P and the mean squared log-sum-exp by hand, from what the layer was given; autograd makes their gradient."""
+    """Truth: E sum f P and the mean squared log-sum-exp by hand, from what the layer was given; autograd makes their
+    gradient."""
     run = variant(router_aux_loss_coef=0.05, router_aux_loss_scope=scope, num_hidden_layers=1, router_z_loss_coef=0.02)
     plain = replace(run, model=replace(run.model, router_aux_loss_coef=0.0, router_z_loss_coef=0.0))
     spread = LayoutConfig(**layout)
@@ -119,8 +141,8 @@ def test_balance_loss_is_its_formula(ranks, scope, layout, world):
 
 
 def by_hand(run: Run, scope: str) -> tuple[tuple[float, float], torch.Tensor]:
-    """The balancing losses of a step, before their coefficients and summed over tokens; and the gradient to the only router of the losses, each
-    micro-batch weighted as a step weighs it."""
+    """The balancing losses of a step, before their coefficients and summed over tokens; and the gradient to the only
+    router of the losses, each micro-batch weighted as a step weighs it."""
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
     random_weights(state)
     layer, seen = state.routed[0], []
@@ -146,7 +168,13 @@ def by_hand(run: Run, scope: str) -> tuple[tuple[float, float], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "layout, world", [(dict(ep=4, dispatch="allgather"), 4), (dict(ep=4, dispatch="push"), 4), (dict(ep=4, tp=2, pp=2, dispatch="push"), 8)], ids=str
+    "layout, world",
+    [
+        (dict(ep=4, dispatch="allgather"), 4),
+        (dict(ep=4, dispatch="push"), 4),
+        (dict(ep=4, tp=2, pp=2, dispatch="push"), 8),
+    ],
+    ids=str,
 )
 def test_too_little_room_is_the_same_step(ranks, layout, world):
     """Truth: one process. With no room to spare ranks lack rows in this step; it is done again, and says so."""
@@ -191,7 +219,9 @@ def test_load_of_the_step_before(ranks):
         results = ranks.run("tests.test_moe:routed", world, replace(run, layout=LayoutConfig(**layout)))
         loads = assemble([r["weights"] for r in results])
         for number, row in enumerate(results[0]["routing"]):
-            np.testing.assert_array_equal(loads[f"model.layers.{number}.block_sparse_moe.gate.load"], row[: -len(TALLIED)])
+            np.testing.assert_array_equal(
+                loads[f"model.layers.{number}.block_sparse_moe.gate.load"], row[: -len(TALLIED)]
+            )
 
 
 def test_recompute_counts_once(ranks):
@@ -203,10 +233,18 @@ def test_recompute_counts_once(ranks):
 
 def test_routing_in_words():
     """Truth: made-up counts. A dense layer has none."""
-    rows = [[0.0] * (4 + len(TALLIED)), [10.0, 20.0, 30.0, 20.0, 40.0, 44.0, 8.0, 3.0, 0.0, 40.0], [20.0] * 4 + [20.0, 40.0, 4.0, 0.0, 5.0, 40.0]]
+    rows = [
+        [0.0] * (4 + len(TALLIED)),
+        [10.0, 20.0, 30.0, 20.0, 40.0, 44.0, 8.0, 3.0, 0.0, 40.0],
+        [20.0] * 4 + [20.0, 40.0, 4.0, 0.0, 5.0, 40.0],
+    ]
     values = routing_values(rows)
     assert values["load_max"] == [None, 1.5, 1.0] and values["load_min"] == [None, 0.5, 1.0]
-    assert values["entropy"] == [None, 1.0, 0.5] and values["dropped"] == [None, 3.0, 0.0] and values["balance"] == [None, 1.1, 1.0]
+    assert (
+        values["entropy"] == [None, 1.0, 0.5]
+        and values["dropped"] == [None, 3.0, 0.0]
+        and values["balance"] == [None, 1.1, 1.0]
+    )
     assert routing_text(values) == " load=1.50@layer1 entropy=0.5@layer2 dropped=3 again=5"
 
 
@@ -238,10 +276,12 @@ def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[in
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bytes_of_the_all_gather(ranks, tp):
-    """Truth: the formula. Per layer and micro-batch each rank gathers tokens, their gradients, choices and weights of its T tokens, and scatters
-    sums of outputs, of gradients and of the weights' gradients for all n T."""
+    """Truth: the formula. Per layer and micro-batch each rank gathers tokens, their gradients, choices and weights
+    of its T tokens, and scatters sums of outputs, of gradients and of the weights' gradients for all n T."""
     run = variant(router_aux_loss_coef=0.0)
-    results = ranks.run("tests.test_moe:exchanged", 2, replace(run, layout=LayoutConfig(ep=2, tp=tp, dispatch="allgather")))
+    results = ranks.run(
+        "tests.test_moe:exchanged", 2, replace(run, layout=LayoutConfig(ep=2, tp=tp, dispatch="allgather"))
+    )
     n, tokens, width, slots, number = 2, SEQ // tp, 32, 2, 8
     each = run.model.num_hidden_layers * 4 * tp // 2  # layers x micro-batches of a rank
     for found in results:
@@ -251,8 +291,8 @@ def test_bytes_of_the_all_gather(ranks, tp):
 
 
 def test_bytes_of_the_push(ranks):
-    """Truth: the formula. Per layer and micro-batch four pushes of what a rank's T tokens could be (tests.test_push counts what is), choices and
-    weights gathered, the weights' gradients scattered."""
+    """Truth: the formula. Per layer and micro-batch four pushes of what a rank's T tokens could be (tests.test_push
+    counts what is), choices and weights gathered, the weights' gradients scattered."""
     run = variant(router_aux_loss_coef=0.0)
     results = ranks.run("tests.test_moe:exchanged", 4, replace(run, layout=LayoutConfig(ep=4, tp=2, dispatch="push")))
     tokens, width, slots, number = SEQ // 2, 32, 2, 8
@@ -265,8 +305,8 @@ def test_bytes_of_the_push(ranks):
 
 
 def test_bytes_of_the_all_to_all(ranks):
-    """Truth: the formula. Summed over ranks each (token, expert) pair travels four times, its way home in forward and backward included; the
-    sizes are one number per expert and layer."""
+    """Truth: the formula. Summed over ranks each (token, expert) pair travels four times, its way home in forward
+    and backward included; the sizes are one number per expert and layer."""
     run = variant(router_aux_loss_coef=0.0)
     results = ranks.run("tests.test_moe:exchanged", 4, replace(run, layout=LayoutConfig(ep=4, dispatch="alltoall")))
     width, slots, number, layers = 32, 2, 8, run.model.num_hidden_layers

@@ -1,4 +1,5 @@
-"""Families with experts against Hugging Face's: logits, loss and the gradient of every tensor in float64, whoever holds which expert.
+"""Families with experts against Hugging Face's: logits, loss and the gradient of every tensor in float64, whoever
+holds which expert.
 
 Transformers keeps experts stacked in memory and one by one in files, so both weights and gradients go through its own
 `save_pretrained` to get their names.
@@ -16,16 +17,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.checkpoint.hf import differences, model_config_from_hf, to_hf
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, tell
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig
-from phalanx.train.build import build
-from phalanx.train.config import Run, TrainConfig
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, tell
+from phalanx.sequence.batch import IGNORE, Batch
 from tests.checkpoints import make_run
 from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 from tests.test_models import all_logits, load_weights, rotation_of
@@ -33,28 +34,56 @@ from tests.test_models import all_logits, load_weights, rotation_of
 CASES = {
     "mixtral": replace(MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
     "mixtral: top 1, tied": replace(
-        MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0, num_experts_per_tok=1, tie_word_embeddings=True
+        MODELS["mixtral"],
+        router_aux_loss_coef=0.0,
+        router_z_loss_coef=0.0,
+        num_experts_per_tok=1,
+        tie_word_embeddings=True,
     ),
     "qwen3_moe: some layers dense": replace(MODELS["qwen3_moe"], router_aux_loss_coef=0.0),
     "qwen3_moe: renormalised": replace(
-        MODELS["qwen3_moe"], router_aux_loss_coef=0.0, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=(1,), tie_word_embeddings=False
+        MODELS["qwen3_moe"],
+        router_aux_loss_coef=0.0,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=(1,),
+        tie_word_embeddings=False,
     ),
     "deepseek_v3": replace(MODELS["deepseek_v3"], router_aux_loss_coef=0.0),
     "deepseek_v3: one group, weights as they are, no first dense layer": replace(
-        MODELS["deepseek_v3"], router_aux_loss_coef=0.0, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=1, first_k_dense_replace=0
+        MODELS["deepseek_v3"],
+        router_aux_loss_coef=0.0,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        n_shared_experts=1,
+        first_k_dense_replace=0,
     ),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
     "gpt_oss: layers of a kind, tied, no scaling": replace(
-        MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0, tie_word_embeddings=True, rope_scaling=None, num_experts_per_tok=1,
-        layer_types=("full_attention", "full_attention", "sliding_attention"), sliding_window=9, swiglu_alpha=1.3, swiglu_limit=7.0,
+        MODELS["gpt_oss"],
+        router_aux_loss_coef=0.0,
+        router_z_loss_coef=0.0,
+        tie_word_embeddings=True,
+        rope_scaling=None,
+        num_experts_per_tok=1,
+        layer_types=("full_attention", "full_attention", "sliding_attention"),
+        sliding_window=9,
+        swiglu_alpha=1.3,
+        swiglu_limit=7.0,
     ),
-}  # fmt: skip
+}
 LAYOUTS = {
-    "one rank": (1, {}), "ep2": (2, dict(ep=2)), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "tp2, ep2": (2, dict(tp=2, ep=2)),
-    "pp2, etp2": (4, dict(pp=2, etp=2)), "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather", expert_room=8.0)),
+    "one rank": (1, {}),
+    "ep2": (2, dict(ep=2)),
+    "tp2": (2, dict(tp=2)),
+    "pp2": (2, dict(pp=2)),
+    "tp2, ep2": (2, dict(tp=2, ep=2)),
+    "pp2, etp2": (4, dict(pp=2, etp=2)),
+    "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather", expert_room=8.0)),
     "tp2, ep4 pushed": (4, dict(tp=2, ep=4, dispatch="push", expert_room=8.0)),
     "tp2, ep2 x etp2 by all-gather": (4, dict(tp=2, ep=2, etp=2, dispatch="allgather", expert_room=8.0)),
-}  # fmt: skip
+}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 
 
@@ -65,22 +94,42 @@ def hf_model(config: ExpertsConfig):
     if isinstance(c, DeepseekV3Config):
         options = dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
         return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options))
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-            "tie_word_embeddings", "rope_theta", "max_position_embeddings", "num_experts_per_tok")  # fmt: skip
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "max_position_embeddings",
+        "num_experts_per_tok",
+    )
     if isinstance(c, GptOssConfig):
-        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**to_hf(c, torch.float64), experts_implementation="eager"))
-    options = {k: getattr(c, k) for k in same} | dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
+        return transformers.GptOssForCausalLM(
+            transformers.GptOssConfig(**to_hf(c, torch.float64), experts_implementation="eager")
+        )
+    options = {k: getattr(c, k) for k in same} | dict(
+        attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0
+    )
     options["head_dim"] = c.head_dim or c.hidden_size // c.num_attention_heads
     if isinstance(c, MixtralConfig):
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=c.num_local_experts, **options))
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(num_local_experts=c.num_local_experts, **options)
+        )
     more = ("num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
     options |= {k: getattr(c, k) for k in more} | dict(mlp_only_layers=list(c.mlp_only_layers))
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
 
 
 def widen(model, config: ExpertsConfig) -> None:
-    """Hugging Face computes norms, rotary angles and routers in float32 whatever the weights are: the same formulas in float64."""
-    inverse, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
+    """Hugging Face computes norms, rotary angles and routers in float32 whatever the weights are: the same formulas
+    in float64."""
+    inverse, factor = rotation_of(config).frequencies(
+        SEQ
+    )  # equal to transformers' own: test_scalings_equal_transformers
     halves = 1 if isinstance(config, GptOssConfig) else 2  # in which its angles are laid out
 
     def rotary(x, position_ids):
@@ -93,7 +142,8 @@ def widen(model, config: ExpertsConfig) -> None:
         return logits, weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
 
     def route_in_groups(h, m):
-        """DeepSeek-V3's, expert by expert: the best groups by their two best scores with the bias, the best experts in them."""
+        """DeepSeek-V3's, expert by expert: the best groups by their two best scores with the bias, the best experts
+        in them."""
         logits = F.linear(h.reshape(-1, h.shape[-1]), m.weight)
         scores = logits.sigmoid()
         chosen_by = (scores + m.e_score_correction_bias.double()).unflatten(1, (m.num_group, -1))
@@ -107,7 +157,9 @@ def widen(model, config: ExpertsConfig) -> None:
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            module.forward = lambda h, m=module: m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+            module.forward = lambda h, m=module: (
+                m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+            )
         if kind == "DeepseekV3TopkRouter":
             module.forward = lambda h, m=module: route_in_groups(h, m)
         if kind.endswith("TopKRouter") and not isinstance(config, GptOssConfig):
@@ -158,7 +210,12 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     mine = batches[mesh.dp.index :: mesh.dp.size]
     tokens = accumulate(state, mine)
     grads = parts_of(state, "grad")
-    return {"loss": (tell(state).loss / tokens).item(), "grads": grads, "logits": all_logits(state, mine), "dp": mesh.dp.index}
+    return {
+        "loss": (tell(state).loss / tokens).item(),
+        "grads": grads,
+        "logits": all_logits(state, mine),
+        "dp": mesh.dp.index,
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -168,7 +225,9 @@ def test_equal_to_hugging_face(ranks, case, layout):
     truth, (world, options) = hugging_face(case), LAYOUTS[layout]
     train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
     arguments = (Run(model=CASES[case], train=train, layout=LayoutConfig(**options)), truth["weights"], BATCHES)
-    results = [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.test_moe_models:run_model", world, *arguments)
+    results = (
+        [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.test_moe_models:run_model", world, *arguments)
+    )
     for result in results:
         assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
     dp = 1 + max(r["dp"] for r in results)
@@ -188,7 +247,8 @@ def test_equal_to_hugging_face(ranks, case, layout):
 
 @pytest.mark.parametrize("layout", [dict(tp=2, ep=4), dict(pp=2, ep=2)], ids=str)
 def test_folders_of_deepseek_both_ways(ranks, tmp_path, layout):
-    """What transformers saves is loaded bit for bit, and what we save is what it loads, the bias that experts are chosen by included."""
+    """What transformers saves is loaded bit for bit, and what we save is what it loads, the bias that experts are
+    chosen by included."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -196,13 +256,25 @@ def test_folders_of_deepseek_both_ways(ranks, tmp_path, layout):
     torch.manual_seed(0)
     theirs = hf_model(config)
     with torch.no_grad():
-        for t in (*theirs.parameters(), *(b for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias"))):
+        for t in (
+            *theirs.parameters(),
+            *(b for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias")),
+        ):
             t.normal_()
     theirs.save_pretrained(tmp_path / "hf")
     assert differences(asdict(model_config_from_hf(tmp_path / "hf")), asdict(config)) == []
     truth = {k: v.double().numpy() for k, v in load_file(tmp_path / "hf/model.safetensors").items()}
     assert sum("e_score_correction_bias" in name for name in truth) == 2
-    assert ranks.run("tests.checkpoints:load_weights_on_rank", 4, make_run("deepseek_v3", "bf16", **layout), tmp_path / "hf", truth) == [[]] * 4
+    assert (
+        ranks.run(
+            "tests.checkpoints:load_weights_on_rank",
+            4,
+            make_run("deepseek_v3", "bf16", **layout),
+            tmp_path / "hf",
+            truth,
+        )
+        == [[]] * 4
+    )
     ranks.run("tests.checkpoints:save_on_rank", 4, make_run("deepseek_v3", "fp32", **layout), tmp_path / "run", {})
     (folder,) = (tmp_path / "run").glob("**/weights")
     assert differences(asdict(model_config_from_hf(folder)), asdict(config)) == []

@@ -1,4 +1,5 @@
-"""Routing, permuting and multiplying for mixtures of experts: against transformers' modules and plain formulas in float64."""
+"""Routing, permuting and multiplying for mixtures of experts: against transformers' modules and plain formulas in
+float64."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.base.rng import key_of
-from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, clamped_swiglu, gated_rows, swiglu
-from phalanx.ops.grouped import add_grouped_product_, grouped_matmul, grouped_product
-from phalanx.ops.matmul import PIECES, pieces
-from phalanx.ops.permute import Rows, combine_rows, gather_rows, plan_rows, row_weights
-from phalanx.ops.route import (
+from phalanx.ops.dense.activation import clamped_swiglu, gated_rows, swiglu
+from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
+from phalanx.ops.dense.matmul import PIECES, pieces
+from phalanx.ops.experts.grouped import add_grouped_product_, grouped_matmul, grouped_product
+from phalanx.ops.experts.permute import combine_rows, gather_rows, plan_rows, row_weights
+from phalanx.ops.experts.route import (
     BalanceSums,
     Choice,
-    Router,
     balance_loss,
     balance_sums,
     dropping,
@@ -32,6 +33,8 @@ from phalanx.ops.route import (
     within_capacity,
     z_loss,
 )
+from phalanx.ops.experts.router import Router
+from phalanx.ops.experts.rows import Rows
 from tests.test_ops import normal
 
 T, D, F, E, K = 23, 12, 7, 8, 3
@@ -59,7 +62,9 @@ def qwen3(renormalize: bool) -> tuple[Any, Router, int]:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=K, norm_topk_prob=renormalize)
+    config = Qwen3MoeConfig(
+        hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=K, norm_topk_prob=renormalize
+    )
     return Qwen3MoeSparseMoeBlock(config), Router(K, E, renormalize=renormalize), 0
 
 
@@ -67,8 +72,17 @@ def deepseek(renormalize: bool, groups: int, top_groups: int) -> tuple[Any, Rout
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-    config = DeepseekV3Config(hidden_size=D, moe_intermediate_size=F, n_routed_experts=E, num_experts_per_tok=K, n_group=groups,
-                              topk_group=top_groups, norm_topk_prob=renormalize, routed_scaling_factor=2.5, n_shared_experts=1)  # fmt: skip
+    config = DeepseekV3Config(
+        hidden_size=D,
+        moe_intermediate_size=F,
+        n_routed_experts=E,
+        num_experts_per_tok=K,
+        n_group=groups,
+        topk_group=top_groups,
+        norm_topk_prob=renormalize,
+        routed_scaling_factor=2.5,
+        n_shared_experts=1,
+    )
     return DeepseekV3MoE(config), Router(K, E, "sigmoid", "before", renormalize, 2.5, groups, top_groups), 0
 
 
@@ -76,7 +90,11 @@ def gpt_oss() -> tuple[Any, Router, int]:
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-    return GptOssMLP(GptOssConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)), Router(K, E, order="after"), 1
+    return (
+        GptOssMLP(GptOssConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)),
+        Router(K, E, order="after"),
+        1,
+    )
 
 
 THEIRS = {
@@ -91,7 +109,8 @@ THEIRS = {
 
 
 def their_block(name: str) -> tuple[Any, Router]:
-    """transformers' block in float64 with every parameter (and the bias of the choice) drawn; gpt-oss's activation is really clamped."""
+    """transformers' block in float64 with every parameter (and the bias of the choice) drawn; gpt-oss's activation
+    is really clamped."""
     block, router, _ = THEIRS[name]()
     block = block.double()
     for i, (key, p) in enumerate([*block.named_parameters(), *block.named_buffers()]):
@@ -106,12 +125,15 @@ def their_router(block: Any) -> Any:
 def logits_of(block: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Our logits from their router's weights, and the bias of its choice."""
     router = their_router(block)
-    return torch.nn.functional.linear(x, router.weight, getattr(router, "bias", None)), getattr(router, "e_score_correction_bias", None)
+    return torch.nn.functional.linear(x, router.weight, getattr(router, "bias", None)), getattr(
+        router, "e_score_correction_bias", None
+    )
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_route_equals_transformers(name):
-    """Truth: transformers' router modules in float64: experts, weights, gradients to the tokens and to the router's weight."""
+    """Truth: transformers' router modules in float64: experts, weights, gradients to the tokens and to the router's
+    weight."""
     block, router = their_block(name)
     x = normal(T, D, seed=1).requires_grad_()
     with KeepFloat64():
@@ -122,7 +144,9 @@ def test_route_equals_transformers(name):
     choice = route(logits_of(block, x)[0], router, logits_of(block, x)[1])
     found = torch.zeros(T, E, dtype=torch.float64).scatter(1, choice.experts_TK, choice.weights_TK)
     torch.testing.assert_close(found, truth, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(torch.autograd.grad(found, [x, their_router(block).weight], upstream), expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, [x, their_router(block).weight], upstream), expected, rtol=1e-12, atol=1e-13
+    )
 
 
 def our_order(name: str, key: str, theirs: Tensor) -> Tensor:
@@ -133,22 +157,33 @@ def our_order(name: str, key: str, theirs: Tensor) -> Tensor:
     return ours if "bias" in key else ours.transpose(1, 2)
 
 
-def our_layer(x: Tensor, weights: dict[str, Tensor], correction: Tensor | None, router: Router, weigh_inside: bool, rows: int) -> Tensor:
+def our_layer(
+    x: Tensor, weights: dict[str, Tensor], correction: Tensor | None, router: Router, weigh_inside: bool, rows: int
+) -> Tensor:
     logits = torch.nn.functional.linear(x, weights["weight"], weights.get("bias"))
     choice = route(logits, router, correction)
     plan = plan_rows(choice.experts_TK, 0, E, rows)
-    y = grouped_matmul(gather_rows(x, plan), weights["gate_up_proj"], plan.ends_E, bias_EO=weights.get("gate_up_proj_bias"))
+    y = grouped_matmul(
+        gather_rows(x, plan), weights["gate_up_proj"], plan.ends_E, bias_EO=weights.get("gate_up_proj_bias")
+    )
     weights_R = row_weights(choice.weights_TK, plan) if weigh_inside else None
     hidden = gated_rows(y, plan.ends_E, weights_R, CLAMPED_SWIGLU if router.order == "after" else SWIGLU)
     out = grouped_matmul(hidden, weights["down_proj"], plan.ends_E, bias_EO=weights.get("down_proj_bias"))
     return combine_rows(out, None if weigh_inside else choice.weights_TK, plan, len(x))
 
 
-@pytest.mark.parametrize("name, weigh_inside, rows", [
-    *((name, False, T * K) for name in THEIRS), ("mixtral", True, T * K), ("deepseek_v3", True, T * K + 5), ("gpt_oss", False, T * K + 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, weigh_inside, rows",
+    [
+        *((name, False, T * K) for name in THEIRS),
+        ("mixtral", True, T * K),
+        ("deepseek_v3", True, T * K + 5),
+        ("gpt_oss", False, T * K + 5),
+    ],
+)
 def test_a_layer_equals_transformers(name, weigh_inside, rows):
-    """Truth: transformers' mixture in float64 (without its shared expert): output, and gradients to the tokens and every weight.
+    """Truth: transformers' mixture in float64 (without its shared expert): output, and gradients to the tokens and
+    every weight.
 
     The rows may be more than needed, and be weighed before the second matmul where it has no bias.
     """
@@ -162,17 +197,22 @@ def test_a_layer_equals_transformers(name, weigh_inside, rows):
     truth = truth[0] if isinstance(truth, tuple) else truth
     expected = torch.autograd.grad(truth, [x, *params.values()], dy)
     ours = {key.split(".")[-1]: our_order(name, key, p.detach()).requires_grad_() for key, p in params.items()}
-    found = our_layer(x[0], ours, getattr(their_router(block), "e_score_correction_bias", None), router, weigh_inside, rows)
+    found = our_layer(
+        x[0], ours, getattr(their_router(block), "e_score_correction_bias", None), router, weigh_inside, rows
+    )
     torch.testing.assert_close(found, truth[0], rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(found, [x, *ours.values()], dy[0])
-    torch.testing.assert_close(gradients, (expected[0], *map(our_order, [name] * len(params), params, expected[1:])), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradients, (expected[0], *map(our_order, [name] * len(params), params, expected[1:])), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_clamped_swiglu_equals_gpt_oss():
-    """Truth: transformers' GptOssExperts on interleaved gate and up, its limits passed on both sides and met exactly; and its gradient.
+    """Truth: transformers' GptOssExperts on interleaved gate and up, its limits passed on both sides and met
+    exactly; and its gradient.
 
-    At a limit torch passes the gradient or does not, by its version. Ours is the one from inside: of a value just inside it.
-    Ours on all gates before all ups, and on pairs as they are.
+    At a limit torch passes the gradient or does not, by its version. Ours is the one from inside: of a value just
+    inside it. Ours on all gates before all ups, and on pairs as they are.
     """
     block, _ = their_block("gpt_oss")
     x = normal(9, 2 * F) * 8
@@ -187,7 +227,9 @@ def test_clamped_swiglu_equals_gpt_oss():
     (gradient,) = torch.autograd.grad(found, x, dy)
     torch.testing.assert_close(gradient, torch.cat((expected[:, ::2], expected[:, 1::2]), -1), rtol=1e-13, atol=1e-13)
     pairs = clamped_swiglu(interleaved, replace(CLAMPED_SWIGLU, interleaved=True))
-    torch.testing.assert_close([pairs, *torch.autograd.grad(pairs, interleaved, dy)], [truth, expected], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        [pairs, *torch.autograd.grad(pairs, interleaved, dy)], [truth, expected], rtol=1e-13, atol=1e-13
+    )
 
 
 def test_route_computes_in_fp32():
@@ -195,7 +237,9 @@ def test_route_computes_in_fp32():
     logits = normal(T, E, dtype=torch.bfloat16).requires_grad_()
     for router in (Router(K, E), Router(K, E, order="after"), Router(K, E, "sigmoid", scale=2.5)):
         found, truth = route(logits, router), route(logits.detach().double(), router)
-        assert found.weights_TK.dtype == found.scores_TE.dtype == torch.float32 and torch.equal(found.experts_TK, truth.experts_TK)
+        assert found.weights_TK.dtype == found.scores_TE.dtype == torch.float32 and torch.equal(
+            found.experts_TK, truth.experts_TK
+        )
         torch.testing.assert_close(found.weights_TK.double(), truth.weights_TK, rtol=1e-6, atol=0)
         torch.testing.assert_close(truth.scores_TE.sum(-1), torch.ones(T, dtype=torch.float64), rtol=1e-14, atol=0)
         assert torch.autograd.grad(found.weights_TK.square().sum(), logits)[0].dtype == torch.bfloat16
@@ -206,13 +250,20 @@ def test_equal_scores_go_to_the_lower_number():
     logits[1, 40:50] = 1.0
     logits[2] = torch.nan
     assert route(logits, Router(4, 64)).experts_TK[[0, 1, 3]].tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [0, 1, 2, 3]]
-    assert ((0 <= route(logits, Router(4, 64)).experts_TK) & (route(logits, Router(4, 64)).experts_TK < 64)).all()  # also of a NaN
-    grouped = route(torch.zeros(1, 8), Router(3, 8, "sigmoid", groups=4, top_groups=2), torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 1]))
+    assert (
+        (0 <= route(logits, Router(4, 64)).experts_TK) & (route(logits, Router(4, 64)).experts_TK < 64)
+    ).all()  # also of a NaN
+    grouped = route(
+        torch.zeros(1, 8), Router(3, 8, "sigmoid", groups=4, top_groups=2), torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 1])
+    )
     assert grouped.experts_TK.tolist() == [[6, 7, 0]]
 
 
 def test_the_bias_moves_the_choice_and_not_the_weights():
-    logits, bias = normal(T, E), torch.full((E,), -10.0).index_fill_(0, torch.tensor([2, 5, 6]), 10.0).double().requires_grad_()
+    logits, bias = (
+        normal(T, E),
+        torch.full((E,), -10.0).index_fill_(0, torch.tensor([2, 5, 6]), 10.0).double().requires_grad_(),
+    )
     choice = route(logits.requires_grad_(), Router(K, E, "sigmoid", renormalize=False), bias)
     assert choice.experts_TK.sort(-1).values.tolist() == [[2, 5, 6]] * T
     torch.testing.assert_close(choice.weights_TK, torch.sigmoid(logits).gather(1, choice.experts_TK), rtol=0, atol=0)
@@ -223,7 +274,8 @@ def test_the_bias_moves_the_choice_and_not_the_weights():
 
 
 def test_forced_choices_are_even_and_the_same_in_every_layout():
-    """Different experts in a token; each expert within 5 sigma of its share; a part of the tokens is drawn the same alone; not in two layers."""
+    """Different experts in a token; each expert within 5 sigma of its share; a part of the tokens is drawn the same
+    alone; not in two layers."""
     tokens, router = 4096, Router(8, 64, forced="balanced")
     rows = (torch.arange(tokens) // 512 + 2**33, torch.arange(tokens) % 512)
     logits = normal(tokens, 64, dtype=torch.float32)
@@ -232,7 +284,9 @@ def test_forced_choices_are_even_and_the_same_in_every_layout():
     counts, share = expert_counts(choice.experts_TK, 64)[0].double(), tokens * 8 / 64
     assert (counts - share).abs().max() < 5 * math.sqrt(share * (1 - 8 / 64)) and counts.sum() == tokens * 8
     part = slice(700, 900)
-    assert torch.equal(route(logits[part], router, rows=(rows[0][part], rows[1][part]), layer=3).experts_TK, choice.experts_TK[part])
+    assert torch.equal(
+        route(logits[part], router, rows=(rows[0][part], rows[1][part]), layer=3).experts_TK, choice.experts_TK[part]
+    )
     assert not torch.equal(route(logits, router, rows=rows, layer=4).experts_TK, choice.experts_TK)
     torch.testing.assert_close(choice.weights_TK.sum(-1), torch.ones(tokens), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="sample ids"):
@@ -251,7 +305,9 @@ def test_balance_loss_equals_transformers():
         truth = load_balancing_loss_func((logits,), E, K)
     found = K * balance_loss(balance_sums(route(logits, Router(K, E))))
     torch.testing.assert_close(found[0], truth, rtol=1e-14, atol=0)
-    torch.testing.assert_close(torch.autograd.grad(found, logits), torch.autograd.grad(truth, logits), rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, logits), torch.autograd.grad(truth, logits), rtol=1e-13, atol=1e-15
+    )
 
 
 def complementary_loss(logits: Tensor, bias: Tensor) -> Tensor:
@@ -266,7 +322,8 @@ def complementary_loss(logits: Tensor, bias: Tensor) -> Tensor:
 
 
 def test_sequence_balance_equals_deepseek():
-    """Truth: the report's formula sequence by sequence, sequences of different lengths in no order; and its gradient."""
+    """Truth: the report's formula sequence by sequence, sequences of different lengths in no order; and its
+    gradient."""
     logits, bias = normal(T, E).requires_grad_(), normal(E, seed=1) * 0.1
     sequence = torch.arange(T) * 7 % 5 % 3
     choice = route(logits, Router(K, E, "sigmoid"), bias)
@@ -274,18 +331,22 @@ def test_sequence_balance_equals_deepseek():
     truth = torch.stack([complementary_loss(logits[sequence == s], bias) for s in range(3)])
     torch.testing.assert_close(found, truth, rtol=1e-13, atol=0)
     weights = normal(3, seed=2)
-    torch.testing.assert_close(torch.autograd.grad(found, logits, weights), torch.autograd.grad(truth, logits, weights), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, logits, weights), torch.autograd.grad(truth, logits, weights), rtol=1e-12, atol=1e-15
+    )
 
 
 def test_balance_over_ranks():
-    """Truth: the loss of all tokens on one rank. Parts of the tokens, their sums added up without autograd: each part has the loss of
-    the whole, and the gradients of the parts together are the gradient of the whole."""
+    """Truth: the loss of all tokens on one rank. Parts of the tokens, their sums added up without autograd: each
+    part has the loss of the whole, and the gradients of the parts together are the gradient of the whole."""
     logits, router = normal(T, E).requires_grad_(), Router(K, E)
     truth = balance_loss(balance_sums(route(logits, router)))
     (expected,) = torch.autograd.grad(truth, logits)
     parts = [balance_sums(route(part, router)) for part in logits.split([4, 0, 10, 9])]
     with torch.no_grad():
-        total = BalanceSums(sum(p.counts_SE for p in parts), sum(p.scores_SE for p in parts), sum(p.tokens_S for p in parts))
+        total = BalanceSums(
+            sum(p.counts_SE for p in parts), sum(p.scores_SE for p in parts), sum(p.tokens_S for p in parts)
+        )
     losses = [balance_loss(p, total) for p in parts]
     for loss in losses:
         torch.testing.assert_close(loss, truth, rtol=1e-14, atol=0)
@@ -295,7 +356,9 @@ def test_balance_over_ranks():
 def test_balanced_loss_is_one_and_worst_is_experts_over_slots():
     even = Choice(torch.arange(E).repeat(K, 1).t() % E, torch.ones(E, K), torch.full((E, E), 1 / E))
     assert balance_loss(balance_sums(even)).item() == pytest.approx(1.0)
-    one = Choice(torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1), torch.eye(E)[torch.zeros(T, dtype=torch.int64)])
+    one = Choice(
+        torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1), torch.eye(E)[torch.zeros(T, dtype=torch.int64)]
+    )
     assert balance_loss(balance_sums(one)).item() == pytest.approx(E)
 
 
@@ -304,13 +367,19 @@ def test_z_loss():
     logits = normal(T, E).requires_grad_()
     truth = torch.log(torch.exp(logits).sum(-1)).pow(2).sum()
     torch.testing.assert_close(z_loss(logits), truth, rtol=1e-14, atol=0)
-    torch.testing.assert_close(torch.autograd.grad(z_loss(logits), logits), torch.autograd.grad(truth, logits), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        torch.autograd.grad(z_loss(logits), logits), torch.autograd.grad(truth, logits), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_updated_bias_evens_the_load():
     """One step by hand; then a router with badly skewed logits is balanced by nothing else."""
     assert updated_bias(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0, 6, 3]), 0.25).tolist() == [1.25, 0.75, 1.0]
-    logits, router, bias = normal(512, E) + torch.linspace(-2, 2, E), Router(2, E, "sigmoid"), torch.zeros(E, dtype=torch.float64)
+    logits, router, bias = (
+        normal(512, E) + torch.linspace(-2, 2, E),
+        Router(2, E, "sigmoid"),
+        torch.zeros(E, dtype=torch.float64),
+    )
     first = load_spread(expert_counts(route(logits, router, bias).experts_TK, E)[0])
     for _ in range(300):
         bias = updated_bias(bias, expert_counts(route(logits, router, bias).experts_TK, E)[0], 0.01)
@@ -335,7 +404,12 @@ def kept_by_hand(choice: Choice, limit: int, by: str, sequence: list[int]) -> Te
     kept, experts = torch.zeros_like(choice.experts_TK, dtype=torch.bool), choice.experts_TK.tolist()
     for s in set(sequence):
         for e in range(E):
-            pairs = [(t, k) for t in range(len(experts)) for k in range(len(experts[t])) if sequence[t] == s and experts[t][k] == e]
+            pairs = [
+                (t, k)
+                for t in range(len(experts))
+                for k in range(len(experts[t]))
+                if sequence[t] == s and experts[t][k] == e
+            ]
             pairs.sort(key=lambda p: p if by == "position" else (-choice.weights_TK[p].item(), p))
             for pair in pairs[:limit]:
                 kept[pair] = True
@@ -345,7 +419,8 @@ def kept_by_hand(choice: Choice, limit: int, by: str, sequence: list[int]) -> Te
 @pytest.mark.parametrize("by", ["position", "probability"])
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, T])
 def test_capacity(by, limit):
-    """Truth: a loop over sequences, experts and pairs. Equal weights among them; what is dropped has no expert, weight or gradient."""
+    """Truth: a loop over sequences, experts and pairs. Equal weights among them; what is dropped has no expert,
+    weight or gradient."""
     logits = (normal(T, E) * 2).round().requires_grad_()
     sequence = torch.arange(T) * 5 % 3
     choice = route(logits, Router(K, E))
@@ -381,7 +456,8 @@ ROUTINGS = {  # adversarial choices of T tokens among E experts
 @pytest.mark.parametrize("first, count, room", [(0, E, 0), (0, E, 9), (2, 3, 0), (5, 1, 4), (0, E, -7)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_plan(name, first, count, room):
-    """Truth: Python's stable sort of the pairs. `room` more rows than needed, or fewer: then the last pairs get none."""
+    """Truth: Python's stable sort of the pairs. `room` more rows than needed, or fewer: then the last pairs get
+    none."""
     check_plan(ROUTINGS[name](), first, count, room, "auto")
 
 
@@ -404,10 +480,24 @@ def spoil(x: Tensor, plan: Rows) -> Tensor:
     return torch.where(plan.valid_R.unsqueeze(-1), x, torch.nan)
 
 
-def mixture(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor], plan: Rows, kernels: str = "auto") -> Tensor:
+def mixture(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: tuple[Tensor, Tensor],
+    plan: Rows,
+    kernels: str = "auto",
+) -> Tensor:
     """Every op in a row, what is in the padding spoiled on the way, in backward too."""
     rows = gather_rows(x, plan, kernels)
-    hidden = gated_rows(spoil(grouped_matmul(spoil(rows, plan), gate_up, plan.ends_E, kernels, biases[0]), plan), plan.ends_E, None, SWIGLU, kernels)
+    hidden = gated_rows(
+        spoil(grouped_matmul(spoil(rows, plan), gate_up, plan.ends_E, kernels, biases[0]), plan),
+        plan.ends_E,
+        None,
+        SWIGLU,
+        kernels,
+    )
     out = SpoilGradient.apply(grouped_matmul(spoil(hidden, plan), down, plan.ends_E, kernels, biases[1]), plan)
     return combine_rows(spoil(out, plan), weights, plan, len(x), kernels)
 
@@ -423,7 +513,15 @@ class SpoilGradient(torch.autograd.Function):
         return spoil(dy, ctx.plan), None
 
 
-def mixture_by_hand(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor], experts: Tensor, first: int) -> Tensor:
+def mixture_by_hand(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: tuple[Tensor, Tensor],
+    experts: Tensor,
+    first: int,
+) -> Tensor:
     out = []
     for t in range(len(x)):
         total = x[t] * 0
@@ -438,7 +536,8 @@ def mixture_by_hand(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, b
 @pytest.mark.parametrize("first, count", [(0, E), (2, 3), (5, 1)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_mixture(name, first, count):
-    """Truth: a loop over tokens and slots with autograd. Padding full of NaN, in forward and in backward, reaches nothing."""
+    """Truth: a loop over tokens and slots with autograd. Padding full of NaN, in forward and in backward, reaches
+    nothing."""
     check_mixture(ROUTINGS[name](), first, count, "auto", 1e-12)
 
 
@@ -488,7 +587,8 @@ def check_weighing(gate: Any, inner: int, kernels: str, bound: float) -> None:
 
 
 def test_shapes_on_meta():
-    """Plans and estimates run the ops where there is no data: forward and backward give tensors of the right shapes and dtypes."""
+    """Plans and estimates run the ops where there is no data: forward and backward give tensors of the right shapes
+    and dtypes."""
     with torch.device("meta"):
         logits = torch.empty(T, E, dtype=torch.bfloat16, requires_grad=True)
         x = torch.empty(T, D, dtype=torch.bfloat16, requires_grad=True)
@@ -506,7 +606,8 @@ def test_shapes_on_meta():
 
 
 def test_low_precision_sums_are_wide():
-    """Truth: float64 on the same bf16 inputs; the sum over slots and the weight gradient are rounded once, not at each addition."""
+    """Truth: float64 on the same bf16 inputs; the sum over slots and the weight gradient are rounded once, not at
+    each addition."""
     experts = ROUTINGS["every expert"]()
     x, weights = normal(T, D, dtype=torch.bfloat16), normal(T, E, seed=1, dtype=torch.float32)
     plan = plan_rows(experts, 0, E, T * E)
@@ -535,13 +636,16 @@ def test_plan_by_triton(name, first, count, room):
 
 
 def test_plan_of_many_pairs_by_triton():
-    """Several programs, each with several passes over the padding; then so little room that whole programs have none."""
+    """Several programs, each with several passes over the padding; then so little room that whole programs have
+    none."""
     experts = torch.rand(700, 40, generator=torch.Generator().manual_seed(0)).argsort(-1)[:, :3]
     check_plan(experts, 3, 33, 5000, "triton")
     check_plan(experts, 0, 40, -1500, "triton")
 
 
-@pytest.mark.parametrize("name, first, count", [("drawn", 0, E), *((name, 2, 3) for name in ROUTINGS), ("all to one", 5, 1)])
+@pytest.mark.parametrize(
+    "name, first, count", [("drawn", 0, E), *((name, 2, 3) for name in ROUTINGS), ("all to one", 5, 1)]
+)
 def test_mixture_by_triton(name, first, count):
     check_mixture(ROUTINGS[name](), first, count, "triton", 1e-12)
 
@@ -549,12 +653,15 @@ def test_mixture_by_triton(name, first, count):
 @pytest.mark.parametrize("inner, outer", [(72, 40), (36, 20)], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_grouped_matmul_by_triton(dtype, inner, outer):
-    """Truth: the plain twin in float64 on the same rounded inputs, within a few roundings. Several tiles of rows and steps of the sum,
-    an expert with none, padding of NaN; the weight gradient comes on top of what is in its fp32 buffer. (Interpreted, tl.dot multiplies
-    the bits of bf16 as integers: bf16 is checked in tests/gpu.)"""
+    """Truth: the plain twin in float64 on the same rounded inputs, within a few roundings. Several tiles of rows and
+    steps of the sum, an expert with none, padding of NaN; the weight gradient comes on top of what is in its fp32
+    buffer. (Interpreted, tl.dot multiplies the bits of bf16 as integers: bf16 is checked in tests/gpu.)"""
     ends, rows = torch.tensor([10, 150, 150, 293], dtype=torch.int32), 300
     spoiled = slice(293, rows)
-    values = [normal(*s, seed=i, dtype=dtype) for i, s in enumerate(((rows, inner), (4, outer, inner), (4, outer), (rows, outer)))]
+    values = [
+        normal(*s, seed=i, dtype=dtype)
+        for i, s in enumerate(((rows, inner), (4, outer, inner), (4, outer), (rows, outer)))
+    ]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     found = []
     for kernels, kind, buffer in (("triton", dtype, wide), ("plain", torch.float64, torch.float64)):
@@ -567,18 +674,31 @@ def test_grouped_matmul_by_triton(dtype, inner, outer):
         y.backward(dy)
         found.append([y.detach()[:293], x.grad[:293], weight.grad, bias.grad])
     rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 4 * torch.finfo(dtype).eps)
-    for bound, a, b in zip((rounding, rounding, max(1e-13, min(rounding, 2e-6)), max(1e-13, min(rounding, 2e-6))), *found):
+    for bound, a, b in zip(
+        (rounding, rounding, max(1e-13, min(rounding, 2e-6)), max(1e-13, min(rounding, 2e-6))), *found
+    ):
         assert (a.double() - b).abs().max() <= bound * b.abs().max()
 
 
 def test_every_tile_is_made_once():
-    """Truth: the plain twins. Tiles so small that an expert has several groups of them, the last group not full, in both directions."""
-    from phalanx.ops.kernels import grouped as fast
+    """Truth: the plain twins. Tiles so small that an expert has several groups of them, the last group not full, in
+    both directions."""
+    from phalanx.ops.experts import grouped_kernel as fast
 
     tiles = fast.Tiles(16, 16, 16, 2, 4, group=2)
-    ends, x, dy, weight = torch.tensor([10, 10, 103], dtype=torch.int32), normal(110, 40), normal(110, 72, seed=1), normal(3, 72, 40, seed=2)
+    ends, x, dy, weight = (
+        torch.tensor([10, 10, 103], dtype=torch.int32),
+        normal(110, 40),
+        normal(110, 72, seed=1),
+        normal(3, 72, 40, seed=2),
+    )
     for a, w in ((x, weight.transpose(1, 2)), (dy, weight)):
-        torch.testing.assert_close(fast.grouped_product(a, w, ends, None, tiles)[:103], grouped_product(a, w, ends)[:103], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            fast.grouped_product(a, w, ends, None, tiles)[:103],
+            grouped_product(a, w, ends)[:103],
+            rtol=1e-12,
+            atol=1e-12,
+        )
     found, truth = torch.ones_like(weight), torch.ones_like(weight)
     fast.add_grouped_product_(found, dy, x, ends, tiles)
     add_grouped_product_(truth, dy, x, ends)
@@ -587,10 +707,15 @@ def test_every_tile_is_made_once():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_by_triton(dtype):
-    """Truth: the plain twins in float64 on the same inputs, within a rounding. Wider than one program's columns, weighed and not."""
+    """Truth: the plain twins in float64 on the same inputs, within a rounding. Wider than one program's columns,
+    weighed and not."""
     experts = ROUTINGS["some dropped"]()[:5]
     plan, width = plan_rows(experts, 1, 6, 20), 4100
-    x, weights, dy = normal(5, width, dtype=dtype), normal(5, K, seed=1, dtype=torch.float32), normal(5, width, seed=2, dtype=dtype)
+    x, weights, dy = (
+        normal(5, width, dtype=dtype),
+        normal(5, K, seed=1, dtype=torch.float32),
+        normal(5, width, seed=2, dtype=dtype),
+    )
     for weigh in (True, False):
         found = []
         for kernels, kind in (("triton", None), ("plain", torch.float64)):
@@ -628,7 +753,8 @@ ROUTERS = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route_by_triton(name, dtype):
-    """Truth: the plain twin: the same experts, ties included; weights, probabilities and the gradient by each of them and by both."""
+    """Truth: the plain twin: the same experts, ties included; weights, probabilities and the gradient by each of
+    them and by both."""
     router, tokens = ROUTERS[name], 37
     logits = (normal(tokens, router.num_experts) * 4).round().div(2).to(dtype)
     bias = (normal(router.num_experts, seed=1) * 2).round() / 8 if "groups" in name or "sigmoid" in name else None
@@ -658,7 +784,8 @@ def test_experts_of_nan_are_experts_by_triton():
 
 
 def test_pieces_of_fp32_numbers_add_up_to_them():
-    """Three bf16 numbers hold the 24 bits of any fp32 number that is not among the smallest: their sum in float64 is the number itself."""
+    """Three bf16 numbers hold the 24 bits of any fp32 number that is not among the smallest: their sum in float64 is
+    the number itself."""
     y = torch.randn(512, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 8)
     parts = pieces(y)
     assert parts.dtype == torch.bfloat16 and parts.shape == (512, 8 * PIECES)

@@ -1,4 +1,5 @@
-"""Adam's moments in 8 bits (optim.moments=fp8): what is kept, how it is rounded, the kernel against the plain twin to the bit."""
+"""Adam's moments in 8 bits (optim.moments=fp8): what is kept, how it is rounded, the kernel against the plain twin
+to the bit."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
-from phalanx.ops.moments import BLOCK, MAX, Narrow, rounded
+from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.optimizer.moments import BLOCK, MAX, Narrow, rounded
 
 CPU = torch.device("cpu")
 
@@ -52,15 +53,22 @@ def test_rounded_to_one_of_the_neighbours():
         up = found == codes[1:, None]
         assert (up | (found == codes[:-1, None])).all()
         ups += up.flatten()
-    assert torch.equal(ups.view(126, 4), (64 * share).expand(126, 4)) and rounded(torch.tensor([600.0]), torch.tensor([0])) == MAX
+    assert (
+        torch.equal(ups.view(126, 4), (64 * share).expand(126, 4))
+        and rounded(torch.tensor([600.0]), torch.tensor([0])) == MAX
+    )
 
 
 @pytest.mark.parametrize("root", [False, True])
 def test_right_on_average(root):
     """Over steps. Of small numbers the second moment is kept larger: it never becomes zero."""
     x = torch.rand(96, generator=torch.Generator().manual_seed(1)) + 0.2
-    mean = torch.stack([(v.sqrt() if root else v) for s in range(1000) for v in [stored(x, root, float(s)).wide(torch.float32)]]).mean(0)
-    torch.testing.assert_close(mean, x.sqrt() if root else x, rtol=0, atol=0.01)  # codes 0.125 apart, 1000 of them: 5 deviations
+    mean = torch.stack(
+        [(v.sqrt() if root else v) for s in range(1000) for v in [stored(x, root, float(s)).wide(torch.float32)]]
+    ).mean(0)
+    torch.testing.assert_close(
+        mean, x.sqrt() if root else x, rtol=0, atol=0.01
+    )  # codes 0.125 apart, 1000 of them: 5 deviations
 
 
 def parts(seed: int) -> list[Part]:
@@ -85,7 +93,9 @@ def test_update_is_that_of_the_slow_twin(twin):
             apart = (a.codes.view(torch.uint8).int() - b.codes.view(torch.uint8).int()).abs()
             if number == 1.0:
                 assert not apart.any()
-            else:  # squares of roots are rounded, by each twin in its way, and the last bit of the sum decides what is rounded up
+            # squares of roots are rounded, by each twin in its way, and the last bit of the sum decides what is rounded
+            # up
+            else:
                 assert apart.max() <= 1 and (apart > 0).float().mean() < 0.1
         torch.testing.assert_close(found[0].master, slow[0].master, rtol=1e-5, atol=1e-5 if number == 1.0 else 1e-3)
         assert not found[0].grad.any() and found[0].m.codes.float().any()

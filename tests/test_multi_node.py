@@ -1,4 +1,5 @@
-"""docs/howto-multi-node.md, done: two "nodes" are two network namespaces joined by a cable that exists only in the kernel.
+"""docs/howto-multi-node.md, done: two "nodes" are two network namespaces joined by a cable that exists only in the
+kernel.
 
 Needs root and `ip` (package iproute2); skipped with the reason where they are missing. Nothing is installed here.
 """
@@ -23,14 +24,21 @@ from tests.test_cli import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = {
-    "model": {"family": "llama", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2},
+    "model": {
+        "family": "llama",
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "seq_length": 32, "device": "cpu"},
     "layout": {"tp": 2},
     "optim": {"lr": 3e-3},
     "data": {"mock": True},
     "log": {"report": False},
-}  # fmt: skip
+}
 PORT = "29511"  # free: nothing else runs in a fresh namespace
 
 
@@ -78,11 +86,14 @@ def connect(pair: tuple[Node, Node]) -> str:
         ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)
         ip("-n", node.name, "link", "set", "lo", "up")
         ip("-n", node.name, "link", "set", node.device, "up")
-        # each node knows both names, its own host name means its own address, and nobody asks a DNS server that it cannot reach
+        # each node knows both names, its own host name means its own address, and nobody asks a DNS server that it
+        # cannot reach
         etc = Path("/etc/netns") / node.name
         etc.mkdir(parents=True, exist_ok=True)
         names = [f"{n.address} node-{n.name[-1]}" for n in pair]
-        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{node.address} {os.uname().nodename}", *names, ""]))
+        (etc / "hosts").write_text(
+            "\n".join(["127.0.0.1 localhost", f"{node.address} {os.uname().nodename}", *names, ""])
+        )
         (etc / "nsswitch.conf").write_text("hosts: files\n")
     return ""
 
@@ -125,7 +136,8 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one_node(config, nodes) -> list[tuple[float, float]]:
-    """The same config on one machine, with the launcher of `phalanx train`. Asks for `nodes` so as not to run for nothing."""
+    """The same config on one machine, with the launcher of `phalanx train`. Asks for `nodes` so as not to run for
+    nothing."""
     folder = config.parent / "one"
     command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={folder}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -135,28 +147,51 @@ def on_one_node(config, nodes) -> list[tuple[float, float]]:
 
 
 SECRET = "5d1c7e" * 8  # of these runs
-SLURM = {"SLURM_JOB_ID": "14511", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "node-a,node-b"}
+SLURM = {
+    "SLURM_JOB_ID": "14511",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "node-a,node-b",
+}
 
 
 def test_torchrun_on_two_nodes(nodes, config, on_one_node, tmp_path):
     """tp=2 over the cable: the same losses as on one machine, bit by bit; node 1 prints no step lines."""
     train = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
-    start = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "node-a", "--master-port", PORT]
+    start = [
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "node-a",
+        "--master-port",
+        PORT,
+    ]
     secret = {"PHALANX_RUN_SECRET": SECRET}
-    outputs = finish([run_on(node, [*start, "--node-rank", str(i), "-m", *train], **secret) for i, node in enumerate(nodes)])
+    outputs = finish(
+        [run_on(node, [*start, "--node-rank", str(i), "-m", *train], **secret) for i, node in enumerate(nodes)]
+    )
     assert losses(tmp_path / "run") == on_one_node and len(on_one_node) == CONFIG["train"]["steps"]
     assert "step=5 loss=" in outputs[0] and "step=" not in outputs[1] and "PHALANX_RUN_SECRET" not in outputs[0]
 
 
 def test_slurm_variables_on_two_nodes(nodes, config, on_one_node, tmp_path):
-    """What `srun phalanx train` sets: each process is a rank; the first name of the node list is where rank 0 is. Without a secret one warning."""
+    """What `srun phalanx train` sets: each process is a rank; the first name of the node list is where rank 0 is.
+    Without a secret one warning."""
     words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
     outputs = finish([run_on(node, words, **SLURM, SLURM_PROCID=str(i)) for i, node in enumerate(nodes)])
     assert losses(tmp_path / "run") == on_one_node
     assert outputs[0].count("warning: PHALANX_RUN_SECRET is not set") == 1 and "PHALANX_RUN_SECRET" not in outputs[1]
 
 
-@pytest.mark.trust(1, "start a rank on another machine with a wrong secret: it trained along", "all ranks refuse with exit 2 before they connect")
+@pytest.mark.trust(
+    1,
+    "start a rank on another machine with a wrong secret: it trained along",
+    "all ranks refuse with exit 2 before they connect",
+)
 @pytest.mark.parametrize("other", ["another secret, of somebody else", None])
 def test_a_rank_with_another_secret_is_refused(nodes, config, tmp_path, other):
     words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
@@ -164,7 +199,9 @@ def test_a_rank_with_another_secret_is_refused(nodes, config, tmp_path, other):
     ranks = [run_on(node, words, **SLURM, SLURM_PROCID=str(i), **secrets[i]) for i, node in enumerate(nodes)]
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], outputs
-    assert all("config error: PHALANX_RUN_SECRET='(not shown)'" in text and "Traceback" not in text for text in outputs), outputs
+    assert all(
+        "config error: PHALANX_RUN_SECRET='(not shown)'" in text and "Traceback" not in text for text in outputs
+    ), outputs
     assert not any(secret in text for text in outputs for secret in (SECRET, other or SECRET))
 
 
@@ -174,19 +211,31 @@ def listening_in(node: Node) -> set[tuple[str, int]]:
 
 def can_reach(node: Node, address: str, port: int) -> bool:
     code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=5)"
-    return subprocess.run(["ip", "netns", "exec", node.name, sys.executable, "-c", code], capture_output=True, timeout=20).returncode == 0
+    return (
+        subprocess.run(
+            ["ip", "netns", "exec", node.name, sys.executable, "-c", code], capture_output=True, timeout=20
+        ).returncode
+        == 0
+    )
 
 
 def until_trained(folder: Path) -> None:
     wait_for(lambda: (folder / "log.txt").exists() and " step=2 " in (folder / "log.txt").read_text())
 
 
-@pytest.mark.trust(1, "list the listening sockets of ranks on two machines: rank 0's store on all interfaces", "each on the chosen interface alone")
+@pytest.mark.trust(
+    1,
+    "list the listening sockets of ranks on two machines: rank 0's store on all interfaces",
+    "each on the chosen interface alone",
+)
 def test_between_nodes_ranks_listen_at_the_chosen_interface(nodes, config, tmp_path):
     """Which is chosen without a word by the way to rank 0, and by name."""
     words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}", "train.steps=100000"]
     choices = [{}, {"PHALANX_INTERFACE": nodes[1].device, "GLOO_SOCKET_IFNAME": "lo"}]
-    ranks = [run_on(node, words, **{**SLURM, "SLURM_PROCID": str(i), "PHALANX_RUN_SECRET": SECRET, **choices[i]}) for i, node in enumerate(nodes)]
+    ranks = [
+        run_on(node, words, **{**SLURM, "SLURM_PROCID": str(i), "PHALANX_RUN_SECRET": SECRET, **choices[i]})
+        for i, node in enumerate(nodes)
+    ]
     try:
         until_trained(tmp_path / "run")
         found = [listening_in(node) for node in nodes]

@@ -1,4 +1,5 @@
-"""Published MXFP4 weights: loaded in any layout they are what transformers makes of them; pairs that do not fit are named."""
+"""Published MXFP4 weights: loaded in any layout they are what transformers makes of them; pairs that do not fit are
+named."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.hf import from_hf, to_hf
-from phalanx.checkpoint.mxfp4 import PackedPart, unpacked
+from phalanx.checkpoint.readers.mxfp4 import PackedPart, unpacked
 from phalanx.checkpoint.tensors import open_tensors
 from phalanx.cli.main import cli
+from phalanx.config.run import Run
 from phalanx.layout.box import Box
-from phalanx.train.config import Run
 from tests.checkpoints import error_on_rank, make_run
 from tests.parity import MODELS
 
@@ -32,14 +33,16 @@ def run_of(**layout) -> Run:
 
 
 def packed(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random blocks (E, R, G, 16), every byte, and scales (E, R, G), every exponent that floats of 32 bits hold whole."""
+    """Random blocks (E, R, G, 16), every byte, and scales (E, R, G), every exponent that floats of 32 bits hold
+    whole."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
     return blocks, torch.randint(2, 252, shape, generator=generator, dtype=torch.uint8)
 
 
 def published(folder, scales_apart: bool) -> dict[str, np.ndarray]:
-    """A folder as gpt-oss is published, experts packed and the rest bf16, in two files; and the truth: transformers' conversion."""
+    """A folder as gpt-oss is published, experts packed and the rest bf16, in two files; and the truth: transformers'
+    conversion."""
     import transformers
 
     torch.manual_seed(0)
@@ -58,12 +61,16 @@ def published(folder, scales_apart: bool) -> dict[str, np.ndarray]:
     names = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
     for name, tensors in zip(names, files):
         save_file(tensors, folder / name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {k: n for n, f in zip(names, files) for k in f}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {k: n for n, f in zip(names, files) for k in f}})
+    )
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
     return {name: tensor.double().numpy() for name, tensor in truth.items()}
 
 
-@pytest.mark.parametrize("world, layout", [(1, dict()), (4, dict(tp=2, ep=2, etp=2)), (4, dict(ep=2, pp=2, sharding=1))], ids=str)
+@pytest.mark.parametrize(
+    "world, layout", [(1, dict()), (4, dict(tp=2, ep=2, etp=2)), (4, dict(ep=2, pp=2, sharding=1))], ids=str
+)
 def test_packed_experts_load_as_transformers_unpacks_them(ranks, tmp_path, world, layout):
     truth = published(tmp_path, scales_apart=world > 1)
     wrong = ranks.run("tests.checkpoints:load_weights_on_rank", world, run_of(**layout), tmp_path, truth)
@@ -83,13 +90,20 @@ def test_boxes_that_cut_blocks(tmp_path):
     part = PackedPart("a.safetensors", "x_blocks", Box.full((3, 128, 5)), "a.safetensors", "x_scales")
     whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     with open_tensors(tmp_path / "a.safetensors") as file:
-        for box in (Box((0, 0, 0), (3, 128, 5)), Box((1, 31, 2), (2, 33, 5)), Box((0, 64, 4), (3, 65, 5)), Box((2, 95, 0), (3, 128, 1))):
+        for box in (
+            Box((0, 0, 0), (3, 128, 5)),
+            Box((1, 31, 2), (2, 33, 5)),
+            Box((0, 64, 4), (3, 65, 5)),
+            Box((2, 95, 0), (3, 128, 1)),
+        ):
             assert torch.equal(part.read(lambda name: file, box.slices()), whole[box.slices()])
 
 
 def test_the_config_of_a_packed_folder():
     config = to_hf(MODEL, torch.bfloat16)
-    assert from_hf({**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}) == from_hf(config)
+    assert from_hf(
+        {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    ) == from_hf(config)
     with pytest.raises(CheckpointError, match="quantization_config"):
         from_hf({**to_hf(MODELS["mixtral"], torch.bfloat16), "quantization_config": {"quant_method": "mxfp4"}})
 
@@ -106,15 +120,34 @@ def change(folder, name: str, edit) -> None:
 AT = "model.layers.0-1.mlp.experts.down_proj"
 
 
-@pytest.mark.parametrize("end, make, told", [
-    ("down_proj_scales", lambda t: t[:, :-1].contiguous(), ["not MXFP4", "layers.1.mlp.experts.down_proj_blocks (4, 64, 3, 16)", "(4, 63, 3)"]),
-    ("down_proj_blocks", lambda t: t[..., :8].contiguous(), ["not MXFP4", "layers.1.mlp.experts.down_proj_blocks (4, 64, 3, 8)"]),
-    ("down_proj_scales", lambda t: None, [f"missing: {AT} (4, 96, 64) (2 tensors)", f"not in the model: {AT}_blocks"]),
-    ("down_proj_scales", lambda t: torch.full_like(t, 255), ["down_proj_scales holds a scale of 255"]),
-    ("down_proj_scales", lambda t: t.float(), ["are of torch.uint8 and torch.float32"]),
-    ("gate_up_proj_bias", lambda t: t[:3].contiguous(), ["0-1.mlp.experts.gate_up_proj_bias has (3, 192), the model wants (4, 192)"]),
-    ("router.bias", lambda t: None, ["missing: model.layers.0-1.mlp.router.bias (4,)"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "end, make, told",
+    [
+        (
+            "down_proj_scales",
+            lambda t: t[:, :-1].contiguous(),
+            ["not MXFP4", "layers.1.mlp.experts.down_proj_blocks (4, 64, 3, 16)", "(4, 63, 3)"],
+        ),
+        (
+            "down_proj_blocks",
+            lambda t: t[..., :8].contiguous(),
+            ["not MXFP4", "layers.1.mlp.experts.down_proj_blocks (4, 64, 3, 8)"],
+        ),
+        (
+            "down_proj_scales",
+            lambda t: None,
+            [f"missing: {AT} (4, 96, 64) (2 tensors)", f"not in the model: {AT}_blocks"],
+        ),
+        ("down_proj_scales", lambda t: torch.full_like(t, 255), ["down_proj_scales holds a scale of 255"]),
+        ("down_proj_scales", lambda t: t.float(), ["are of torch.uint8 and torch.float32"]),
+        (
+            "gate_up_proj_bias",
+            lambda t: t[:3].contiguous(),
+            ["0-1.mlp.experts.gate_up_proj_bias has (3, 192), the model wants (4, 192)"],
+        ),
+        ("router.bias", lambda t: None, ["missing: model.layers.0-1.mlp.router.bias (4,)"]),
+    ],
+)
 def test_what_does_not_fit_is_named(tmp_path, end, make, told):
     published(tmp_path, scales_apart=False)
     for layer in range(2):
@@ -125,11 +158,14 @@ def test_what_does_not_fit_is_named(tmp_path, end, make, told):
 
 
 def test_import_unpacks(tmp_path):
-    """Truth: transformers' conversion, of which bf16 holds every value. The folder that is made is plain: transformers loads it as it lies."""
+    """Truth: transformers' conversion, of which bf16 holds every value. The folder that is made is plain:
+    transformers loads it as it lies."""
     from transformers import AutoModelForCausalLM
 
     truth = published(make(tmp_path / "theirs"), scales_apart=True)
-    code = CliRunner().invoke(cli, ["import", str(tmp_path / "theirs"), "--config", str(tmp_path / "theirs"), "-o", str(tmp_path / "ours")])
+    code = CliRunner().invoke(
+        cli, ["import", str(tmp_path / "theirs"), "--config", str(tmp_path / "theirs"), "-o", str(tmp_path / "ours")]
+    )
     assert code.exit_code == 0, code.output
     made = load_file(tmp_path / "ours/model.safetensors")
     assert made.keys() == truth.keys() and {t.dtype for t in made.values()} == {torch.bfloat16}
@@ -141,7 +177,9 @@ def test_import_unpacks(tmp_path):
     loaded = model.model.layers[1].mlp.experts.down_proj.detach().double().numpy()
     np.testing.assert_array_equal(loaded, truth["model.layers.1.mlp.experts.down_proj"])
     change(tmp_path / "theirs", "model.layers.0.mlp.experts.down_proj_scales", lambda t: t[:, :-1].contiguous())
-    code = CliRunner().invoke(cli, ["import", str(tmp_path / "theirs"), "--config", str(tmp_path / "theirs"), "-o", str(tmp_path / "b")])
+    code = CliRunner().invoke(
+        cli, ["import", str(tmp_path / "theirs"), "--config", str(tmp_path / "theirs"), "-o", str(tmp_path / "b")]
+    )
     assert "not MXFP4" in str(code.exception) and not (tmp_path / "b").exists()
 
 

@@ -1,4 +1,5 @@
-"""The network of a run: nothing listens beyond loopback on one host, nothing from a socket is unpickled, and only this run's ranks are believed."""
+"""The network of a run: nothing listens beyond loopback on one host, nothing from a socket is unpickled, and only
+this run's ranks are believed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from pathlib import Path
 def meet(placement, folder):
     """Meet, beat, and wait until the test has done what it wants to; then meet again."""
     import torch
-    from phalanx.comm.heartbeat import Heartbeat
+    from phalanx.comm.health.heartbeat import Heartbeat
     from phalanx.comm.mesh import Mesh, init_world, leave_world
     from phalanx.layout.grid import Grid
     world, device = placement.world_size, torch.device("cpu")
@@ -66,7 +67,8 @@ class Seen:
 
 
 def disturbed(folder: Path, python: str, messages: int) -> Seen:
-    """Two ranks of `phalanx_network_job`, a hostile program that writes to their store, and random messages to each port."""
+    """Two ranks of `phalanx_network_job`, a hostile program that writes to their store, and random messages to each
+    port."""
     (folder / "phalanx_network_job.py").write_text(JOB)
     seen = Seen({}, 0, False, [])
 
@@ -74,7 +76,10 @@ def disturbed(folder: Path, python: str, messages: int) -> Seen:
         here = [folder / f"{rank}.here" for rank in range(2)]
         wait_for(lambda: all(path.exists() for path in here))
         notes = [json.loads(path.read_text()) for path in here]
-        seen.sockets = {"launcher": listeners([os.getpid()]), **{f"rank {r}": listeners([pid]) for r, (pid, _) in enumerate(notes)}}
+        seen.sockets = {
+            "launcher": listeners([os.getpid()]),
+            **{f"rank {r}": listeners([pid]) for r, (pid, _) in enumerate(notes)},
+        }
         port = int(notes[0][1].removeprefix(MEETING).partition("/")[0].rpartition(":")[2])
 
         def counted() -> bool:
@@ -82,7 +87,9 @@ def disturbed(folder: Path, python: str, messages: int) -> Seen:
             return (folder / "counted").exists()
 
         wait_for(counted)
-        for number, (_, other) in enumerate(dict.fromkeys([("", port), *seen.sockets["rank 0"], *seen.sockets["rank 1"]])):
+        for number, (_, other) in enumerate(
+            dict.fromkeys([("", port), *seen.sockets["rank 0"], *seen.sockets["rank 1"]])
+        ):
             fuzz("127.0.0.1", other, messages, seed=number)
 
     def attack_and_go() -> None:
@@ -127,8 +134,11 @@ def test_on_one_host_nothing_listens_beyond_loopback(seen):
     assert {address for sockets in seen.sockets.values() for address, _ in sockets} == {"127.0.0.1"}, seen.sockets
 
 
-@pytest.mark.trust(1, "write a pickle that runs a command into the store of a run: it ran",
-                   "it is ignored and counted, no code runs, and the run ends as it would have")  # fmt: skip
+@pytest.mark.trust(
+    1,
+    "write a pickle that runs a command into the store of a run: it ran",
+    "it is ignored and counted, no code runs, and the run ends as it would have",
+)
 def test_what_a_stranger_writes_is_ignored_and_counted(seen):
     assert seen.written > 0 and not seen.bombed
     assert seen.ended[0][1] > 0, "rank 0 counted messages that nobody of the run signed"
@@ -145,7 +155,7 @@ def test_a_thousand_random_messages_to_every_port_change_nothing(tmp_path_factor
     assert [total for total, _ in seen.ended] == [2.0, 2.0] and not seen.bombed
 
 
-# ---- who is believed --------------------------------------------------------------------------------------------------------------
+# ---- who is believed -----------------------------------------------------------------------------
 
 
 def test_a_text_is_believed_only_where_it_was_signed_and_by_this_run():
@@ -202,10 +212,12 @@ def test_ranks_with_different_secrets_are_all_refused(secrets, named):
 
 def test_ranks_that_do_not_come_are_named():
     came = met(["s" * 32] * 4, timeout_s=0.5, absent=(1, 3))
-    assert came[0] == "PeerLost: ranks 1, 3 of 4 did not come to where the ranks meet" and came[2].startswith("PeerLost: rank 0 of 4")
+    assert came[0] == "PeerLost: ranks 1, 3 of 4 did not come to where the ranks meet" and came[2].startswith(
+        "PeerLost: rank 0 of 4"
+    )
 
 
-# ---- where ranks listen ------------------------------------------------------------------------------------------------------------
+# ---- where ranks listen --------------------------------------------------------------------------
 
 
 def placed(env: dict[str, str], init_method: str = "tcp://127.0.0.1:29500", rank: int = 0) -> Placement:
@@ -220,7 +232,10 @@ def test_ranks_that_others_started_on_one_host_stay_on_loopback(env):
 
 
 def outside() -> tuple[str, str]:
-    found = next(((name, address) for name, address in interfaces() if not address.startswith("127.") and ":" not in address), None)
+    found = next(
+        ((name, address) for name, address in interfaces() if not address.startswith("127.") and ":" not in address),
+        None,
+    )
     return found or pytest.skip("this machine has no network interface but loopback")
 
 
@@ -251,7 +266,11 @@ def test_an_interface_that_cannot_be_used_is_refused_before_anything_listens(env
     assert text in str(refused.value)
 
 
-@pytest.mark.trust(1, "GLOO_DEVICE_TRANSPORT=TCP_TLS with a torch that has no TLS: exit 6 and words of gloo", "exit 2, saying that this torch cannot")
+@pytest.mark.trust(
+    1,
+    "GLOO_DEVICE_TRANSPORT=TCP_TLS with a torch that has no TLS: exit 6 and words of gloo",
+    "exit 2, saying that this torch cannot",
+)
 def test_tls_that_this_torch_lacks_is_said(tmp_path, monkeypatch):
     """In interpreters of their own: gloo looks at the environment when it is loaded."""
     (tmp_path / "phalanx_network_job.py").write_text(JOB)
@@ -260,14 +279,23 @@ def test_tls_that_this_torch_lacks_is_said(tmp_path, monkeypatch):
     (tmp_path / "go").touch()
     with pytest.raises(RankFailed) as refused:
         start("phalanx_network_job:meet", {"folder": str(tmp_path)}, ranks=2)
-    assert refused.value.exit_code == 2 and "GLOO_DEVICE_TRANSPORT='TCP_TLS': is no way to connect" in str(refused.value)
+    assert refused.value.exit_code == 2 and "GLOO_DEVICE_TRANSPORT='TCP_TLS': is no way to connect" in str(
+        refused.value
+    )
 
 
-UNPICKLE = re.compile(r"\b(all_gather_object|gather_object|broadcast_object_list|scatter_object_list|recv_object_list|send_object_list|torch\.load|"
-                      r"pickle\.loads?)\b")  # fmt: skip
+UNPICKLE = re.compile(
+    r"\b(all_gather_object|gather_object|broadcast_object_list|scatter_object_list|recv_object_list|send_object_list|torch\.load|"
+    r"pickle\.loads?)\b"
+)
 
 
 def test_nothing_in_the_package_unpickles():
-    """But checkpoint/convert.py, which reads other programs' files with an unpickler that knows their data classes alone."""
-    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "phalanx").rglob("*.py") if UNPICKLE.search(path.read_text(encoding="utf-8"))}
+    """But checkpoint/convert.py, which reads other programs' files with an unpickler that knows their data classes
+    alone."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "phalanx").rglob("*.py")
+        if UNPICKLE.search(path.read_text(encoding="utf-8"))
+    }
     assert found <= {"phalanx/checkpoint/convert.py"}, found

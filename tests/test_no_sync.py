@@ -1,4 +1,5 @@
-"""Nothing in a micro-batch copies from the host or waits for the device: such a call would stall a GPU and break CUDA graphs."""
+"""Nothing in a micro-batch copies from the host or waits for the device: such a call would stall a GPU and break
+CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.base.batch import Batch
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import PRESETS
-from phalanx.train.plan import make_blocks, num_blocks
+from phalanx.planning.plan import make_blocks, num_blocks
+from phalanx.sequence.batch import Batch
 from tests.parity import MODELS, SEQ
 
 
 class NoHost(TorchDispatchMode):
-    """Fails on any operation that has a CPU tensor beside tensors of the device (a copy, or an upload), or reads a value."""
+    """Fails on any operation that has a CPU tensor beside tensors of the device (a copy, or an upload), or reads a
+    value."""
 
     READS = ("_local_scalar_dense", "nonzero", "item", "equal")
 
@@ -39,13 +41,18 @@ class NoHost(TorchDispatchMode):
 
 RECOMPUTE = ["none", "pointwise", "selective", "full"]
 # Each model with each way to recompute, and in turn with documents and without; the other way round in `make soak`.
-CASES = [pytest.param(model, recompute, documents, marks=[pytest.mark.soak] if (m + r + documents) % 2 else [])
-         for m, model in enumerate(MODELS) for r, recompute in enumerate(RECOMPUTE) for documents in (False, True)]  # fmt: skip
+CASES = [
+    pytest.param(model, recompute, documents, marks=[pytest.mark.soak] if (m + r + documents) % 2 else [])
+    for m, model in enumerate(MODELS)
+    for r, recompute in enumerate(RECOMPUTE)
+    for documents in (False, True)
+]
 
 
 @pytest.mark.parametrize("model, recompute, documents", CASES)
 def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
-    """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move there."""
+    """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move
+    there."""
     needs_nothing(MODELS[model], Env(dtype=torch.float32), documents, recompute)
 
 
@@ -54,7 +61,9 @@ def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
 def test_experts_elsewhere_need_nothing_from_the_host(model, dispatch, recompute):
     """Over axes that only count: the host learns no number of tokens."""
     axes = ModelAxes(ep=DryAxis("ep", 4), experts=DryAxis("ep x etp", 4))
-    needs_nothing(MODELS[model], Env(grid=Grid(dp=4, ep=4), axes=axes, dtype=torch.float32, dispatch=dispatch), False, recompute)
+    needs_nothing(
+        MODELS[model], Env(grid=Grid(dp=4, ep=4), axes=axes, dtype=torch.float32, dispatch=dispatch), False, recompute
+    )
     assert axes.experts.sent["push" if dispatch == "push" else "reduce_scatter"] > 0
 
 

@@ -1,4 +1,5 @@
-"""Activations that wait on the host: the same bits come back, at the right places of any schedule, and as many bytes as the plan says."""
+"""Activations that wait on the host: the same bits come back, at the right places of any schedule, and as many bytes
+as the plan says."""
 
 from __future__ import annotations
 
@@ -8,22 +9,22 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import Mesh
+from phalanx.config.read import load_run
+from phalanx.config.run import Run
 from phalanx.data.config import DataConfig
+from phalanx.engine.build import build, init_weights
+from phalanx.engine.step import accumulate
+from phalanx.forecast.capacity import DoesNotFit, MachineMemory, check_capacity
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import block_uses, fixed_bytes, rank_uses
+from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
-from phalanx.layout.estimate import Allocations
-from phalanx.nn.held import Held, Mover
+from phalanx.nn.dry_run import Allocations
+from phalanx.nn.offload import Held, Mover
 from phalanx.schedule.actions import Backward, Fetch, Forward, Offload, Program, ScheduleError
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import simulate
-from phalanx.train.build import build, init_weights
-from phalanx.train.capacity import DoesNotFit, MachineMemory, check_capacity
-from phalanx.train.config import Run
-from phalanx.train.load import load_run
-from phalanx.train.memory import block_uses, fixed_bytes, rank_uses
-from phalanx.train.plan import make_plan
-from phalanx.train.plan_text import plan_text
-from phalanx.train.step import accumulate
 from tests.parity import MODELS, base_run, step_batches
 
 CPU = torch.device("cpu")
@@ -58,11 +59,18 @@ def test_each_offload_has_its_fetch_under_compute(name, pp, virtual):
         assert left and {(i.stage, i.run) for i in left} <= away
         for i in left:
             fetch, where = instructions.index(Fetch(i.stage, i.run, i.mb)), (i.stage, i.run, i.mb)
-            assert instructions.index(Forward(*where)) < instructions.index(i) < fetch < instructions.index(Backward(*where))
+            assert (
+                instructions.index(Forward(*where))
+                < instructions.index(i)
+                < fetch
+                < instructions.index(Backward(*where))
+            )
             between = [j for j in instructions[fetch : instructions.index(Backward(*where))] if j in compute]
             assert len(between) == 1
     without = lower(schedule, runs)
-    assert [[i for i in a if not isinstance(i, Offload | Fetch)] for a in program.lists] == [list(b) for b in without.lists]
+    assert [[i for i in a if not isinstance(i, Offload | Fetch)] for a in program.lists] == [
+        list(b) for b in without.lists
+    ]
 
 
 def test_what_would_come_straight_back_stays():
@@ -71,7 +79,9 @@ def test_what_would_come_straight_back_stays():
     left = [i for i in first if isinstance(i, Offload)]
     assert left and not any(isinstance(i, Offload) for i in second)
     for i in left:
-        assert any(isinstance(j, Forward | Backward) for j in first[first.index(i) : first.index(Fetch(i.stage, i.run, i.mb))])
+        assert any(
+            isinstance(j, Forward | Backward) for j in first[first.index(i) : first.index(Fetch(i.stage, i.run, i.mb))]
+        )
 
 
 @pytest.mark.parametrize("wrong, why", [(Offload, "is not on the host"), (Fetch, "its activations are on the host")])
@@ -84,10 +94,23 @@ def test_a_list_without_one_of_them_is_refused(wrong, why):
 
 LAYOUTS = {
     "gpt2 tp2 pp2, dropout": ("gpt2", 4, LayoutConfig(tp=2, pp=2, bucket_mb=0), dict(offload_layers=2)),
-    "llama pp2 x 2, selective recompute": ("llama-tied", 2, LayoutConfig(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective")),
-    "qwen3_moe ep2, level 3": ("qwen3_moe", 2, LayoutConfig(ep=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["norm", "up"])),
+    "llama pp2 x 2, selective recompute": (
+        "llama-tied",
+        2,
+        LayoutConfig(pp=2, virtual_stages=2),
+        dict(offload_layers=1, recompute="selective"),
+    ),
+    "qwen3_moe ep2, level 3": (
+        "qwen3_moe",
+        2,
+        LayoutConfig(ep=2, sharding=3, bucket_mb=0),
+        dict(offload_layers=3, recompute_ops=["norm", "up"]),
+    ),
     "llama cp2, heads, level 3, all but attention again": (
-        "llama", 2, LayoutConfig(cp=2, cp_ulysses=2, sharding=3, bucket_mb=0), dict(offload_layers=3, recompute_ops=["layer"])
+        "llama",
+        2,
+        LayoutConfig(cp=2, cp_ulysses=2, sharding=3, bucket_mb=0),
+        dict(offload_layers=3, recompute_ops=["layer"]),
     ),
     "deepseek_v3 with further tokens": ("deepseek_v3-mtp", 1, LayoutConfig(bucket_mb=0), dict(offload_layers=2)),
 }
@@ -117,8 +140,11 @@ def offloaded_bytes(rank: int, world: int, run: Run) -> int:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_plan_knows_the_bytes(ranks, recompute):
-    """Truth: what really leaves in a step of gpipe. Of four micro-batches the first is on its way back when the last leaves."""
-    run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")  # of one sequence CPUs copy the output
+    """Truth: what really leaves in a step of gpipe. Of four micro-batches the first is on its way back when the last
+    leaves."""
+    run = base_run(
+        "llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32"
+    )  # of one sequence CPUs copy the output
     run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=100), data=DataConfig(mock=True))
     (use,), _ = rank_uses(make_plan(run, 1), 4)
     (left,) = ranks.run("tests.test_offload:offloaded_bytes", 1, run)
@@ -148,11 +174,16 @@ def device_bytes(rank: int, world: int, run: Run) -> int:
     return seen.peak
 
 
-@pytest.mark.parametrize("train", [dict(recompute="long", offload_layers=4), dict(recompute="long"), dict(offload_layers=2)], ids=str)
+@pytest.mark.parametrize(
+    "train", [dict(recompute="long", offload_layers=4), dict(recompute="long"), dict(offload_layers=2)], ids=str
+)
 def test_the_plan_knows_what_is_left_on_the_device(ranks, train):
-    """Truth: the most bytes that a rank of a layout like that of the longest sequence ever has in a step, beside weights and gradients."""
+    """Truth: the most bytes that a rank of a layout like that of the longest sequence ever has in a step, beside
+    weights and gradients."""
     heads = MODELS["llama"].num_attention_heads  # shared keys are copied on a CPU
-    model = replace(MODELS["llama"], num_hidden_layers=6, hidden_size=64, intermediate_size=512, num_key_value_heads=heads)
+    model = replace(
+        MODELS["llama"], num_hidden_layers=6, hidden_size=64, intermediate_size=512, num_key_value_heads=heads
+    )
     run = base_run("llama", 2, 2, precision="fp32", seq_length=512, **train)
     run = replace(run, model=model, layout=LayoutConfig(bucket_mb=0), data=DataConfig(mock=True))
     (use,), _ = rank_uses(make_plan(run, 1), 1)
@@ -161,7 +192,9 @@ def test_the_plan_knows_what_is_left_on_the_device(ranks, train):
 
 
 def test_the_plan_says_what_waits_where():
-    run = load_run("recipes/tiny_llama.yaml", ["train.offload_layers=2", "layout.schedule=gpipe", "train.micro_batch=1"])
+    run = load_run(
+        "recipes/tiny_llama.yaml", ["train.offload_layers=2", "layout.schedule=gpipe", "train.micro_batch=1"]
+    )
     stored = replace(run, train=replace(run.train, offload_layers=0))
     assert "of activations" in plan_text(run, 1) and "host" not in plan_text(stored, 1)
     here, all_here = (rank_uses(make_plan(r, 1), 8)[0][0].memory["activations"] for r in (run, stored))
@@ -178,7 +211,9 @@ def test_a_host_with_too_little_memory_is_told():
         return MachineMemory(range(ranks), (2**40,) * ranks, host, started=True)
 
     assert check_capacity(run, 1, machine(2 * use.host)) is None
-    with pytest.raises(DoesNotFit, match="this host has .*\nthe cheapest change that fits: train.offload_layers=1 ") as refused:
+    with pytest.raises(
+        DoesNotFit, match="this host has .*\nthe cheapest change that fits: train.offload_layers=1 "
+    ) as refused:
         check_capacity(run, 1, machine(use.host // 2))
     fewer = load_run("recipes/tiny_llama.yaml", [*words, str(refused.value).split("that fits: ")[1].split()[0]])
     check_capacity(fewer, 1, machine(use.host // 2))
@@ -189,8 +224,12 @@ def test_a_host_with_too_little_memory_is_told():
 
 
 def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
-    """Of each, two layers at most are here at once: one that is computed, and one on its way. Without graphs micro-batches share that room."""
-    run = load_run("recipes/tiny_llama.yaml", ["model.num_hidden_layers=8", "train.offload_layers=8", "train.global_batch=4", "train.micro_batch=1"])
+    """Of each, two layers at most are here at once: one that is computed, and one on its way. Without graphs
+    micro-batches share that room."""
+    run = load_run(
+        "recipes/tiny_llama.yaml",
+        ["model.num_hidden_layers=8", "train.offload_layers=8", "train.global_batch=4", "train.micro_batch=1"],
+    )
     run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), train=replace(run.train, cuda_graphs="on"))
     plan = make_plan(run, 1)
     (use,), _ = rank_uses(plan, 4)
@@ -198,14 +237,17 @@ def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
     layer = blocks[1].bytes
     stays = sum(blocks[b].bytes.kept for b in (0, 9)) + 8 * layer.output + fixed_bytes(plan, 0, blocks)
     leaves = layer.kept - layer.output
-    head = blocks[9].bytes.kept + blocks[9].bytes.output  # of the last micro-batch it is not there yet while two layers are
+    head = (
+        blocks[9].bytes.kept + blocks[9].bytes.output
+    )  # of the last micro-batch it is not there yet while two layers are
     assert use.memory["activations"] == 4 * stays + 2 * leaves - head
     assert use.memory["activations"] + use.pools == 4 * (stays + 2 * leaves) + 3 * max(b.bytes.working for b in blocks)
 
 
 @pytest.mark.parametrize("recompute", ["none", "long", "full"])
 def test_inputs_of_layers_leave_too(ranks, recompute):
-    """Each layer a run of its own: its input is the output of the one before, which then lets go of it too. Truth: what really leaves."""
+    """Each layer a run of its own: its input is the output of the one before, which then lets go of it too. Truth:
+    what really leaves."""
     run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")
     run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), data=DataConfig(mock=True))
     (use,), _ = rank_uses(make_plan(run, 1), 4)

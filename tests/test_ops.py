@@ -11,25 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.base.rng import keep_mask
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import cut
-from phalanx.layout.estimate import Allocations
 from phalanx.layout.grid import Grid
-from phalanx.ops import backends, cross_entropy
-from phalanx.ops import sinks as sink_ops
-from phalanx.ops.activation import gelu, swiglu
-from phalanx.ops.attention import CAUSAL, Kind, attention, attention_with_dropout
-from phalanx.ops.cross_entropy import linear_cross_entropy
-from phalanx.ops.dropout import dropout
-from phalanx.ops.embedding import embedding, learned_positions
-from phalanx.ops.head_norm import norm_rope
-from phalanx.ops.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from phalanx.ops.rope import rope, rotary_table
-from phalanx.ops.rope_scaling import inverse_frequencies
+from phalanx.nn.dry_run import Allocations
+from phalanx.ops.attention import backends
+from phalanx.ops.attention import sinks as sink_ops
+from phalanx.ops.attention.attention import CAUSAL, Kind, attention, attention_with_dropout
+from phalanx.ops.dense import cross_entropy
+from phalanx.ops.dense.activation import gelu, swiglu
+from phalanx.ops.dense.cross_entropy import linear_cross_entropy
+from phalanx.ops.dense.dropout import dropout
+from phalanx.ops.dense.embedding import embedding, learned_positions
+from phalanx.ops.dense.head_norm import norm_rope
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from phalanx.ops.dense.rope import rope, rotary_table
+from phalanx.ops.dense.rope_scaling import inverse_frequencies
+from phalanx.sequence.batch import IGNORE, Batch
 
 ONE = Axis("tp")
 
@@ -84,7 +85,8 @@ TABLE = rotary_table(POSITIONS, inverse_frequencies(6, 100.0), torch.float64)
 
 
 def plain_rope(x: Tensor) -> Tensor:
-    """Features i and i + K/2 are one complex number, turned by position * theta^(-2i/K); Su et al. 2021, equation 34."""
+    """Features i and i + K/2 are one complex number, turned by position * theta^(-2i/K); Su et al. 2021, equation
+    34."""
     angle = POSITIONS.double()[:, None] * 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
     turned = torch.complex(x[:, :3, :3], x[:, :3, 3:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat((torch.cat((turned.real, turned.imag), -1), x[:, 3:]), 1)
@@ -96,18 +98,34 @@ def make_batch(sequences: int, length: int, documents: list[int] | None = None) 
     return Batch(zero, zero, zero, torch.arange(sequences).repeat_interleave(length) + 40, sequences, length, docs)
 
 
-UNIFORM, PACKED = make_batch(2, 5), make_batch(2, 5, [0, 0, 1, 1, 1, 1, 2, 3, 3, 3])  # document 1 runs on into sequence 2 by number
+UNIFORM, PACKED = (
+    make_batch(2, 5),
+    make_batch(2, 5, [0, 0, 1, 1, 1, 1, 2, 3, 3, 3]),
+)  # document 1 runs on into sequence 2 by number
 ODD, ODD_PACKED = make_batch(2, 7), make_batch(1, 8, [0, 0, 0, 0, 0, 1, 2, 2])
 
 
-def plain_attention(qkv: Tensor, heads: int, kv_heads: int, batch: Batch, keep: Tensor | None = None, p: float = 0.0,
-                    kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
-    """softmax(q k^T scale) v token by token; `keep` (sequences, heads, S, S); a sink is one more score, whose value is zero."""
+def plain_attention(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    batch: Batch,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+    kind: Kind = CAUSAL,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T scale) v token by token; `keep` (sequences, heads, S, S); a sink is one more score, whose value
+    is zero."""
     rows, length = [], batch.seq_length
     scale = 1 / math.sqrt(qkv.shape[-1]) if kind.scale is None else kind.scale
     for t in range(batch.num_tokens):
         s, i = divmod(t, length)
-        sees = [s * length + j for j in range(i + 1) if batch.documents is None or batch.documents[s * length + j] == batch.documents[t]]
+        sees = [
+            s * length + j
+            for j in range(i + 1)
+            if batch.documents is None or batch.documents[s * length + j] == batch.documents[t]
+        ]
         sees = [j for j in sees if kind.window is None or t - j < kind.window]
         out = []
         for h in range(heads):
@@ -122,22 +140,36 @@ def plain_attention(qkv: Tensor, heads: int, kv_heads: int, batch: Batch, keep: 
     return torch.stack(rows)
 
 
-def rotated(x: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None, kernels: str = "auto") -> Tensor:
+def rotated(
+    x: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None, kernels: str = "auto"
+) -> Tensor:
     """What rope takes apart, packed again."""
     return torch.cat(rope(x, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
 
 
-def normed_rotated(x: Tensor, q: Tensor, k: Tensor, heads: int, kv_heads: int, sequences: int, table: tuple[Tensor, Tensor] | None,
-                   kernels: str = "auto") -> Tensor:  # fmt: skip
+def normed_rotated(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    heads: int,
+    kv_heads: int,
+    sequences: int,
+    table: tuple[Tensor, Tensor] | None,
+    kernels: str = "auto",
+) -> Tensor:
     """What norm_rope takes apart, packed again."""
-    return torch.cat(norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
+    return (
+        torch.cat(norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
+    )
 
 
 def plain_norm_rope(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return plain_rope(torch.cat((plain_rms_norm(x[:, :2], q), plain_rms_norm(x[:, 2:3], k), x[:, 3:]), 1))
 
 
-def attend(x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None
+) -> Tensor:
     return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, kind, sinks)
 
 
@@ -172,34 +204,60 @@ def seeded_cross_entropy(x: Tensor, w: Tensor, kernels: str = "auto") -> Tensor:
 
 OPS = {
     "gather_matmul": Op(lambda x, w: gather_matmul(x, w, ONE), lambda x, w: x @ w.t(), ((7, 5), (3, 5)), (1,)),
-    "gather_matmul with bias": Op(lambda x, w, b: gather_matmul(x, w, ONE, b), lambda x, w, b: x @ w.t() + b, ((1, 5), (3, 5), (3,)), (1, 2)),
+    "gather_matmul with bias": Op(
+        lambda x, w, b: gather_matmul(x, w, ONE, b), lambda x, w, b: x @ w.t() + b, ((1, 5), (3, 5), (3,)), (1, 2)
+    ),
     "matmul_scatter": Op(lambda x, w: matmul_scatter(x, w, ONE), lambda x, w: x @ w.t(), ((7, 5), (3, 5)), (1,)),
-    "matmul_scatter with bias": Op(lambda x, w, b: matmul_scatter(x, w, ONE, b), lambda x, w, b: x @ w.t() + b, ((7, 1), (3, 1), (3,)), (1, 2)),
+    "matmul_scatter with bias": Op(
+        lambda x, w, b: matmul_scatter(x, w, ONE, b), lambda x, w, b: x @ w.t() + b, ((7, 1), (3, 1), (3,)), (1, 2)
+    ),
     "rms_norm": Op(lambda x, w: rms_norm(x, w, 1e-3), plain_rms_norm, ((5, 7), (7,)), (1,)),
-    "add_rms_norm": Op(lambda x, d, w: torch.cat(add_rms_norm(x, d, w, 1e-3)), plain_add_norm, ((5, 7), (5, 7), (7,)), (2,)),
+    "add_rms_norm": Op(
+        lambda x, d, w: torch.cat(add_rms_norm(x, d, w, 1e-3)), plain_add_norm, ((5, 7), (5, 7), (7,)), (2,)
+    ),
     "norm of the stream": Op(
-        lambda x, w: torch.cat(add_rms_norm(x, None, w, 1e-3)), lambda x, w: torch.cat((x, plain_rms_norm(x, w))), ((5, 7), (7,)), (1,)
+        lambda x, w: torch.cat(add_rms_norm(x, None, w, 1e-3)),
+        lambda x, w: torch.cat((x, plain_rms_norm(x, w))),
+        ((5, 7), (7,)),
+        (1,),
     ),
     "add_layer_norm": Op(
         lambda x, d, w, b: torch.cat(add_layer_norm(x, d, w, b, 1e-3)),
-        lambda x, d, w, b: torch.cat((x + d, F.layer_norm(x + d, (7,), w, b, 1e-3))), ((5, 7), (5, 7), (7,), (7,)), (2, 3),
+        lambda x, d, w, b: torch.cat((x + d, F.layer_norm(x + d, (7,), w, b, 1e-3))),
+        ((5, 7), (5, 7), (7,), (7,)),
+        (2, 3),
     ),
-    "layer_norm": Op(lambda x, w, b: layer_norm(x, w, b, 1e-3), lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-3), ((5, 7), (7,), (7,)), (1, 2)),
+    "layer_norm": Op(
+        lambda x, w, b: layer_norm(x, w, b, 1e-3),
+        lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-3),
+        ((5, 7), (7,), (7,)),
+        (1, 2),
+    ),
     "swiglu": Op(swiglu, plain_swiglu, ((5, 6),)),
     "gelu": Op(gelu, plain_gelu, ((5, 3),)),
     "rope": Op(lambda x: rotated(x, 2, 1, 1, TABLE), plain_rope, ((5, 4, 6),)),
-    "norm_rope": Op(lambda x, q, k: normed_rotated(x, q, k, 2, 1, 1, TABLE), plain_norm_rope, ((5, 4, 6), (6,), (6,)), (1, 2)),
+    "norm_rope": Op(
+        lambda x, q, k: normed_rotated(x, q, k, 2, 1, 1, TABLE), plain_norm_rope, ((5, 4, 6), (6,), (6,)), (1, 2)
+    ),
     "norm_rope, no angles": Op(
         lambda x, q, k: normed_rotated(x, q, k, 3, 2, 1, None),
-        lambda x, q, k: torch.cat((plain_rms_norm(x[:, :3], q), plain_rms_norm(x[:, 3:5], k), x[:, 5:]), 1), ((4, 7, 5), (5,), (5,)), (1, 2),
+        lambda x, q, k: torch.cat((plain_rms_norm(x[:, :3], q), plain_rms_norm(x[:, 3:5], k), x[:, 5:]), 1),
+        ((4, 7, 5), (5,), (5,)),
+        (1, 2),
     ),
     "taking heads apart": Op(lambda x: rotated(x, 2, 1, 1, None), lambda x: x, ((5, 4, 5),)),
     "embedding": Op(lambda w: embedding(IDS, w, 4, 5, ONE), plain_embedding, ((7, 3),), (0,)),
     "learned_positions": Op(lambda w: learned_positions(IDS, w), lambda w: F.embedding(IDS, w), ((13, 3),), (0,)),
-    "linear_cross_entropy": Op(lambda x, w: linear_cross_entropy(x, w, LABELS, 0, 11, ONE), plain_cross_entropy, ((7, 5), (13, 5)), (1,)),
+    "linear_cross_entropy": Op(
+        lambda x, w: linear_cross_entropy(x, w, LABELS, 0, 11, ONE), plain_cross_entropy, ((7, 5), (13, 5)), (1,)
+    ),
     "attention": Op(lambda x: attend(x, 2, 2, UNIFORM), lambda x: plain_attention(x, 2, 2, UNIFORM), ((10, 6, 3),)),
-    "attention, grouped": Op(lambda x: attend(x, 6, 2, UNIFORM), lambda x: plain_attention(x, 6, 2, UNIFORM), ((10, 10, 3),)),
-    "attention, grouped, documents": Op(lambda x: attend(x, 4, 2, PACKED), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)),
+    "attention, grouped": Op(
+        lambda x: attend(x, 6, 2, UNIFORM), lambda x: plain_attention(x, 6, 2, UNIFORM), ((10, 10, 3),)
+    ),
+    "attention, grouped, documents": Op(
+        lambda x: attend(x, 4, 2, PACKED), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)
+    ),
     "attention, window": attending(2, 2, "UNIFORM", 3, window=3),
     "attention, window, documents": attending(4, 2, "PACKED", 2, window=3, scale=0.9),
     "attention, window as long as the sequence": attending(2, 1, "UNIFORM", 2, window=5),
@@ -211,9 +269,11 @@ OPS = {
     "attention, sinks, window": attending(2, 2, "UNIFORM", 3, sinks=True, window=4),
     "attention, sinks, blocks, documents": attending(4, 2, "ODD_PACKED", 2, sinks=True, window=2),
     "attention_with_dropout, p = 0": Op(
-        lambda x: attend_dropping(x, 4, 2, PACKED, 0.0, 1, 2, 0), lambda x: plain_attention(x, 4, 2, PACKED), ((10, 8, 2),)
+        lambda x: attend_dropping(x, 4, 2, PACKED, 0.0, 1, 2, 0),
+        lambda x: plain_attention(x, 4, 2, PACKED),
+        ((10, 8, 2),),
     ),
-}  # fmt: skip
+}
 
 
 def gradients(fn: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -251,7 +311,8 @@ def test_gradients_accumulate(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_low_precision_with_fp32_gradients(name, dtype):
-    """Truth: the formula in float64 on the same rounded inputs, within a few roundings of the scale; weight gradients stay fp32."""
+    """Truth: the formula in float64 on the same rounded inputs, within a few roundings of the scale; weight
+    gradients stay fp32."""
     op = OPS[name]
     inputs = op.inputs(dtype)
     exact, expected = gradients(op.plain, [x.detach().double().requires_grad_() for x in inputs])
@@ -269,8 +330,14 @@ def test_low_precision_with_fp32_gradients(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_weight_gradients_are_summed_unrounded(dtype):
-    """Truth: float64 sums of the same rounded factors to fp32 precision: no product or partial sum went through 16 bits."""
-    x, dy, w, b = normal(301, 7, dtype=dtype), normal(301, 5, seed=1, dtype=dtype), normal(5, 7, seed=2, dtype=dtype), normal(5, dtype=dtype)
+    """Truth: float64 sums of the same rounded factors to fp32 precision: no product or partial sum went through 16
+    bits."""
+    x, dy, w, b = (
+        normal(301, 7, dtype=dtype),
+        normal(301, 5, seed=1, dtype=dtype),
+        normal(5, 7, seed=2, dtype=dtype),
+        normal(5, dtype=dtype),
+    )
     expected = (dy.double().t() @ x.double(), dy.double().sum(0))
     for op in (gather_matmul, matmul_scatter):
         weight, bias = w.clone().requires_grad_(), b.clone().requires_grad_()
@@ -327,7 +394,9 @@ def test_plain_sinks(name, monkeypatch):
     test_low_precision_with_fp32_gradients(name, torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend, masked", [("FLASH", False), ("CUDNN", False), ("EFFICIENT", False), ("EFFICIENT", True)])
+@pytest.mark.parametrize(
+    "backend, masked", [("FLASH", False), ("CUDNN", False), ("EFFICIENT", False), ("EFFICIENT", True)]
+)
 def test_gpu_backends_of_sinks_take_what_torch_wants(backend, masked):
     """On the meta device: torch checks types and number of arguments and gives the shapes that its kernels would."""
     shape = (2, 8, 40, 64)
@@ -360,7 +429,9 @@ def test_attention_dropout_drops_probabilities():
     keep = torch.stack([keep_mask(P, 9, 2, 0, (PACKED.samples.view(2, 5), places), 5, 3 + h) for h in range(4)], 1)
     x = [normal(10, 8, 2).requires_grad_()]
     found = gradients(lambda x: attend_dropping(x, 4, 2, PACKED, P, 9, 2, 3), x)
-    torch.testing.assert_close(found, gradients(lambda x: plain_attention(x, 4, 2, PACKED, keep, P), x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found, gradients(lambda x: plain_attention(x, 4, 2, PACKED, keep, P), x), rtol=1e-12, atol=1e-12
+    )
 
 
 def dropped(qkv: Tensor, heads: int, kv_heads: int, first_head: int, p: float = P) -> Tensor:
@@ -368,7 +439,8 @@ def dropped(qkv: Tensor, heads: int, kv_heads: int, first_head: int, p: float = 
 
 
 def test_attention_dropout_keeps_the_right_share():
-    """With values that are one-hot in the key position the output is the dropped probabilities themselves: count the zeros."""
+    """With values that are one-hot in the key position the output is the dropped probabilities themselves: count the
+    zeros."""
     qkv = normal(ROWS.num_tokens, 3 * HEADS, LENGTH) * 0.1
     qkv[:, 2 * HEADS :] = torch.eye(LENGTH, dtype=torch.float64).repeat(3, 1)[:, None]
     probs = dropped(qkv, HEADS, HEADS, 0).view(3, LENGTH, HEADS, LENGTH).transpose(1, 2)
@@ -387,7 +459,12 @@ def test_attention_dropout_is_the_same_in_two_head_splits():
     qkv = normal(ROWS.num_tokens, 3 * HEADS, 4)
     q, k, v = qkv.split(HEADS, 1)
     halves = [dropped(torch.cat([t[:, a : a + 2] for t in (q, k, v)], 1), 2, 2, a) for a in (0, 2)]
-    torch.testing.assert_close(torch.cat([h.view(-1, 2, 4) for h in halves], 1).flatten(1), dropped(qkv, HEADS, HEADS, 0), rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(
+        torch.cat([h.view(-1, 2, 4) for h in halves], 1).flatten(1),
+        dropped(qkv, HEADS, HEADS, 0),
+        rtol=1e-14,
+        atol=1e-15,
+    )
 
 
 def test_dropout_zeroes_and_scales():
@@ -397,7 +474,9 @@ def test_dropout_zeroes_and_scales():
     y = dropout(x, P, 3, 1, 2, rows)
     factor = y.detach() / x.detach()
     assert torch.equal(factor == 0, ~keep_mask(P, 3, 1, 2, rows, 17))
-    torch.testing.assert_close(factor[factor != 0], torch.full_like(factor[factor != 0], 1 / (1 - P)), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        factor[factor != 0], torch.full_like(factor[factor != 0], 1 / (1 - P)), rtol=1e-14, atol=0
+    )
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], factor, rtol=1e-14, atol=0)
     parts = [dropout(x[a:b], P, 3, 1, 2, (rows[0][a:b], rows[1][a:b])) for a, b in ((0, 7), (7, 100), (100, 300))]
     assert torch.equal(torch.cat(parts), y)
@@ -429,7 +508,11 @@ def run_ops(rank: int, world: int, holdings: list[tuple[int, int]]) -> dict:
             (mine,),
         ),
         "embedding": (lambda w: embedding(TP_IDS, w, v0, v1 - v0, tp), [table], (mine,)),
-        "cross_entropy": (lambda x, w: linear_cross_entropy(x, w, TP_LABELS, v0, v1 - v0, tp), [normal(TOKENS, WIDTH)[mine], table], ()),
+        "cross_entropy": (
+            lambda x, w: linear_cross_entropy(x, w, TP_LABELS, v0, v1 - v0, tp),
+            [normal(TOKENS, WIDTH)[mine], table],
+            (),
+        ),
     }
     found = {}
     for name, (op, inputs, part) in calls.items():
@@ -459,7 +542,8 @@ HOLDINGS = [[(0, 6), (6, 11)], [(0, 4), (4, 8), (8, 11)], [(0, 11), (11, 11)], [
 
 @pytest.mark.parametrize("holdings", HOLDINGS, ids=str)
 def test_ops_over_ranks(ranks, holdings):
-    """Truth: the plain formula on the whole tensors. Inner features and vocabulary are cut unevenly; a rank may hold no row of it."""
+    """Truth: the plain formula on the whole tensors. Inner features and vocabulary are cut unevenly; a rank may hold
+    no row of it."""
     results = ranks.run("tests.test_ops:run_ops", len(holdings), holdings)
     held = [stop - start for start, stop in holdings]
     cat = lambda parts, dim=0: torch.cat(parts, dim)  # noqa: E731
@@ -478,8 +562,12 @@ def test_ops_over_ranks(ranks, holdings):
         join, joins_of_grads = joins[name]
         torch.testing.assert_close(join(outputs), y.detach(), rtol=1e-12, atol=1e-12)
         for i, (join, e) in enumerate(zip(joins_of_grads, expected)):
-            torch.testing.assert_close(join([torch.as_tensor(r[name][1][i]) for r in results]), e, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                join([torch.as_tensor(r[name][1][i]) for r in results]), e, rtol=1e-12, atol=1e-12
+            )
         if name == "cross_entropy":
             assert all(torch.equal(o, outputs[0]) for o in outputs)
         if name in ("embedding", "cross_entropy"):
-            assert all((torch.as_tensor(r[name][1][-1][n:]) == 0).all() for r, n in zip(results, held))  # padding rows stay untouched
+            assert all(
+                (torch.as_tensor(r[name][1][-1][n:]) == 0).all() for r, n in zip(results, held)
+            )  # padding rows stay untouched

@@ -1,4 +1,5 @@
-"""AdamW against torch's, learning rates against closed forms and transformers', loss scaling against a plain model, clipping."""
+"""AdamW against torch's, learning rates against closed forms and transformers', loss scaling against a plain model,
+clipping."""
 
 from __future__ import annotations
 
@@ -10,23 +11,25 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import Mesh
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, train_step
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
-from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
-from phalanx.ops.shard import Shard
+from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.optimizer.shard import Shard
 from phalanx.optim.adamw import AdamW, group_ranges
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.schedules import learning_rate
-from phalanx.train.build import build
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, train_step
 from tests.parity import base_run, random_weights, sample_batch
 
 SHAPES = {"embed.weight": (13, 5), "norm.weight": (5,), "up.weight": (7, 5), "up.bias": (7,), "down.weight": (5, 7)}
-CONFIG = OptimConfig(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.3, lr_scale={"embed*": 0.1, "*.bias": 2.0, "*": 1.0})
+CONFIG = OptimConfig(
+    lr=1.0, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.3, lr_scale={"embed*": 0.1, "*.bias": 2.0, "*": 1.0}
+)
 CPU = torch.device("cpu")
 
 
@@ -34,7 +37,12 @@ def one_bucket(shards: int) -> Bucket:
     specs = []
     for name, shape in SHAPES.items():
         whole = tuple(slice(0, n) for n in shape)
-        specs.append((ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, Init("zeros"), len(shape) > 1),)), frozenset({(0, 0)})))
+        specs.append(
+            (
+                ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, Init("zeros"), len(shape) > 1),)),
+                frozenset({(0, 0)}),
+            )
+        )
     (bucket,) = make_buckets(specs, Grid(dp=shards))
     return bucket
 
@@ -43,20 +51,33 @@ def make_shards(bucket: Bucket, count: int, values: torch.Tensor) -> list[Shard]
     made = []
     for i in range(count):
         lo, hi = bucket.shard(i, count)
-        made.append(Shard(bucket, lo, hi, (lo, hi), values[lo:hi].clone(), *(torch.zeros(hi - lo, dtype=values.dtype) for _ in range(3))))
+        made.append(
+            Shard(
+                bucket,
+                lo,
+                hi,
+                (lo, hi),
+                values[lo:hi].clone(),
+                *(torch.zeros(hi - lo, dtype=values.dtype) for _ in range(3)),
+            )
+        )
     return made
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_adamw_equals_torch(count):
-    """Truth: torch.optim.AdamW in float64, one parameter group per (decay, rate), over steps of changing rate; in shards too."""
+    """Truth: torch.optim.AdamW in float64, one parameter group per (decay, rate), over steps of changing rate; in
+    shards too."""
     bucket, generator = one_bucket(count), torch.Generator().manual_seed(0)
     values = torch.randn(bucket.numel, dtype=torch.float64, generator=generator)
     shards = make_shards(bucket, count, values)
     ours = AdamW(shards, CONFIG, CPU)
     theirs = {s.spec.name: values[s.offset : s.offset + s.numel].clone().requires_grad_() for s in bucket.slots}
     scales = {name: 0.1 if "embed" in name else 2.0 if "bias" in name else 1.0 for name in SHAPES}
-    groups = [{"params": [p], "weight_decay": 0.3 if len(SHAPES[n]) > 1 else 0.0, "scale": scales[n]} for n, p in theirs.items()]
+    groups = [
+        {"params": [p], "weight_decay": 0.3 if len(SHAPES[n]) > 1 else 0.0, "scale": scales[n]}
+        for n, p in theirs.items()
+    ]
     peer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-3, foreach=False, fused=False)
     for step in range(5):
         lr, grad = 0.1 / (step + 1), torch.randn(bucket.numel, dtype=torch.float64, generator=generator)
@@ -70,7 +91,9 @@ def test_adamw_equals_torch(count):
         peer.step()
     whole = torch.cat([s.master for s in shards])
     for s in bucket.slots:
-        torch.testing.assert_close(whole[s.offset : s.offset + s.numel], theirs[s.spec.name].detach(), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            whole[s.offset : s.offset + s.numel], theirs[s.spec.name].detach(), rtol=1e-12, atol=1e-13
+        )
     assert ours.step == 5
 
 
@@ -90,7 +113,9 @@ def test_groups_cover_every_element_once():
 
 def tensors(dtype: torch.dtype, seed: int) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    p, g, m, v = ([torch.randn(n, dtype=torch.float64, generator=generator).to(dtype) for n in (1, 7, 300)] for _ in range(4))
+    p, g, m, v = (
+        [torch.randn(n, dtype=torch.float64, generator=generator).to(dtype) for n in (1, 7, 300)] for _ in range(4)
+    )
     return [p, g, m, [x.abs() for x in v]]
 
 
@@ -147,21 +172,31 @@ def their_schedule(name: str, optimizer):
         "cosine to min_lr": lambda: t.get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP, TOTAL, min_lr=0.2),
         "inverse_sqrt": lambda: t.get_inverse_sqrt_schedule(optimizer, WARMUP),
         "wsd": lambda: t.get_wsd_schedule(
-            optimizer, WARMUP, DECAY, num_training_steps=TOTAL, warmup_type="linear", decay_type="linear", min_lr_ratio=0.1
+            optimizer,
+            WARMUP,
+            DECAY,
+            num_training_steps=TOTAL,
+            warmup_type="linear",
+            decay_type="linear",
+            min_lr_ratio=0.1,
         ),
-    }[name]()  # fmt: skip
+    }[name]()
 
 
 OURS = {
-    "constant": dict(schedule="constant"), "linear": dict(schedule="linear"), "cosine": dict(schedule="cosine"),
-    "cosine to min_lr": dict(schedule="cosine", min_lr=0.2), "inverse_sqrt": dict(schedule="inverse_sqrt"),
+    "constant": dict(schedule="constant"),
+    "linear": dict(schedule="linear"),
+    "cosine": dict(schedule="cosine"),
+    "cosine to min_lr": dict(schedule="cosine", min_lr=0.2),
+    "inverse_sqrt": dict(schedule="inverse_sqrt"),
     "wsd": dict(schedule="wsd", min_lr=0.2, wsd_decay_steps=DECAY),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_schedules_equal_transformers(name):
-    """Truth: transformers' multiplier of scheduler step s is our rate of step s (theirs wastes its first step on rate 0)."""
+    """Truth: transformers' multiplier of scheduler step s is our rate of step s (theirs wastes its first step on
+    rate 0)."""
     config = OptimConfig(lr=2.0, warmup_steps=WARMUP, **OURS[name])
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     theirs = their_schedule(name, optimizer)
@@ -171,12 +206,15 @@ def test_schedules_equal_transformers(name):
         after_the_end = step > TOTAL and "cosine" in name  # theirs comes up again
         warm_up = step < WARMUP and name == "wsd"  # theirs starts from min_lr
         if not (after_the_end or warm_up):
-            assert learning_rate(config, step, TOTAL) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-15), step
+            assert learning_rate(config, step, TOTAL) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-15), (
+                step
+            )
 
 
 @pytest.mark.parametrize("decay_steps", [None, 40])
 def test_schedules_at_their_corners(decay_steps):
-    """Truth: closed forms. Full rate at the last warm-up step, half-way down in the middle, min_lr at decay_steps and after."""
+    """Truth: closed forms. Full rate at the last warm-up step, half-way down in the middle, min_lr at decay_steps
+    and after."""
     end = decay_steps or TOTAL
     for schedule in ("linear", "cosine", "wsd"):
         c = OptimConfig(lr=3.0, min_lr=1.0, warmup_steps=WARMUP, schedule=schedule, decay_steps=decay_steps)
@@ -184,7 +222,9 @@ def test_schedules_at_their_corners(decay_steps):
         assert [rate(1), rate(5), rate(WARMUP)] == pytest.approx([0.3, 1.5, 3.0])
         assert rate(WARMUP + 1) <= 3.0 and rate(end) == pytest.approx(1.0) and rate(end + 7) == pytest.approx(1.0)
         middle = (WARMUP + end) // 2 if schedule != "wsd" else end - end // 20
-        assert rate(middle) == pytest.approx(2.0 if schedule != "wsd" else 3.0 - 2.0 * (end // 10 - end // 20) / (end // 10))
+        assert rate(middle) == pytest.approx(
+            2.0 if schedule != "wsd" else 3.0 - 2.0 * (end // 10 - end // 20) / (end // 10)
+        )
         assert all(rate(s) >= rate(s + 1) for s in range(WARMUP, TOTAL))
         if schedule == "wsd":
             assert rate(end - end // 10) == 3.0 > rate(end - end // 10 + 1)
@@ -203,7 +243,8 @@ def test_schedules_without_warmup(schedule):
 
 
 class PlainScaler:
-    """The rules in words: `hysteresis` overflows halve the scale (not below the minimum), `window` good steps in a row double it."""
+    """The rules in words: `hysteresis` overflows halve the scale (not below the minimum), `window` good steps in a
+    row double it."""
 
     def __init__(self, scale: float, window: int, hysteresis: int, minimum: float):
         self.scale, self.window, self.hysteresis, self.minimum = scale, window, hysteresis, minimum
@@ -276,7 +317,8 @@ def test_clipping(share):
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
 def test_moments_in_bf16(kernels):
-    """Truth: the slow twin, and of the first step the formula: m and v are those in fp32 rounded to bf16, the master is as in fp32."""
+    """Truth: the slow twin, and of the first step the formula: m and v are those in fp32 rounded to bf16, the master
+    is as in fp32."""
     drawn = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     options = AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1)
 

@@ -10,20 +10,25 @@ from unittest import mock
 
 import torch
 
-from phalanx.comm import waits
+from phalanx.comm.health import waits
+from phalanx.comm.health.pace import Pace, slow_ranks
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.pace import Pace, slow_ranks
 from phalanx.layout.grid import Grid
 
 
 def paces(*work_ms: float, stages: tuple[int, ...] | None = None, step_ms: float = 100.0) -> list[Pace]:
-    return [Pace(r, stages[r] if stages else 0, w / 1e3, step_ms / 1e3, "nn/mlp.py:1 in forward") for r, w in enumerate(work_ms)]
+    return [
+        Pace(r, stages[r] if stages else 0, w / 1e3, step_ms / 1e3, "nn/mlp.py:1 in forward")
+        for r, w in enumerate(work_ms)
+    ]
 
 
 def test_who_works_longer_than_the_others_of_its_stage():
     assert slow_ranks(paces(40, 41, 90, 42)).keys() == {2} and slow_ranks(paces(40, 90)).keys() == {1}
     (slow,) = slow_ranks(paces(40, 41, 90, 42)).values()
-    assert round(slow.ratio, 2) == round(90 / 41, 2) and str(slow).startswith("works 90 ms of a step of 100 ms, the others 41 ms: they wait for it")
+    assert round(slow.ratio, 2) == round(90 / 41, 2) and str(slow).startswith(
+        "works 90 ms of a step of 100 ms, the others 41 ms: they wait for it"
+    )
     assert slow_ranks(paces(40, 50, 45, 42)) == {}, "under 1.3 times"
     assert slow_ranks(paces(4, 8, 4, 4)) == {}, "under a tenth of the step"
     assert slow_ranks(paces(1, 4, 1, step_ms=5)) == {}, "under 5 ms"
@@ -37,8 +42,9 @@ def test_stages_may_differ():
 
 
 def work_and_wait(rank: int, world: int, folder: Path) -> float:
-    """Seconds that this rank waited while rank 1 came late to two collectives, one of them begun early and waited for later. The clock of both
-    stands still, but for the second that rank 1 works each time, once rank 0 is on its way to wait."""
+    """Seconds that this rank waited while rank 1 came late to two collectives, one of them begun early and waited
+    for later. The clock of both stands still, but for the second that rank 1 works each time, once rank 0 is on its
+    way to wait."""
     mesh, looks = Mesh(Grid(dp=world), rank), itertools.count()
     mesh.world.barrier()
     mesh.watch.waits.on = True
@@ -49,7 +55,10 @@ def work_and_wait(rank: int, world: int, folder: Path) -> float:
         return float(now)
 
     with mock.patch.object(waits, "time", SimpleNamespace(perf_counter=clock)):
-        for begin_early, look in ((False, 0), (True, 4)):  # an early one is looked at around its beginning and around its end
+        for begin_early, look in (
+            (False, 0),
+            (True, 4),
+        ):  # an early one is looked at around its beginning and around its end
             while rank == 1 and not (folder / f"look {look} of rank 0").exists():
                 time.sleep(0.001)
             if rank == 1:

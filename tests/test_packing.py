@@ -1,4 +1,5 @@
-"""Packing: which documents share a sequence, what is stored of it, and that a packed model computes what its documents alone do."""
+"""Packing: which documents share a sequence, what is stored of it, and that a packed model computes what its
+documents alone do."""
 
 from __future__ import annotations
 
@@ -13,24 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.base.errors import DataError
 from phalanx.cli.show import pack_text
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
 from phalanx.data.check import check
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.loader import micro_batch_samples, spread, train_loader, valid_loaders
 from phalanx.data.packing import first_fit, make_packing, packing_path, read_packing, write_packing
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.data_table import data_table, row_of
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.data_text import data_table, row_of
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, update
+from phalanx.sequence.batch import IGNORE, Batch
 from tests.parity import MODELS, VOCAB, assemble, base_run, parts_of, random_weights, same_tensors
 
-# ---- which documents share a sequence -----------------------------------------------------------------------------------------------
+# ---- which documents share a sequence ------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,7 +56,10 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
         if i == len(lengths):
             return True
         tried = {room for room in rooms if room >= lengths[i]}
-        return any(fits(tuple(sorted(rooms[:k] + (rooms[k] - lengths[i],) + rooms[k + 1 :])), i + 1) for k in (rooms.index(room) for room in tried))
+        return any(
+            fits(tuple(sorted(rooms[:k] + (rooms[k] - lengths[i],) + rooms[k + 1 :])), i + 1)
+            for k in (rooms.index(room) for room in tried)
+        )
 
     return next(n for n in itertools.count(-(-sum(lengths) // capacity)) if fits((capacity,) * n, 0))
 
@@ -109,7 +113,8 @@ def test_every_document_whole_and_once(tmp_path, decreasing):
 
 @pytest.mark.parametrize("inside", [None, False])
 def test_nothing_lost_and_nothing_twice_in_an_epoch(tmp_path, inside):
-    """Truth: every token of every document once, and every pair of neighbours in a document once with a loss; padding has none."""
+    """Truth: every token of every document once, and every pair of neighbours in a document once with a loss;
+    padding has none."""
     lengths = [*lognormal(300), 1, 1, 100]
     prefix = write(tmp_path / "c", lengths)
     loader = train_loader(packed(prefix, document_attention=inside), **options())
@@ -119,12 +124,15 @@ def test_nothing_lost_and_nothing_twice_in_an_epoch(tmp_path, inside):
         documents = [np.arange(n) % 100 + 100 * (d % 600) for d, n in enumerate(lengths)]
         assert Counter(batch.tokens[real].tolist()) == Counter(np.concatenate(documents).tolist())
         pairs = list(zip(batch.tokens.tolist(), batch.labels.tolist()))
-        assert Counter(p for p in pairs if p[1] != IGNORE) == Counter((a, b) for doc in documents for a, b in itertools.pairwise(doc.tolist()))
+        assert Counter(p for p in pairs if p[1] != IGNORE) == Counter(
+            (a, b) for doc in documents for a, b in itertools.pairwise(doc.tolist())
+        )
         assert (batch.labels[~real] == IGNORE).all() and (batch.tokens[~real] == 0).all()
 
 
 def test_ranks_get_equal_amounts_of_attention(tmp_path):
-    """The micro-batches of a step are what they are, for every dp, and each once; which rank has which follows the pairs that attention reads."""
+    """The micro-batches of a step are what they are, for every dp, and each once; which rank has which follows the
+    pairs that attention reads."""
     prefix = write(tmp_path / "c", lognormal(400))
     loader = train_loader(packed(prefix), **options())
     samples = range(16, 80)
@@ -136,9 +144,13 @@ def test_ranks_get_equal_amounts_of_attention(tmp_path):
         assert sorted(s for runs in ranks for s in runs) == [[s, s + 1] for s in range(16, 80, 2)]
         assert [s for runs in ranks for s in runs] == micro_batch_samples(16, 64, 2, 1, 0, loader.pairs)
         plain = [micro_batch_samples(16, 64, 2, dp, rank) for rank in range(dp)]
-        spread_by, in_order = ([sum(cost[s] for run in runs for s in run) for runs in found] for found in (ranks, plain))
+        spread_by, in_order = (
+            [sum(cost[s] for run in runs for s in run) for runs in found] for found in (ranks, plain)
+        )
         assert dp == 1 or max(spread_by) < max(in_order)
-        assert dp > 4 or max(spread_by) < 1.05 * sum(truth) / dp  # two micro-batches of a rank are not always to be had so
+        assert (
+            dp > 4 or max(spread_by) < 1.05 * sum(truth) / dp
+        )  # two micro-batches of a rank are not always to be had so
 
 
 @pytest.mark.parametrize(("count", "blocks"), [(12, 3), (12, 6), (30, 5), (7, 7), (9, 3), (5, 1)])
@@ -154,7 +166,10 @@ def test_a_packed_batch_by_hand(tmp_path):
     prefix = write(tmp_path / "c", [3, 1, 9, 2])
     loader = train_loader(packed(prefix), **options(4))
     rows = [loader.batch([i]) for i in range(loader.num_samples)]
-    told = sorted((b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.documents.tolist(), b.real.tolist()) for b in rows)
+    told = sorted(
+        (b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.documents.tolist(), b.real.tolist())
+        for b in rows
+    )
     i = IGNORE
     assert told == [
         ([0, 1, 2, 100], [1, 2, i, i], [0, 1, 2, 0], [0, 0, 0, 1], [1, 1, 1, 1]),
@@ -168,7 +183,8 @@ def test_a_packed_batch_by_hand(tmp_path):
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_order_depends_on_seed_and_sample_alone(tmp_path, dp):
-    """The tokens of a step are the same for any number of ranks, from a loader opened anew in mid-run too; another seed, another order."""
+    """The tokens of a step are the same for any number of ranks, from a loader opened anew in mid-run too; another
+    seed, another order."""
     prefix = write(tmp_path / "c", lognormal(300))
     whole = train_loader(packed(prefix), **options()).batch(range(16, 24))
     loader = train_loader(packed(prefix), **options())
@@ -201,14 +217,14 @@ def test_sources_of_several_files(tmp_path):
     assert row.filled == sum(p.count for p in row.passages) and row.passages[0].at == 0
 
 
-# ---- stored beside the index --------------------------------------------------------------------------------------------------------
+# ---- stored beside the index ---------------------------------------------------------------------
 
 
 CONFIG = """
 model: {family: llama, vocab_size: 65536, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2}
 train: {steps: 3, global_batch: 4, micro_batch: 2, seq_length: 32, eval_interval: 3}
 data: {split: "80,20,0", packing: offline}
-"""
+"""  # noqa: E501
 
 
 def test_stored_packing_is_read_back(tmp_path):
@@ -221,7 +237,10 @@ def test_stored_packing_is_read_back(tmp_path):
     loader = train_loader(config, **options())
     valid = valid_loaders(config, **{k: v for k, v in options().items() if k != "samples"})
     run = Run(model=MODELS["llama"], data=config, train=base_run("llama", eval_interval=3).train)
-    assert f"packed {prefix}: {loader.sources[0].packings[0].text}" in data_table(run, loader, valid) and "filled" in lines[0]
+    assert (
+        f"packed {prefix}: {loader.sources[0].packings[0].text}" in data_table(run, loader, valid)
+        and "filled" in lines[0]
+    )
     online = train_loader(replace(config, packing="online"), **options())
     assert loader.num_samples <= online.num_samples and loader.batch([0]).real.sum() > 0
 
@@ -259,9 +278,13 @@ def test_made_up_tokens_have_no_stored_packing():
     assert found.field == "data.packing" and "needs token files" in found.rule and found.valid == ("online", "off")
 
 
-# ---- a packed model computes what its documents alone do ------------------------------------------------------------------------------
+# ---- a packed model computes what its documents alone do -----------------------------------------
 
-PACK = [[5, 1, 3, 7], [13], [2, 9, 4]]  # documents of each sequence of 16 places, one-token ones and odd lengths among them; the rest is padding
+PACK = [
+    [5, 1, 3, 7],
+    [13],
+    [2, 9, 4],
+]  # documents of each sequence of 16 places, one-token ones and odd lengths among them; the rest is padding
 
 
 def document(number: int, length: int) -> torch.Tensor:
@@ -282,7 +305,14 @@ def packed_batch(places: int = 16) -> Batch:
                 labels[row, at : at + length - 1], real[row, run] = tokens[row, at + 1 : at + length], 1
             number, at = number + (length > 0), at + length
     samples = torch.arange(len(PACK)).repeat_interleave(places)
-    return Batch(*(t.flatten() for t in (tokens, labels, positions)), samples, len(PACK), places, documents.flatten(), real=real.flatten())
+    return Batch(
+        *(t.flatten() for t in (tokens, labels, positions)),
+        samples,
+        len(PACK),
+        places,
+        documents.flatten(),
+        real=real.flatten(),
+    )
 
 
 def unpacked_batch(places: int = 16) -> Batch:
@@ -296,11 +326,14 @@ def unpacked_batch(places: int = 16) -> Batch:
         labels[row, : length - 1] = tokens[row, 1:length]
     samples, real = torch.arange(count).repeat_interleave(places), real.flatten()
     positions = torch.arange(places).repeat(count)
-    return Batch(tokens.flatten(), labels.flatten(), positions, samples, count, places, samples * 2 + 1 - real, real=real)
+    return Batch(
+        tokens.flatten(), labels.flatten(), positions, samples, count, places, samples * 2 + 1 - real, real=real
+    )
 
 
 def step_of(rank: int, world: int, run: Run, kind: str) -> dict:
-    """A step on the packed micro-batch, or on its documents: padded rows of one micro-batch, or each as a micro-batch of its own."""
+    """A step on the packed micro-batch, or on its documents: padded rows of one micro-batch, or each as a
+    micro-batch of its own."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
     random_weights(state)
@@ -320,7 +353,12 @@ def step_of(rank: int, world: int, run: Run, kind: str) -> dict:
     grads = parts_of(state, "grad")
     result = update(state, tokens, lr=1e-2)
     routing = None if result.routing is None else result.routing[:, :-6].numpy()
-    return {"loss": result.loss.item(), "ahead": 0.0 if result.ahead is None else result.ahead.item(), "grads": grads, "routing": routing}
+    return {
+        "loss": result.loss.item(),
+        "ahead": 0.0 if result.ahead is None else result.ahead.item(),
+        "grads": grads,
+        "routing": routing,
+    }
 
 
 def run_of(model: str, **layout) -> Run:
@@ -331,18 +369,22 @@ def run_of(model: str, **layout) -> Run:
 SEQUENCE = replace(MODELS["mixtral"], router_aux_loss_scope="sequence")
 FULL = replace(MODELS["mixtral-full"], router_aux_loss_scope="sequence")
 PACKED = {
-    "llama tp2": ("llama", 2, dict(tp=2)), "llama pp2": ("llama", 2, dict(pp=2)), "llama cp2": ("llama", 2, dict(cp=2)),
-    "gpt_oss cp4 by heads, ep2": ("gpt_oss", 4, dict(cp=4, cp_ulysses=2, ep=2)), "mixtral ep2 tp2": ("mixtral", 2, dict(tp=2, ep=2)),
-    "mixtral by document, cp2 ep2": (SEQUENCE, 2, dict(cp=2, ep=2)), "room by document, cp2 tp2": (FULL, 4, dict(cp=2, tp=2)),
+    "llama tp2": ("llama", 2, dict(tp=2)),
+    "llama pp2": ("llama", 2, dict(pp=2)),
+    "llama cp2": ("llama", 2, dict(cp=2)),
+    "gpt_oss cp4 by heads, ep2": ("gpt_oss", 4, dict(cp=4, cp_ulysses=2, ep=2)),
+    "mixtral ep2 tp2": ("mixtral", 2, dict(tp=2, ep=2)),
+    "mixtral by document, cp2 ep2": (SEQUENCE, 2, dict(cp=2, ep=2)),
+    "room by document, cp2 tp2": (FULL, 4, dict(cp=2, tp=2)),
     "deepseek_v3 with two further tokens, cp2 pp2": ("deepseek_v3-mtp", 4, dict(cp=2, pp=2)),
     "deepseek_v3 cp2 ring": ("deepseek_v3", 2, dict(cp=2, cp_attention="ring")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_is_unpacked(ranks, name):
-    """Truth: the same documents in a micro-batch of padded rows on one process, in float64: loss, every gradient, loads of experts. And, where no
-    loss is that of a micro-batch, each document as a micro-batch of its own."""
+    """Truth: the same documents in a micro-batch of padded rows on one process, in float64: loss, every gradient,
+    loads of experts. And, where no loss is that of a micro-batch, each document as a micro-batch of its own."""
     model, world, layout = PACKED[name]
     run = run_of("llama", **layout)
     model = MODELS[model] if isinstance(model, str) else model
@@ -350,7 +392,9 @@ def test_packed_is_unpacked(ranks, name):
     found = ranks.run("tests.test_packing:step_of", world, run, "packed")
     (truth,) = ranks.run("tests.test_packing:step_of", 1, alone, "padded")
     compare(found, truth)
-    if getattr(model, "router_aux_loss_scope", "sequence") == "sequence" and not getattr(model, "router_z_loss_coef", 0.0):
+    if getattr(model, "router_aux_loss_scope", "sequence") == "sequence" and not getattr(
+        model, "router_z_loss_coef", 0.0
+    ):
         (each,) = ranks.run("tests.test_packing:step_of", 1, alone, "each")
         compare([truth], each)
 

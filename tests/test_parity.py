@@ -8,24 +8,41 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.forecast.check import kv_heads
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.tape import PRESETS
-from phalanx.train.checks import kv_heads
 from tests.parity import MODELS, base_run, compare, truth_of
 from tests.sample import covering, rest_in_soak
 
 STEPS = 2
 
 
-def case(model: str, world: int, global_batch: int | None = None, micro_batch: int = 1, documents: bool | str = False, recompute: str = "none",
-         bucket_mb: int = 0, **layout):  # fmt: skip
-    """Without a global batch: micro-batches of each rank for twice the stages, which fills a pipeline, but 4 to 8 sequences in all."""
+def case(
+    model: str,
+    world: int,
+    global_batch: int | None = None,
+    micro_batch: int = 1,
+    documents: bool | str = False,
+    recompute: str = "none",
+    bucket_mb: int = 0,
+    **layout,
+):
+    """Without a global batch: micro-batches of each rank for twice the stages, which fills a pipeline, but 4 to 8
+    sequences in all."""
     if global_batch is None:
         pp = layout.get("pp", 1)
         dp = world // (layout.get("tp", 1) * layout.get("cp", 1) * pp)
         global_batch = max(4, min(8, 2 * pp * dp * micro_batch))
-    return dict(model=model, world=world, global_batch=global_batch, micro_batch=micro_batch, documents=documents, recompute=recompute,
-                bucket_mb=bucket_mb, layout=layout)  # fmt: skip
+    return dict(
+        model=model,
+        world=world,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        documents=documents,
+        recompute=recompute,
+        bucket_mb=bucket_mb,
+        layout=layout,
+    )
 
 
 NAMED = {
@@ -43,14 +60,22 @@ NAMED = {
         "qwen3", 4, tp=4, tp_overlap="on", recompute="pointwise", documents=True
     ),
     "mistral tp2 pp2 dp2, documents": case("mistral", 8, tp=2, pp=2, documents=True),
-    "mistral tp4 with 2 kv heads, overlapped, selective recompute": case("mistral", 4, tp=4, tp_overlap="on", recompute="selective"),
+    "mistral tp4 with 2 kv heads, overlapped, selective recompute": case(
+        "mistral", 4, tp=4, tp_overlap="on", recompute="selective"
+    ),
     "qwen2 tp4 with 2 kv heads, documents": case("qwen2", 4, tp=4, documents=True),
     "qwen2 pp2 x 2 virtual stages, dp2": case("qwen2", 4, pp=2, virtual_stages=2),
     "deepseek_v3 dense, tp2 pp2 dp2, documents": case("deepseek_v3-dense", 8, tp=2, pp=2, documents=True),
-    "deepseek_v3 dense, tp4, overlapped, selective recompute": case("deepseek_v3-dense", 4, tp=4, tp_overlap="on", recompute="selective"),
+    "deepseek_v3 dense, tp4, overlapped, selective recompute": case(
+        "deepseek_v3-dense", 4, tp=4, tp_overlap="on", recompute="selective"
+    ),
     "deepseek_v3 with two further tokens, tp2 dp2, ep4": case("deepseek_v3-mtp", 4, tp=2, ep=4, micro_batch=2),
-    "deepseek_v3 with two further tokens, pp2 dp2, documents, full recompute": case("deepseek_v3-mtp", 4, pp=2, documents=True, recompute="full"),
-    "deepseek_v3 with two further tokens, tied, pp4, each block alone": case("deepseek_v3-mtp-tied", 4, pp=4, stages=(1, 2, 1, 1)),
+    "deepseek_v3 with two further tokens, pp2 dp2, documents, full recompute": case(
+        "deepseek_v3-mtp", 4, pp=2, documents=True, recompute="full"
+    ),
+    "deepseek_v3 with two further tokens, tied, pp4, each block alone": case(
+        "deepseek_v3-mtp-tied", 4, pp=4, stages=(1, 2, 1, 1)
+    ),
     "deepseek_v3 with two further tokens, pp3, tp2, head and embedding shared by two pairs": case(
         "deepseek_v3-mtp", 6, pp=3, tp=2, stages=(1, 3, 1), documents=True
     ),
@@ -58,32 +83,50 @@ NAMED = {
         "deepseek_v3-mtp-tied", 2, pp=2, virtual_stages=2, stages=(1, 2, 1, 1)
     ),
     "deepseek_v3 tp2 pp2 dp2, ep4, documents": case("deepseek_v3", 8, tp=2, pp=2, ep=4, documents=True),
-    "deepseek_v3 tp2, ep2 x etp2, pointwise recompute, level 0": case("deepseek_v3", 4, tp=2, ep=2, etp=2, recompute="pointwise", sharding=0),
+    "deepseek_v3 tp2, ep2 x etp2, pointwise recompute, level 0": case(
+        "deepseek_v3", 4, tp=2, ep=2, etp=2, recompute="pointwise", sharding=0
+    ),
     "deepseek_v3 tp2 dp2, ep4 by all-gather, overlapped, full recompute": case(
         "deepseek_v3", 4, tp=2, ep=4, dispatch="allgather", ep_overlap="on", tp_overlap="on", recompute="full"
     ),
-    "gpt2 tp2 pp2, everything but attention again": case("gpt2", 4, tp=2, pp=2, recompute="norm, qkv, up, activation, dropout"),
-    "deepseek_v3 tp2 ep2, everything again": case("deepseek_v3", 2, tp=2, ep=2, recompute="norm, qkv, rope, attention, experts, up, activation"),
-    "qwen3 cp2 tp2, attention and its inputs again": case("qwen3", 4, cp=2, tp=2, documents=True, recompute="norm, qkv, rope, attention"),
-    "gpt_oss ep4 by all-gather, experts again": case("gpt_oss", 4, ep=4, dispatch="allgather", recompute="experts, norm"),
+    "gpt2 tp2 pp2, everything but attention again": case(
+        "gpt2", 4, tp=2, pp=2, recompute="norm, qkv, up, activation, dropout"
+    ),
+    "deepseek_v3 tp2 ep2, everything again": case(
+        "deepseek_v3", 2, tp=2, ep=2, recompute="norm, qkv, rope, attention, experts, up, activation"
+    ),
+    "qwen3 cp2 tp2, attention and its inputs again": case(
+        "qwen3", 4, cp=2, tp=2, documents=True, recompute="norm, qkv, rope, attention"
+    ),
+    "gpt_oss ep4 by all-gather, experts again": case(
+        "gpt_oss", 4, ep=4, dispatch="allgather", recompute="experts, norm"
+    ),
     "pointwise recompute tp2": case("llama", 2, tp=2, recompute="pointwise", documents=True),
-    "gpt2 tp2 pp2, pointwise recompute, overlapped": case("gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"),
+    "gpt2 tp2 pp2, pointwise recompute, overlapped": case(
+        "gpt2", 4, tp=2, pp=2, recompute="pointwise", tp_overlap="on"
+    ),
     "tp4, overlapped": case("llama", 4, tp=4, tp_overlap="on"),
     "tp8, overlapped, documents": case("llama", 8, tp=8, tp_overlap="on", documents=True, global_batch=2),
     "gpt2 tp2 pp2 dp2, overlapped, full recompute": case("gpt2", 8, tp=2, pp=2, tp_overlap="on", recompute="full"),
     "tied tp2 pp2 x 2 virtual stages, overlapped": case("llama-tied", 4, tp=2, pp=2, virtual_stages=2, tp_overlap="on"),
     "mixtral ep2": case("mixtral", 2, ep=2),
     "mixtral ep4 across tp2 x dp2, all-gather": case("mixtral", 4, ep=4, tp=2, dispatch="allgather"),
-    "mixtral ep4 across tp2 x dp2, overlapped": case("mixtral", 4, ep=4, tp=2, dispatch="allgather", ep_overlap="on", tp_overlap="on"),
+    "mixtral ep4 across tp2 x dp2, overlapped": case(
+        "mixtral", 4, ep=4, tp=2, dispatch="allgather", ep_overlap="on", tp_overlap="on"
+    ),
     "mixtral ep2, push": case("mixtral", 2, ep=2, dispatch="push"),
     "mixtral ep4 across tp2 x dp2, push": case("mixtral", 4, ep=4, tp=2, dispatch="push", tp_overlap="on"),
-    "qwen3_moe ep2 x etp2, tp2 pp2, push": case("qwen3_moe", 8, ep=2, etp=2, tp=2, pp=2, dispatch="push", documents=True),
+    "qwen3_moe ep2 x etp2, tp2 pp2, push": case(
+        "qwen3_moe", 8, ep=2, etp=2, tp=2, pp=2, dispatch="push", documents=True
+    ),
     "deepseek_v3 with two further tokens, tp2 dp2, ep4, push, full recompute": case(
         "deepseek_v3-mtp", 4, tp=2, ep=4, dispatch="push", micro_batch=2, recompute="full"
     ),
     "gpt_oss ep8, tp2, push, no spare room": case("gpt_oss", 8, tp=2, ep=8, dispatch="push", expert_room=1.0),
     "mixtral etp2 x ep2, tp2 pp2 dp2": case("mixtral", 8, ep=2, etp=2, tp=2, pp=2),
-    "mixtral etp2 x ep4, overlapped, full recompute": case("mixtral", 8, ep=4, etp=2, ep_overlap="on", dispatch="allgather", recompute="full"),
+    "mixtral etp2 x ep4, overlapped, full recompute": case(
+        "mixtral", 8, ep=4, etp=2, ep_overlap="on", dispatch="allgather", recompute="full"
+    ),
     "qwen3_moe ep4, tp2 pp2 dp2, tied, full recompute": case("qwen3_moe", 8, ep=4, tp=2, pp=2, recompute="full"),
     "qwen3_moe tp4, experts whole on each rank": case("qwen3_moe", 4, tp=4, documents=True),
     "gpt_oss tp4 with 2 kv heads, ep2 x etp2, documents": case("gpt_oss", 4, tp=4, ep=2, etp=2, documents=True),
@@ -97,15 +140,27 @@ NAMED = {
     "cp4, all-gather, pp2": case("llama", 8, cp=4, pp=2, cp_attention="allgather"),
     "cp2, heads": case("llama", 2, cp=2, cp_ulysses=2, documents=True, recompute="selective"),
     "cp2, heads, level 3, for long sequences": case("llama", 2, cp=2, cp_ulysses=2, sharding=3, recompute="long"),
-    "qwen3 cp2 tp2, ring, for long sequences, documents": case("qwen3", 4, cp=2, tp=2, documents=True, recompute="long"),
+    "qwen3 cp2 tp2, ring, for long sequences, documents": case(
+        "qwen3", 4, cp=2, tp=2, documents=True, recompute="long"
+    ),
     "gpt2 tp2 pp2, overlapped, for long sequences": case("gpt2", 4, tp=2, pp=2, tp_overlap="on", recompute="long"),
     "gpt_oss cp2 ep2, heads, sinks, for long sequences": case("gpt_oss", 2, cp=2, cp_ulysses=2, ep=2, recompute="long"),
-    "deepseek_v3 with two further tokens, cp2, MLPs in pieces": case("deepseek_v3-mtp", 2, cp=2, recompute="block, mlp"),
-    "dynamic cp2, for long sequences": case("llama", 2, cp=2, cp_degree="dynamic", documents="packed", recompute="long"),
+    "deepseek_v3 with two further tokens, cp2, MLPs in pieces": case(
+        "deepseek_v3-mtp", 2, cp=2, recompute="block, mlp"
+    ),
+    "dynamic cp2, for long sequences": case(
+        "llama", 2, cp=2, cp_degree="dynamic", documents="packed", recompute="long"
+    ),
     "tied cp4, heads": case("llama-tied", 4, cp=4, cp_ulysses=4, micro_batch=2),
-    "tied cp4, heads in pairs, ring between, pp2": case("llama-tied", 8, cp=4, cp_ulysses=2, pp=2, cp_attention="ring", recompute="pointwise"),
-    "qwen3 cp4, heads in pairs, all-gather between, dp2": case("qwen3", 8, cp=4, cp_ulysses=2, cp_attention="allgather", documents=True),
-    "tied cp6 in uneven parts, heads in pairs": case("llama-tied", 6, cp=6, cp_ulysses=2, documents=True, micro_batch=2),
+    "tied cp4, heads in pairs, ring between, pp2": case(
+        "llama-tied", 8, cp=4, cp_ulysses=2, pp=2, cp_attention="ring", recompute="pointwise"
+    ),
+    "qwen3 cp4, heads in pairs, all-gather between, dp2": case(
+        "qwen3", 8, cp=4, cp_ulysses=2, cp_attention="allgather", documents=True
+    ),
+    "tied cp6 in uneven parts, heads in pairs": case(
+        "llama-tied", 6, cp=6, cp_ulysses=2, documents=True, micro_batch=2
+    ),
     "gpt2 cp4, heads in pairs, dropout": case("gpt2", 4, cp=4, cp_ulysses=2, micro_batch=2),
     "gpt2 cp4, heads, dropout, tp2": case("gpt2", 8, cp=4, cp_ulysses=4, tp=2, global_batch=4),
     "mistral cp4, ring, window": case("mistral", 4, cp=4, cp_attention="ring"),
@@ -114,23 +169,35 @@ NAMED = {
     "qwen2 cp3 in uneven parts, two kinds of layers, full recompute": case("qwen2", 3, cp=3, recompute="full"),
     "gpt_oss cp4, ring, sinks, window, ep4": case("gpt_oss", 4, cp=4, ep=4, documents=True, micro_batch=2),
     "gpt_oss cp4, heads in pairs, sinks, pp2": case("gpt_oss", 8, cp=4, cp_ulysses=2, pp=2, ep=2),
-    "gpt_oss cp2, heads, sinks, dp2": case("gpt_oss", 4, cp=2, cp_ulysses=2, dispatch="allgather", ep=2, ep_overlap="on"),
+    "gpt_oss cp2, heads, sinks, dp2": case(
+        "gpt_oss", 4, cp=2, cp_ulysses=2, dispatch="allgather", ep=2, ep_overlap="on"
+    ),
     "deepseek_v3 dense cp4, ring, latent": case("deepseek_v3-dense", 4, cp=4, documents=True, cp_attention="ring"),
     "deepseek_v3 dense cp4, heads in pairs, all-gather between, tp2": case(
         "deepseek_v3-dense", 8, cp=4, cp_ulysses=2, tp=2, cp_attention="allgather"
     ),
-    "deepseek_v3 with two further tokens, cp2 pp2, heads": case("deepseek_v3-mtp", 4, cp=2, pp=2, cp_ulysses=2, documents=True),
-    "deepseek_v3 with two further tokens, cp4 ep4, ring": case("deepseek_v3-mtp", 4, cp=4, ep=4, cp_attention="ring", recompute="full"),
+    "deepseek_v3 with two further tokens, cp2 pp2, heads": case(
+        "deepseek_v3-mtp", 4, cp=2, pp=2, cp_ulysses=2, documents=True
+    ),
+    "deepseek_v3 with two further tokens, cp4 ep4, ring": case(
+        "deepseek_v3-mtp", 4, cp=4, ep=4, cp_attention="ring", recompute="full"
+    ),
     "cp4 tp2, documents": case("llama", 8, cp=4, tp=2, documents=True, micro_batch=2),
     "gpt2 cp2 pp2 dp2, dropout, full recompute": case("gpt2", 8, cp=2, pp=2, recompute="full"),
     "mistral cp2 tp2 dp2, documents, level 0": case("mistral", 8, cp=2, tp=2, documents=True, sharding=0),
     "tied cp3 in uneven parts, pp2": case("llama-tied", 6, cp=3, pp=2, micro_batch=2),
-    "deepseek_v3 with two further tokens, cp3 in uneven parts, documents": case("deepseek_v3-mtp", 3, cp=3, documents=True),
+    "deepseek_v3 with two further tokens, cp3 in uneven parts, documents": case(
+        "deepseek_v3-mtp", 3, cp=3, documents=True
+    ),
     "mixtral cp2 dp2, ep4 over both": case("mixtral", 4, cp=2, ep=4, micro_batch=2),
     "mixtral capacity, cp2 tp2": case("mixtral-full", 4, cp=2, tp=2, micro_batch=2),
     "qwen3_moe cp4, ep2 x etp2, documents": case("qwen3_moe", 4, cp=4, ep=2, etp=2, documents=True, micro_batch=2),
-    "gpt_oss cp3 in uneven parts, etp3, documents": case("gpt_oss", 3, cp=3, etp=3, documents=True, dispatch="allgather"),
-    "deepseek_v3 cp2 tp2 pp2, ep4, documents, push": case("deepseek_v3", 8, cp=2, tp=2, pp=2, ep=4, documents=True, dispatch="push"),
+    "gpt_oss cp3 in uneven parts, etp3, documents": case(
+        "gpt_oss", 3, cp=3, etp=3, documents=True, dispatch="allgather"
+    ),
+    "deepseek_v3 cp2 tp2 pp2, ep4, documents, push": case(
+        "deepseek_v3", 8, cp=2, tp=2, pp=2, ep=4, documents=True, dispatch="push"
+    ),
     "dynamic cp2, documents": case("llama", 2, cp=2, cp_degree="dynamic", documents=True),
     "dynamic cp4 tp2, packed": case("llama", 8, cp=4, tp=2, cp_degree="dynamic", documents="packed"),
     "dynamic cp4 pp2, tied, packed, heads in pairs": case(
@@ -140,8 +207,12 @@ NAMED = {
         "qwen3", 4, cp=4, cp_attention="allgather", cp_degree="dynamic", documents="packed", sharding=3
     ),
     "dynamic cp4, heads, mistral": case("mistral", 4, cp=4, cp_ulysses=2, cp_degree="dynamic", documents="packed"),
-    "dynamic cp3 in uneven parts, qwen2, two kinds of layers": case("qwen2", 3, cp=3, cp_degree="dynamic", documents=True, micro_batch=2),
-    "dynamic cp6, gpt_oss with sinks and window, ep2": case("gpt_oss", 6, cp=6, ep=2, cp_degree="dynamic", documents="packed", micro_batch=2),
+    "dynamic cp3 in uneven parts, qwen2, two kinds of layers": case(
+        "qwen2", 3, cp=3, cp_degree="dynamic", documents=True, micro_batch=2
+    ),
+    "dynamic cp6, gpt_oss with sinks and window, ep2": case(
+        "gpt_oss", 6, cp=6, ep=2, cp_degree="dynamic", documents="packed", micro_batch=2
+    ),
     "dynamic cp2 tp2, gpt2 with dropout": case("gpt2", 4, cp=2, tp=2, cp_degree="dynamic", documents="packed"),
     "dynamic cp4 ep4, deepseek_v3 with two further tokens": case(
         "deepseek_v3-mtp", 4, cp=4, ep=4, cp_degree="dynamic", documents="packed"
@@ -160,7 +231,9 @@ NAMED = {
     "dynamic cp4 by all-gather, parts of other lengths, deepseek_v3 dense, level 2": case(
         "deepseek_v3-dense", 4, cp=4, cp_attention="allgather", cp_degree="dynamic", documents="filling", sharding=2
     ),
-    "dynamic cp4, qwen3_moe by document, ep2 x etp2": case("qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"),
+    "dynamic cp4, qwen3_moe by document, ep2 x etp2": case(
+        "qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"
+    ),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),
@@ -170,40 +243,60 @@ NAMED = {
     "dp2 tp4 gpt2": case("gpt2", 8, tp=4, micro_batch=2),
     "one rank, level 1, accumulation": case("llama", 1),
     "level 2, dp4, accumulation": case("llama", 4, sharding=2, global_batch=16),
-    "level 2, dp4, one micro-batch, prefetch 0, documents": case("gpt2", 4, sharding=2, prefetch=0, global_batch=4, documents=True),
-    "level 2, tp2 pp2 dp2, tied across stages, full recompute": case("llama-tied", 8, tp=2, pp=2, sharding=2, recompute="full"),
+    "level 2, dp4, one micro-batch, prefetch 0, documents": case(
+        "gpt2", 4, sharding=2, prefetch=0, global_batch=4, documents=True
+    ),
+    "level 2, tp2 pp2 dp2, tied across stages, full recompute": case(
+        "llama-tied", 8, tp=2, pp=2, sharding=2, recompute="full"
+    ),
     "level 2, pp2 x 2 virtual stages, dp2, tied": case("gpt2", 4, pp=2, virtual_stages=2, sharding=2, prefetch=2),
     "level 2, dp2 tp4 with 2 kv heads, overlapped": case("llama", 8, tp=4, sharding=2, tp_overlap="on"),
     "level 2, mixtral edp2 x ep2, tp2": case("mixtral", 4, tp=2, ep=2, sharding=2),
     "level 2, deepseek_v3 with two further tokens, tied, pp2 dp2": case("deepseek_v3-mtp-tied", 4, pp=2, sharding=2),
     "level 2 in pairs of dp4": case("llama", 4, sharding=2, shard_group=2),
-    "level 1 in pairs of dp4, optimizer over both, tied": case("llama-tied", 4, sharding=1, shard_group=2, shard_across="optimizer"),
+    "level 1 in pairs of dp4, optimizer over both, tied": case(
+        "llama-tied", 4, sharding=1, shard_group=2, shard_across="optimizer"
+    ),
     "level 1 in pairs of dp4, experts": case("qwen3_moe", 4, sharding=1, shard_group=2, ep=2),
     "level 3, dp4, accumulation": case("llama", 4, sharding=3, global_batch=16),
     "level 3, dp2, tied, kept until the step's end, pointwise recompute": case(
         "llama-tied", 2, sharding=3, reshard_after_forward=False, recompute="pointwise"
     ),
-    "level 3, dp4, gpt2 with dropout, prefetch 0, full recompute": case("gpt2", 4, sharding=3, prefetch=0, recompute="full"),
-    "level 3, tp2 pp2 dp2, tied across stages, documents": case("llama-tied", 8, tp=2, pp=2, sharding=3, documents=True),
+    "level 3, dp4, gpt2 with dropout, prefetch 0, full recompute": case(
+        "gpt2", 4, sharding=3, prefetch=0, recompute="full"
+    ),
+    "level 3, tp2 pp2 dp2, tied across stages, documents": case(
+        "llama-tied", 8, tp=2, pp=2, sharding=3, documents=True
+    ),
     "level 3, pp2 x 2 virtual stages, dp2, tied, prefetch 3, selective recompute": case(
         "gpt2", 4, pp=2, virtual_stages=2, sharding=3, prefetch=3, recompute="selective"
     ),
-    "level 3, pp2 gpipe, dp2, kept until the step's end": case("mistral", 4, pp=2, schedule="gpipe", sharding=3, reshard_after_forward=False),
+    "level 3, pp2 gpipe, dp2, kept until the step's end": case(
+        "mistral", 4, pp=2, schedule="gpipe", sharding=3, reshard_after_forward=False
+    ),
     "level 3, dp2 tp4 with 2 kv heads, overlapped, pointwise recompute": case(
         "qwen3", 8, tp=4, sharding=3, tp_overlap="on", recompute="pointwise"
     ),
     "level 3, mixtral edp2 x ep2 x etp2, tp2": case("mixtral", 8, tp=2, ep=2, etp=2, sharding=3),
-    "level 3, deepseek_v3, ep4 of dp4: experts whole, the rest cut": case("deepseek_v3", 4, ep=4, sharding=3, recompute="full"),
-    "level 3, deepseek_v3 with two further tokens, pp2 dp2": case("deepseek_v3-mtp", 4, pp=2, sharding=3, recompute="full"),
+    "level 3, deepseek_v3, ep4 of dp4: experts whole, the rest cut": case(
+        "deepseek_v3", 4, ep=4, sharding=3, recompute="full"
+    ),
+    "level 3, deepseek_v3 with two further tokens, pp2 dp2": case(
+        "deepseek_v3-mtp", 4, pp=2, sharding=3, recompute="full"
+    ),
     "level 3, deepseek_v3 ep2 x etp2, edp2, push, experts again": case(
         "deepseek_v3", 8, tp=2, ep=2, etp=2, dispatch="push", sharding=3, recompute="experts, norm"
     ),
-    "level 3, gpt_oss dp2 ep2 tp2, all-gather": case("gpt_oss", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", sharding=3),
+    "level 3, gpt_oss dp2 ep2 tp2, all-gather": case(
+        "gpt_oss", 4, tp=2, ep=2, dispatch="allgather", ep_overlap="on", sharding=3
+    ),
     "level 3, cp2 dp2 tp2, tied": case("llama-tied", 8, cp=2, tp=2, sharding=3, global_batch=4),
     "level 3, mixtral cp2 dp2, ep2, in pairs, optimizer over both": case(
         "mixtral", 4, cp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer", global_batch=4
     ),
-    "level 3 in pairs of dp4, optimizer over both": case("llama", 4, sharding=3, shard_group=2, shard_across="optimizer"),
+    "level 3 in pairs of dp4, optimizer over both": case(
+        "llama", 4, sharding=3, shard_group=2, shard_across="optimizer"
+    ),
     "level 3 in pairs of dp4, optimizer over both, by copies": case(
         "llama", 4, sharding=3, shard_group=2, shard_across="optimizer", dp_overlap="on"
     ),
@@ -213,7 +306,9 @@ NAMED = {
         "llama-tied", 4, sharding=1, shard_group=2, shard_across="optimizer", dp_overlap="on"
     ),
     "level 3 in pairs of dp4, tp2, tied": case("llama-tied", 8, tp=2, sharding=3, shard_group=2),
-    "level 3 in pairs of dp4, pp2, qwen3_moe ep2": case("qwen3_moe", 8, pp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer"),
+    "level 3 in pairs of dp4, pp2, qwen3_moe ep2": case(
+        "qwen3_moe", 8, pp=2, ep=2, sharding=3, shard_group=2, shard_across="optimizer"
+    ),
 }
 
 
@@ -221,7 +316,9 @@ EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose l
 
 
 def build_run(c: dict):
-    again = dict(recompute=c["recompute"]) if c["recompute"] in PRESETS else dict(recompute_ops=c["recompute"].split(", "))
+    again = (
+        dict(recompute=c["recompute"]) if c["recompute"] in PRESETS else dict(recompute_ops=c["recompute"].split(", "))
+    )
     run = base_run(c["model"], c["global_batch"], c["micro_batch"], **again)
     return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
 
@@ -255,8 +352,13 @@ def generated() -> dict[str, dict]:
             if pp > 1:
                 layout["virtual_stages"] = pick.choice([1, 1, 2] if pp == 2 or model in ("llama-tied", "gpt2") else [1])
                 layout["schedule"] = pick.choice(["auto", "gpipe"])
-            options = dict(global_batch=dp * pick.choice([1, 2, 3, 4]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
-                           recompute=pick.choice(["none", "norm, qkv, up", "selective", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+            options = dict(
+                global_batch=dp * pick.choice([1, 2, 3, 4]) * 2,
+                micro_batch=pick.choice([1, 2]),
+                documents=pick.choice([False, True]),
+                recompute=pick.choice(["none", "norm, qkv, up", "selective", "full"]),
+                bucket_mb=pick.choice([0, 100]),
+            )
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
             name = f"{model} {layout} {options}"
@@ -265,7 +367,8 @@ def generated() -> dict[str, dict]:
 
 
 def generated_experts() -> dict[str, dict]:
-    """The same for families with experts: ep and etp cut the ranks of a stage in every way, across tp and dp; both exchanges."""
+    """The same for families with experts: ep and etp cut the ranks of a stage in every way, across tp and dp; both
+    exchanges."""
     cases = {}
     for model, (pp, dp, tp) in itertools.product(EXPERTS, itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4))):
         stage = dp * tp
@@ -283,19 +386,38 @@ def generated_experts() -> dict[str, dict]:
                 layout["ep_overlap"] = pick.choice(["on", "off"])
             if tp > 1:
                 layout["tp_overlap"] = pick.choice(["on", "off"])
-            options = dict(global_batch=dp * pick.choice([1, 2, 3]) * 2, micro_batch=pick.choice([1, 2]), documents=pick.choice([False, True]),
-                           recompute=pick.choice(["none", "norm, experts", "pointwise", "full"]), bucket_mb=pick.choice([0, 100]))  # fmt: skip
+            options = dict(
+                global_batch=dp * pick.choice([1, 2, 3]) * 2,
+                micro_batch=pick.choice([1, 2]),
+                documents=pick.choice([False, True]),
+                recompute=pick.choice(["none", "norm, experts", "pointwise", "full"]),
+                bucket_mb=pick.choice([0, 100]),
+            )
             cases[f"{model} {layout} {options}"] = case(model, pp * stage, **options, **layout)
     return cases
 
 
-OF_CONTEXT = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "qwen3", "deepseek_v3-dense", "deepseek_v3-mtp", "mixtral", "gpt_oss")
+OF_CONTEXT = (
+    "llama",
+    "llama-tied",
+    "gpt2",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "deepseek_v3-dense",
+    "deepseek_v3-mtp",
+    "mixtral",
+    "gpt_oss",
+)
 
 
 def generated_context() -> dict[str, dict]:
-    """Factorisations of up to 8 ranks over pp, dp, cp, tp for all families; forms of exchange; ep over whatever is there; uneven parts."""
+    """Factorisations of up to 8 ranks over pp, dp, cp, tp for all families; forms of exchange; ep over whatever is
+    there; uneven parts."""
     cases = {}
-    for model, (pp, dp, cp, tp) in itertools.product(OF_CONTEXT, itertools.product((1, 2), (1, 2), (2, 3, 4, 8), (1, 2, 4))):
+    for model, (pp, dp, cp, tp) in itertools.product(
+        OF_CONTEXT, itertools.product((1, 2), (1, 2), (2, 3, 4, 8), (1, 2, 4))
+    ):
         stage = dp * cp * tp
         if pp * stage > 8:
             continue
@@ -312,9 +434,13 @@ def generated_context() -> dict[str, dict]:
         if model in ("mixtral", "gpt_oss", "deepseek_v3-mtp"):
             layout["ep"] = pick.choice([e for e in (1, 2, 4) if stage % e == 0])
             layout["dispatch"] = pick.choice(["allgather", "alltoall"])
-        options = dict(global_batch=dp * pick.choice([2, 4]) * (2 if tp == 4 and cp == 3 else 1), documents=pick.choice([False, True]),
-                       micro_batch=2 if cp == 3 and tp > 1 else pick.choice([1, 2]), bucket_mb=pick.choice([0, 100]),
-                       recompute=pick.choice(["none", "none", "pointwise", "selective", "attention, norm", "full"]))  # fmt: skip
+        options = dict(
+            global_batch=dp * pick.choice([2, 4]) * (2 if tp == 4 and cp == 3 else 1),
+            documents=pick.choice([False, True]),
+            micro_batch=2 if cp == 3 and tp > 1 else pick.choice([1, 2]),
+            bucket_mb=pick.choice([0, 100]),
+            recompute=pick.choice(["none", "none", "pointwise", "selective", "attention, norm", "full"]),
+        )
         cases[f"{model} {layout} {options}"] = case(model, pp * stage, **options, **layout)
     return cases
 
@@ -322,7 +448,10 @@ def generated_context() -> dict[str, dict]:
 def generated_by_document() -> dict[str, dict]:
     """The same with packed documents that are dealt to ranks by their lengths."""
     dealt = {"cp_degree": "dynamic"}
-    return {f"by document: {name}": {**c, "documents": "packed", "layout": c["layout"] | dealt} for name, c in generated_context().items()}
+    return {
+        f"by document: {name}": {**c, "documents": "packed", "layout": c["layout"] | dealt}
+        for name, c in generated_context().items()
+    }
 
 
 def check(ranks, c: dict) -> None:

@@ -1,4 +1,5 @@
-"""Fixed places for what comes and goes at sharding levels 2 and 3: no two buckets meet at one, and a bucket is always found at its own."""
+"""Fixed places for what comes and goes at sharding levels 2 and 3: no two buckets meet at one, and a bucket is
+always found at its own."""
 
 from __future__ import annotations
 
@@ -8,23 +9,29 @@ from dataclasses import replace
 import pytest
 
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import RampConfig, Run
 from phalanx.data.config import DataConfig
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, evaluate_step, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.schedule.actions import Backward, Close, Flow, Forward, Free, Gather, Open, ScheduleError
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
-from phalanx.schedule.places import Places, fits, make_places, prove
-from phalanx.train.build import build
-from phalanx.train.config import RampConfig, Run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, evaluate_step, update
+from phalanx.schedule.memory_slots import Places, fits, make_places, prove
 from tests.parity import base_run, compare, random_weights, step_batches, truth_of
 
 
 def programs(number: int):
-    """Instruction lists of a random pipeline with a bucket per run, tied weights and experts, and the buckets' elements by rank."""
+    """Instruction lists of a random pipeline with a bucket per run, tied weights and experts, and the buckets'
+    elements by rank."""
     pick = random.Random(number)
-    pp, virtual, micro, runs = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 5]), pick.choice([1, 2, 5])
+    pp, virtual, micro, runs = (
+        pick.choice([1, 2, 3]),
+        pick.choice([1, 2]),
+        pick.choice([1, 2, 5]),
+        pick.choice([1, 2, 5]),
+    )
     virtual = virtual if pp > 1 else 1
     schedule = generate(pick.choice(["gpipe", "1f1b"]) if virtual == 1 else "interleaved", pp, virtual, micro)
     buckets = []
@@ -77,11 +84,14 @@ def test_layers_take_turns_at_few_places():
 def fixed(run: Run, **layout) -> Run:
     """With places as CUDA graphs need them; on a CPU blocks run as they are."""
     layout = {"bucket_mb": 0, **layout}
-    return replace(run, train=replace(run.train, cuda_graphs="on"), layout=LayoutConfig(**layout), data=DataConfig(mock=True))
+    return replace(
+        run, train=replace(run.train, cuda_graphs="on"), layout=LayoutConfig(**layout), data=DataConfig(mock=True)
+    )
 
 
 def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[int]], bool]:
-    """Where weights and gradients of each run lie whenever it computes, over three steps and an evaluation; whether any bucket shares."""
+    """Where weights and gradients of each run lie whenever it computes, over three steps and an evaluation; whether
+    any bucket shares."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
     random_weights(state)
@@ -98,7 +108,9 @@ def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[
 
         return run_it
 
-    state.handlers = {kind: watched(kind, h) if kind in (Forward, Backward) else h for kind, h in state.handlers.items()}
+    state.handlers = {
+        kind: watched(kind, h) if kind in (Forward, Backward) else h for kind, h in state.handlers.items()
+    }
     for step in range(3):
         update(state, accumulate(state, step_batches(run, mesh, step, False)), lr=1e-3)
         evaluate_step(state, step_batches(run, mesh, step, False))
@@ -110,7 +122,11 @@ def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[
 FIXED = {
     "level 3, dp2": ("llama", 2, dict(sharding=3)),
     "level 2, dp2, tied": ("llama-tied", 2, dict(sharding=2)),
-    "level 3, pp2 x 2 virtual stages, dp2, tied, prefetch 2": ("llama-tied", 4, dict(sharding=3, pp=2, virtual_stages=2, prefetch=2)),
+    "level 3, pp2 x 2 virtual stages, dp2, tied, prefetch 2": (
+        "llama-tied",
+        4,
+        dict(sharding=3, pp=2, virtual_stages=2, prefetch=2),
+    ),
     "level 3, gpipe, pp2 dp2": ("llama", 4, dict(sharding=3, pp=2, schedule="gpipe")),
     "level 3, deepseek_v3 ep2, tp2 dp2, push": ("deepseek_v3", 4, dict(sharding=3, tp=2, ep=2, dispatch="push")),
     "level 3 in pairs of dp4, weights kept": ("llama", 4, dict(sharding=3, shard_group=2, reshard_after_forward=False)),
@@ -119,7 +135,8 @@ FIXED = {
 
 @pytest.mark.parametrize("name", FIXED)
 def test_layouts_with_fixed_places(ranks, name):
-    """They compute what one process does, and every weight and gradient lies at one address whenever a block reads or adds to it."""
+    """They compute what one process does, and every weight and gradient lies at one address whenever a block reads
+    or adds to it."""
     model, world, layout = FIXED[name]
     run = fixed(base_run(model), **layout)
     compare(ranks.run("tests.parity:run_layout", world, run, 2), truth_of(ranks, run, 2, False), 2)

@@ -1,4 +1,5 @@
-"""bf16 and fp16 with fp32 masters: bounded against fp32, bit-equal where the arithmetic is equal, and steps that must be skipped."""
+"""bf16 and fp16 with fp32 masters: bounded against fp32, bit-equal where the arithmetic is equal, and steps that
+must be skipped."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import Mesh
-from phalanx.data_parallel.codes import CodedBucket
+from phalanx.config.run import Fp8Config, Run
+from phalanx.data_parallel.quantized import CodedBucket
+from phalanx.engine.build import State, build, init_weights
+from phalanx.engine.step import train_step
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.train.build import State, build, init_weights
-from phalanx.train.config import Fp8Config, Run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import train_step
 from tests.parity import base_run, sample_batch
 from tests.sample import rest_in_soak
 
@@ -32,28 +33,41 @@ def precision_run(model: str, precision: str, global_batch: int = 4, train: dict
 def snapshot(state: State) -> list[torch.Tensor]:
     """Everything that a skipped step must leave as it is."""
     state.buffers.ready()
-    kept = [t for s in state.optimizer.shards for t in (s.master, s.m, s.v)] + [f.weight_kept for f in state.buffers.flat]
+    kept = [t for s in state.optimizer.shards for t in (s.master, s.m, s.v)] + [
+        f.weight_kept for f in state.buffers.flat
+    ]
     return [t.clone() for t in [*kept, state.optimizer.step]]
 
 
 def bits(tensors: list[torch.Tensor]) -> list[bytes]:
-    return [t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.view(1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [
+        t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.view(1).view(torch.uint8).numpy().tobytes()
+        for t in tensors
+    ]
 
 
 def check_weights(state: State) -> None:
-    """Weights are the cast of the masters, on the elements whose masters are here, and whole on every rank after the gather (level 3: gone)."""
+    """Weights are the cast of the masters, on the elements whose masters are here, and whole on every rank after the
+    gather (level 3: gone)."""
     state.buffers.ready()
     for f in state.buffers.flat:
         assert torch.equal(f.weight_kept[f.lo - f.weight_at : f.hi - f.weight_at], f.master.to(f.weight.dtype))
         coded = isinstance(f, CodedBucket)
-        assert coded or f.level not in (1, 2) or torch.equal(f.weight, f.groups.inner.all_gather(f.master.to(f.weight.dtype)).wait())
-        assert not coded or (f.weight.untyped_storage().nbytes() == 0 and (f.both.untyped_storage().nbytes() == 0) == (f.level == 3))
+        assert (
+            coded
+            or f.level not in (1, 2)
+            or torch.equal(f.weight, f.groups.inner.all_gather(f.master.to(f.weight.dtype)).wait())
+        )
+        assert not coded or (
+            f.weight.untyped_storage().nbytes() == 0 and (f.both.untyped_storage().nbytes() == 0) == (f.level == 3)
+        )
         assert coded or (f.weight.untyped_storage().nbytes() == 0) == (f.level == 3)
         assert (f.grad.untyped_storage().nbytes() == 0) == (f.level >= 2)
 
 
 def train(rank: int, world: int, run: Run, steps: int, poison: dict[int, str] | None = None) -> dict:
-    """`steps` steps on the same few samples. poison[step]: "weight" puts a NaN into a weight, "gradient" an inf into a gradient, both on one rank."""
+    """`steps` steps on the same few samples. poison[step]: "weight" puts a NaN into a weight, "gradient" an inf into
+    a gradient, both on one rank."""
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
     init_weights(state)
@@ -88,10 +102,18 @@ def everywhere(ranks, run: Run, world: int, steps: int = STEPS, poison: dict[int
 
 
 LAYOUTS = {
-    "one rank": (1, {}), "tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "dp2": (2, {}), "dp2, level 0": (2, dict(sharding=0)),
-    "dp2, level 2": (2, dict(sharding=2)), "dp2, level 3": (2, dict(sharding=3)),
-}  # fmt: skip
-BOUND = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of the fp32 loss: one rounding of the format, over 20 steps that halve the loss
+    "one rank": (1, {}),
+    "tp2": (2, dict(tp=2)),
+    "pp2": (2, dict(pp=2)),
+    "dp2": (2, {}),
+    "dp2, level 0": (2, dict(sharding=0)),
+    "dp2, level 2": (2, dict(sharding=2)),
+    "dp2, level 3": (2, dict(sharding=3)),
+}
+BOUND = {
+    "bf16": 2.0**-7,
+    "fp16": 2.0**-10,
+}  # of the fp32 loss: one rounding of the format, over 20 steps that halve the loss
 
 
 def some(cases: Iterable[tuple], fast: Callable[..., bool]) -> list:
@@ -129,7 +151,8 @@ def fp32_losses(ranks, model: str) -> np.ndarray:
 
 @pytest.mark.parametrize("layout", rest_in_soak(LAYOUTS, LEAST[1:]))  # over tp its 40 steps take long
 def test_overflow_skips_the_step_and_halves_the_scale(ranks, layout):
-    """fp16 with a scale far too large: skipped with no bit changed until it fits, two overflows per halving, then training goes on."""
+    """fp16 with a scale far too large: skipped with no bit changed until it fits, two overflows per halving, then
+    training goes on."""
     world, options = LAYOUTS[layout]
     scaling = dict(loss_scale=2.0**25, loss_scale_hysteresis=2, loss_scale_window=4)
     found = everywhere(ranks, precision_run("llama", "fp16", train=scaling, **options), world, 40)
@@ -143,16 +166,21 @@ def test_overflow_skips_the_step_and_halves_the_scale(ranks, layout):
 
 
 def test_scale_never_goes_below_its_minimum(ranks):
-    run = precision_run("llama", "fp16", train=dict(loss_scale=2.0**40, loss_scale_min=2.0**38, loss_scale_hysteresis=1))
+    run = precision_run(
+        "llama", "fp16", train=dict(loss_scale=2.0**40, loss_scale_min=2.0**38, loss_scale_hysteresis=1)
+    )
     assert everywhere(ranks, run, 1, 5)["scales"] == [2.0**39] + [2.0**38] * 4
 
 
 POISONS = product([("bf16", "weight"), ("bf16", "gradient"), ("fp16", "gradient"), ("fp32", "gradient")], LAYOUTS)
 
 
-@pytest.mark.parametrize("poison, layout", some(POISONS, lambda poison, layout: poison[1] == "weight" or layout in ("dp2", "dp2, level 2")))
+@pytest.mark.parametrize(
+    "poison, layout", some(POISONS, lambda poison, layout: poison[1] == "weight" or layout in ("dp2", "dp2, level 2"))
+)
 def test_one_bad_value_skips_the_step_on_all_ranks(ranks, poison, layout):
-    """NaN or inf on one rank: all skip, no master, moment or count changes, and the steps after are those of a run that never saw it."""
+    """NaN or inf on one rank: all skip, no master, moment or count changes, and the steps after are those of a run
+    that never saw it."""
     (precision, where), (world, options) = poison, LAYOUTS[layout]
     run = precision_run("llama", precision, train=dict(loss_scale=1024.0), **options)
     clean = everywhere(ranks, run, world, 5)
@@ -172,9 +200,12 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16", pytest.param("fp16", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16", pytest.param("fp16", marks=pytest.mark.soak)]
+)
 def test_pipelines_recompute_and_buckets_change_no_bit(ranks, precision):
-    """Truth: one rank with the same micro-batches. Without clipping: the norm's parts are summed in another order, then it scales all."""
+    """Truth: one rank with the same micro-batches. Without clipping: the norm's parts are summed in another order,
+    then it scales all."""
 
     def losses(world: int, train: dict | None = None, bucket_mb: int = 0, **layout) -> list[float]:
         run = precision_run("llama", precision, train={**SCALE, **(train or {})}, **layout)
@@ -190,12 +221,16 @@ def test_pipelines_recompute_and_buckets_change_no_bit(ranks, precision):
     assert losses(2, sharding=1) == losses(2, sharding=0)
 
 
-LEVELS = some(product(["llama", "llama-tied"], ["fp32", "bf16", "fp16"]), lambda model, p: (model, p) in (("llama", "bf16"), ("llama-tied", "fp16")))
+LEVELS = some(
+    product(["llama", "llama-tied"], ["fp32", "bf16", "fp16"]),
+    lambda model, p: (model, p) in (("llama", "bf16"), ("llama-tied", "fp16")),
+)
 
 
 @pytest.mark.parametrize("model, precision", LEVELS)
 def test_sharding_levels_change_no_bit(ranks, model, precision):
-    """With one micro-batch per rank all levels make the same sums; with more, those that reduce after each are alike among themselves.
+    """With one micro-batch per rank all levels make the same sums; with more, those that reduce after each are alike
+    among themselves.
 
     Truth: level 0, and level 2. Without clipping, whose norm is summed in another order.
     """
@@ -205,7 +240,13 @@ def test_sharding_levels_change_no_bit(ranks, model, precision):
         return everywhere(ranks, replace(run, optim=replace(run.optim, clip_grad=0.0)), 2, 4)["losses"]
 
     truth = losses(2, sharding=0)
-    for layout in (dict(sharding=1), dict(sharding=2), dict(sharding=2, prefetch=0), dict(sharding=3), dict(sharding=3, prefetch=3)):
+    for layout in (
+        dict(sharding=1),
+        dict(sharding=2),
+        dict(sharding=2, prefetch=0),
+        dict(sharding=3),
+        dict(sharding=3, prefetch=3),
+    ):
         assert losses(2, **layout) == truth, layout
     if precision == "bf16" and model == "llama":  # codes of weights are made when these are here
         eight = dict(train={**SCALE, "fp8": Fp8Config(recipe="tensorwise")})
@@ -218,6 +259,7 @@ def test_sharding_levels_change_no_bit(ranks, model, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_schedules_change_no_bit(ranks, model, precision):
-    """GPipe and 1F1B on the same stages, with clipping, and tied weights in gpt2 (two sums there that one rank makes as one)."""
+    """GPipe and 1F1B on the same stages, with clipping, and tied weights in gpt2 (two sums there that one rank makes
+    as one)."""
     found = [everywhere(ranks, precision_run(model, precision, pp=2, schedule=s), 2, 4) for s in ("gpipe", "1f1b")]
     assert found[0] == found[1]

@@ -1,4 +1,5 @@
-"""Preparing data: every kind of input, bad documents by name, the same bytes for any number of workers and after any kill."""
+"""Preparing data: every kind of input, bad documents by name, the same bytes for any number of workers and after any
+kill."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ import numpy as np
 import pytest
 
 from phalanx.base.errors import DataError
-from phalanx.data import prepare as module
-from phalanx.data import shards
 from phalanx.data.index import Corpus
-from phalanx.data.prepare import merge_shards
-from phalanx.data.tokenizers import byte_tokenizer
-from phalanx.data.workers import ordered
+from phalanx.text import prepare as module
+from phalanx.text import shards
+from phalanx.text.prepare import merge_shards
+from phalanx.text.tokenizers import byte_tokenizer
+from phalanx.text.workers import ordered
 
 prepare = partial(module.prepare, overwrite=True)  # these tests write to the same name again and again
 ROOT = Path(__file__).parents[1]
@@ -109,7 +110,11 @@ GOOD = b'{"text": "ok"}\n'
         (b'{"text": null}\n', "no text", r"line 2: no text under key 'text', but NoneType"),
         (b'{"text": "a", "x": NaN}\n', "NaN", r"line 2: NaN is not JSON"),
         (b'{"text": "a", "text": "b"}\n', "duplicate key", r"line 2: key 'text' occurs twice"),
-        (b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "nesting", r"line 2: JSON nested too deeply"),
+        (
+            b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+            "nesting",
+            r"line 2: JSON nested too deeply",
+        ),
         (b'{"text": "a', "cut", r"line 2: not JSON, the file ends inside this line.*at byte 26"),
         (b"\xef\xbb\xbf" + GOOD, "not JSON", r"line 2: not JSON"),
         (b'{"text": "\\ud800"}\n', "half a character", r"line 2: not text"),
@@ -131,10 +136,16 @@ def test_bad_lines_are_named_or_counted(tmp_path, line, reason, message):
 def test_compressed_files_that_end_too_early(tmp_path):
     whole = gzip.compress(LINES.encode())
     (tmp_path / "good.jsonl").write_bytes(GOOD)
-    for name, data in (("a.jsonl.gz", whole[: len(whole) // 2]), ("b.jsonl.gz", whole[:2000] + b"\xff" * 50 + whole[2050:])):
+    for name, data in (
+        ("a.jsonl.gz", whole[: len(whole) // 2]),
+        ("b.jsonl.gz", whole[:2000] + b"\xff" * 50 + whole[2050:]),
+    ):
         (tmp_path / name).write_bytes(data)
         for size in (100, 1 << 20):
-            with pytest.raises(DataError, match=rf"{name}: line \d+: (the compressed file is cut short after {len(data)} bytes|damaged)"):
+            with pytest.raises(
+                DataError,
+                match=rf"{name}: line \d+: (the compressed file is cut short after {len(data)} bytes|damaged)",
+            ):
                 prepare([tmp_path / name], tmp_path / "out", byte_tokenizer(), piece_bytes=size)
             inputs = [tmp_path / name, tmp_path / "good.jsonl"]
             summary = prepare(inputs, tmp_path / "skip", byte_tokenizer(), errors="skip", piece_bytes=size)
@@ -165,7 +176,9 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, lines):
     inputs, seen = [lines, tmp_path / "b.jsonl.gz"], []
     expected = undisturbed(tmp_path, inputs)
     assert documents(tmp_path / "undisturbed") == TEXTS * 2
-    summary = prepare(inputs, tmp_path / "out", byte_tokenizer(), piece_bytes=1000, workers=2, progress=lambda *at: seen.append(at))
+    summary = prepare(
+        inputs, tmp_path / "out", byte_tokenizer(), piece_bytes=1000, workers=2, progress=lambda *at: seen.append(at)
+    )
     assert pair(tmp_path / "out") == expected
     assert json.loads((tmp_path / "out.json").read_text()) == vars(summary)
     assert len(seen) > 20 and seen == sorted(seen) and seen[-1] == (sum(file.stat().st_size for file in inputs),) * 2
@@ -223,9 +236,9 @@ class Stop(BaseException):
 
 PROGRAM = """
 import sys
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizers import byte_tokenizer
-from phalanx.data.workers import ordered
+from phalanx.text.prepare import prepare
+from phalanx.text.tokenizers import byte_tokenizer
+from phalanx.text.workers import ordered
 if __name__ == "__main__":
     prepare([sys.argv[1]], sys.argv[2], byte_tokenizer(), piece_bytes=1000, workers=2)
 """
@@ -238,7 +251,9 @@ def test_killed_and_run_again(tmp_path, lines):
     for count in (1, 12):
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
         limit = time.monotonic() + 60
-        while len(list(tmp_path.glob(".out.pieces/0*"))) < count and process.poll() is None and time.monotonic() < limit:
+        while (
+            len(list(tmp_path.glob(".out.pieces/0*"))) < count and process.poll() is None and time.monotonic() < limit
+        ):
             time.sleep(0.002)
         process.kill()
         process.wait()
@@ -274,7 +289,10 @@ def test_a_full_disk_keeps_the_pieces(tmp_path, lines, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="disk full; finished pieces are kept in .*out.pieces"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match="disk full; finished pieces are kept in .*out.pieces"),
+    ):
         patch.setattr(shards, "assemble", full)
         prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000)
     monkeypatch.setattr(shards, "write_piece", full)  # nothing is encoded again

@@ -1,4 +1,5 @@
-"""Splitting, merging without copying, datasets on disk, memory, outputs that exist, files that cannot be written: `data prepare` at its edges."""
+"""Splitting, merging without copying, datasets on disk, memory, outputs that exist, files that cannot be written:
+`data prepare` at its edges."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from phalanx.base.errors import DataError
 from phalanx.cli.main import cli
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.data.prepare import check_tokenizer, check_tokenizers, merge_shards, prepare
-from phalanx.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.text.prepare import check_tokenizer, check_tokenizers, merge_shards, prepare
+from phalanx.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [f"document {n % 550} " + "wörter and more " * (n % 550 * 7919 % 23) for n in range(600)]  # 50 of them twice
@@ -40,7 +41,7 @@ def files(prefix: object) -> list[bytes]:
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
-# ---- splitting ------------------------------------------------------------------------------------------------------------------------
+# ---- splitting -----------------------------------------------------------------------------------
 
 SPLIT = {"train": 0.8, "valid": 0.15, "test": 0.05}
 
@@ -54,10 +55,16 @@ def test_a_split_is_a_partition_by_text(tmp_path, lines):
         assert abs(len(found) - SPLIT[name] * 600) < 4 * (600 * SPLIT[name]) ** 0.5
         note = json.loads((tmp_path / f"out-{name}.json").read_text())
         corpus = Corpus(tmp_path / f"out-{name}")
-        assert (note["documents"], note["tokens"], note["part"]) == (len(found), corpus.num_tokens, f"{name}={SPLIT[name]:g}")
+        assert (note["documents"], note["tokens"], note["part"]) == (
+            len(found),
+            corpus.num_tokens,
+            f"{name}={SPLIT[name]:g}",
+        )
         assert sum(note["lengths"].values()) == len(found) and whole.parts[name] == [note["documents"], note["tokens"]]
     assert sorted(sum(parts.values(), [])) == sorted(TEXTS)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "new"}) + "\n" + lines.read_text())  # a document stays where it was
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "new"}) + "\n" + lines.read_text()
+    )  # a document stays where it was
     prepare([tmp_path / "b.jsonl"], tmp_path / "more", byte_tokenizer(), split=SPLIT)
     for name, found in parts.items():
         assert [text for text in documents(tmp_path / f"more-{name}") if text != "new"] == found
@@ -65,7 +72,14 @@ def test_a_split_is_a_partition_by_text(tmp_path, lines):
 
 def test_a_split_does_not_depend_on_how_the_work_is_cut(tmp_path, lines):
     prepare([lines], tmp_path / "a", byte_tokenizer(), split=SPLIT)
-    prepare([lines], tmp_path / "b", byte_tokenizer(), split={k: 20 * v for k, v in SPLIT.items()}, piece_bytes=2000, workers=2)
+    prepare(
+        [lines],
+        tmp_path / "b",
+        byte_tokenizer(),
+        split={k: 20 * v for k, v in SPLIT.items()},
+        piece_bytes=2000,
+        workers=2,
+    )
     for n in range(3):
         prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), split=SPLIT, shard=(n, 3), piece_bytes=2000)
     for name in SPLIT:
@@ -80,20 +94,39 @@ def test_a_split_does_not_depend_on_how_the_work_is_cut(tmp_path, lines):
 
 
 def test_bad_splits(tmp_path, lines):
-    for split, message in (({"a/b": 1}, "becomes part of a file name"), ({"a": 0}, "a=0: a share is a number > 0"), ({"a": float("nan")}, "> 0")):
+    for split, message in (
+        ({"a/b": 1}, "becomes part of a file name"),
+        ({"a": 0}, "a=0: a share is a number > 0"),
+        ({"a": float("nan")}, "> 0"),
+    ):
         with pytest.raises(DataError, match=message):
             prepare([lines], tmp_path / "out", byte_tokenizer(), split=split)
     with pytest.raises(DataError, match="valid=1e-09 of 600 documents is none; give it a larger share"):
         prepare([lines], tmp_path / "out", byte_tokenizer(), split={"train": 1, "valid": 1e-9})
     assert not list(tmp_path.glob("out*"))
     for text in ("train", "a=1,a=2", "a=x"):
-        done = CliRunner().invoke(cli, ["data", "prepare", str(lines), "-o", str(tmp_path / "x"), "--tokenizer", "bytes", "--split", text])
+        done = CliRunner().invoke(
+            cli, ["data", "prepare", str(lines), "-o", str(tmp_path / "x"), "--tokenizer", "bytes", "--split", text]
+        )
         assert done.exit_code == 2 and "such as train=0.98,valid=0.02" in done.output
-    done = CliRunner().invoke(cli, ["data", "prepare", str(lines), "-o", str(tmp_path / "x"), "--tokenizer", "bytes", "--split", "train=98,valid=2"])
-    assert done.exit_code == 0 and "part=valid documents=" in done.output
+    done = CliRunner().invoke(
+        cli,
+        [
+            "data",
+            "prepare",
+            str(lines),
+            "-o",
+            str(tmp_path / "x"),
+            "--tokenizer",
+            "bytes",
+            "--split",
+            "train=98,valid=2",
+        ],
+    )
+    assert done.exit_code == 0 and f" tokens -> {tmp_path}/x-valid.bin\n" in done.output
 
 
-# ---- merging --------------------------------------------------------------------------------------------------------------------------
+# ---- merging -------------------------------------------------------------------------------------
 
 
 def test_a_merged_set_refers_to_its_shards(tmp_path, lines):
@@ -101,14 +134,21 @@ def test_a_merged_set_refers_to_its_shards(tmp_path, lines):
     (tmp_path / "deep").mkdir()
     for n in range(3):
         prepare([lines], tmp_path / "deep" / f"s{n}", byte_tokenizer(), shard=(n, 3), piece_bytes=2000)
-    done = CliRunner().invoke(cli, ["data", "merge", str(tmp_path / "m"), *(str(tmp_path / "deep" / f"s{n}") for n in range(3))])
+    done = CliRunner().invoke(
+        cli, ["data", "merge", str(tmp_path / "m"), *(str(tmp_path / "deep" / f"s{n}") for n in range(3))]
+    )
     assert done.exit_code == 0, done.output
     merge_shards(tmp_path / "again", [tmp_path / "m", tmp_path / "deep" / "s1"])  # a merged set can be merged
     assert not (tmp_path / "m.bin").exists()
     whole, merged = Corpus(tmp_path / "whole"), Corpus(tmp_path / "m")
     assert (tmp_path / "m.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
-    assert documents(tmp_path / "m") == TEXTS and documents(tmp_path / "again") == TEXTS + documents(tmp_path / "deep" / "s1")
-    dice, ends = random.Random(0), np.cumsum([Corpus(tmp_path / "deep" / f"s{n}").num_tokens for n in range(3)]).tolist()
+    assert documents(tmp_path / "m") == TEXTS and documents(tmp_path / "again") == TEXTS + documents(
+        tmp_path / "deep" / "s1"
+    )
+    dice, ends = (
+        random.Random(0),
+        np.cumsum([Corpus(tmp_path / "deep" / f"s{n}").num_tokens for n in range(3)]).tolist(),
+    )
     starts = [0, *ends[:2], *(end - 1 for end in ends), *(dice.randrange(whole.num_tokens) for _ in range(50))]
     for start in starts:
         for stop in {start, start + 1, min(start + 700, whole.num_tokens), whole.num_tokens}:
@@ -150,15 +190,20 @@ def test_merging_refuses_what_only_a_copy_can_do(tmp_path, lines):
         writer.add_document([4, 5])
     (tmp_path / "odd.sums").unlink()
     raw = bytearray((tmp_path / "odd.idx").read_bytes())
-    raw[34:42], raw[42:58] = np.array([2, 3], np.int32).tobytes(), np.array([6, 0], np.int64).tobytes()  # the other way round in the .bin
+    raw[34:42], raw[42:58] = (
+        np.array([2, 3], np.int32).tobytes(),
+        np.array([6, 0], np.int64).tobytes(),
+    )  # the other way round in the .bin
     (tmp_path / "odd.idx").write_bytes(raw)
-    with pytest.raises(DataError, match="odd: its sequences do not fill its .bin one after another; merge it with --copy"):
+    with pytest.raises(
+        DataError, match="odd: its sequences do not fill its .bin one after another; merge it with --copy"
+    ):
         merge_shards(tmp_path / "m", [tmp_path / "a", tmp_path / "odd"])
     merge_shards(tmp_path / "m", [tmp_path / "a", tmp_path / "odd"], copy=True)
     assert Corpus(tmp_path / "m").tokens(corpus.num_tokens, corpus.num_tokens + 5).tolist() == [4, 5, 1, 2, 3]
 
 
-# ---- datasets on disk ------------------------------------------------------------------------------------------------------------------
+# ---- datasets on disk ----------------------------------------------------------------------------
 
 
 def save_to_disk(folder: Path, texts: list[str], shards: int) -> Path:
@@ -173,7 +218,9 @@ def save_to_disk(folder: Path, texts: list[str], shards: int) -> Path:
             writer.write_table(table, max_chunksize=40)
     (folder / "cache-0123.arrow").write_bytes(b"left by map()")
     (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
     return folder
 
 
@@ -181,7 +228,10 @@ def test_datasets_on_disk(tmp_path):
     folder = save_to_disk(tmp_path / "set" / "train", TEXTS, 3)
     for size in (1000, 1 << 20):
         for key in ("text", "meta.text"):
-            assert prepare([folder], tmp_path / "out", byte_tokenizer(), key=key, piece_bytes=size, overwrite=True).files == 3
+            assert (
+                prepare([folder], tmp_path / "out", byte_tokenizer(), key=key, piece_bytes=size, overwrite=True).files
+                == 3
+            )
             assert documents(tmp_path / "out") == TEXTS
     with pytest.raises(DataError, match=r"data-00000-of-00003\.arrow: row 0: no text under key 'id', but int"):
         prepare([folder], tmp_path / "x", byte_tokenizer(), key="id")
@@ -201,7 +251,7 @@ def test_datasets_on_disk(tmp_path):
         prepare([folder], tmp_path / "x", byte_tokenizer())
 
 
-# ---- outputs that exist ----------------------------------------------------------------------------------------------------------------
+# ---- outputs that exist --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [None, SPLIT])
@@ -255,7 +305,7 @@ def test_a_crash_between_the_files_is_mended(tmp_path, lines, monkeypatch):
     assert not list(tmp_path.glob(".out*"))
 
 
-# ---- tokenizers ------------------------------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def test_the_manifest_remembers_the_tokenizer(tmp_path, lines):
@@ -263,9 +313,18 @@ def test_the_manifest_remembers_the_tokenizer(tmp_path, lines):
     prepare([lines], tmp_path / "out", tokenizer)
     note = json.loads((tmp_path / "out.json").read_text())
     special = {"<|endoftext|>": 0}
-    assert note["tokenizer_facts"] == {"kind": "json", "vocab_size": 300, "padded_vocab_size": 384, "eod": 0, "special_tokens": special}
+    assert note["tokenizer_facts"] == {
+        "kind": "json",
+        "vocab_size": 300,
+        "padded_vocab_size": 384,
+        "eod": 0,
+        "special_tokens": special,
+    }
     check_tokenizer(tmp_path / "out", load_tokenizer(tmp_path / "tokenizer"))
-    with pytest.raises(DataError, match=r"out: made with another tokenizer: kind json, 300 ids, end of document 0.*this one: bytes, 257 ids, 256"):
+    with pytest.raises(
+        DataError,
+        match=r"out: made with another tokenizer: kind json, 300 ids, end of document 0.*this one: bytes, 257 ids, 256",
+    ):
         check_tokenizer(tmp_path / "out", byte_tokenizer())
     with pytest.raises(DataError, match="out: made with another tokenizer"):
         check_tokenizers(DataConfig(valid={"v": ("0.3", str(tmp_path / "out"))}, tokenizer="bytes"))
@@ -279,14 +338,18 @@ def test_what_a_tokenizer_cannot_encode_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("1 2 3")
     (tmp_path / "b.txt").write_text("4 five")
     for workers in (1, 2):
-        with pytest.raises(DataError, match=r"a\.txt or one of the 1 files after it: the tokenizer cannot encode 'five'"):
-            prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", load_tokenizer("null:9"), workers=workers)
+        with pytest.raises(
+            DataError, match=r"a\.txt or one of the 1 files after it: the tokenizer cannot encode 'five'"
+        ):
+            prepare(
+                [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", load_tokenizer("null:9"), workers=workers
+            )
     (tmp_path / "b.txt").write_text("4")
     prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", load_tokenizer("null:9"))
     assert Corpus(tmp_path / "out").tokens(0, 6).tolist() == [1, 2, 3, 9, 4, 9]
 
 
-# ---- inputs ----------------------------------------------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 def test_empty_inputs(tmp_path, lines):
@@ -308,16 +371,23 @@ def test_an_input_that_goes_away(tmp_path, lines, workers):
         (tmp_path / "b.jsonl").unlink(missing_ok=True)
 
     with pytest.raises(DataError, match=r"b\.jsonl: (No such file|was removed while)"):
-        prepare([lines, tmp_path / "b.jsonl"], tmp_path / "out", byte_tokenizer(), piece_bytes=2000, workers=workers, progress=remove)
+        prepare(
+            [lines, tmp_path / "b.jsonl"],
+            tmp_path / "out",
+            byte_tokenizer(),
+            piece_bytes=2000,
+            workers=workers,
+            progress=remove,
+        )
     assert not list(tmp_path.glob("out*"))
 
 
-# ---- in a process of its own: memory, limits, kills --------------------------------------------------------------------------------------
+# ---- in a process of its own: memory, limits, kills ----------------------------------------------
 
 PROGRAM = """
 import json, resource, sys
-from phalanx.data.prepare import prepare
-from phalanx.data.tokenizers import byte_tokenizer
+from phalanx.text.prepare import prepare
+from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.base.errors import DataError
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
@@ -375,12 +445,15 @@ def test_a_line_of_100_megabytes(tmp_path, program):
         file.write('{"text": "first"}\n{"text": "' + word * (100_000_000 // len(word)) + '"}\n{"text": "last"}\n')
     assert peak(program(inputs=[tmp_path / "a.jsonl"], prefix=tmp_path / "out")) < 1_200_000_000
     corpus = Corpus(tmp_path / "out")
-    assert corpus.num_documents == 3 and corpus.num_tokens == len(word) * (100_000_000 // len(word)) + len("firstlast") + 3
+    assert (
+        corpus.num_documents == 3 and corpus.num_tokens == len(word) * (100_000_000 // len(word)) + len("firstlast") + 3
+    )
     assert corpus.sequence(2).tolist() == [*b"last", 256]
 
 
 def test_a_file_that_cannot_grow_keeps_the_pieces(tmp_path, program, lines):
-    """The kernel refuses to write past a limit, as it does on a full disk; the same command goes on when there is room."""
+    """The kernel refuses to write past a limit, as it does on a full disk; the same command goes on when there is
+    room."""
     process = program(inputs=[lines], prefix=tmp_path / "out", piece_bytes=10_000, limit=60_000)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1 and "out: larger than files may be here; finished pieces are kept in" in error, error
@@ -395,13 +468,17 @@ def test_a_file_that_cannot_grow_keeps_the_pieces(tmp_path, program, lines):
 def test_killed_at_ten_random_moments(tmp_path, program, workers):
     source = write_lines(tmp_path / "in.jsonl", 40_000_000)
     prepare([source], tmp_path / "good", byte_tokenizer(), split=SPLIT, shuffle=2)
-    settings = dict(inputs=[source], prefix=tmp_path / "out", split=SPLIT, shuffle=2, workers=workers, piece_bytes=400_000)
+    settings = dict(
+        inputs=[source], prefix=tmp_path / "out", split=SPLIT, shuffle=2, workers=workers, piece_bytes=400_000
+    )
     dice, kills = random.Random(workers), 0
     while kills < 10:
         count = dice.randrange(100 * kills // 10, 100 * (kills + 1) // 10 + 2)  # pieces on disk at the time of the kill
         process = program(**settings)
         limit = time.monotonic() + 100
-        while len(list(tmp_path.glob(".out.pieces/0*"))) < count and process.poll() is None and time.monotonic() < limit:
+        while (
+            len(list(tmp_path.glob(".out.pieces/0*"))) < count and process.poll() is None and time.monotonic() < limit
+        ):
             time.sleep(0.001)
         process.kill()
         process.communicate()

@@ -1,4 +1,5 @@
-"""Programs that no other test starts (GPU checks, benchmarks, examples, recipes) name only what the package still has."""
+"""Programs that no other test starts (GPU checks, benchmarks, examples, recipes) name only what the package still
+has."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ PROGRAMS = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted
 def test_what_a_program_imports_is_there(program):
     tree = ast.parse((ROOT / program).read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_ours(node.module)]
-    assert not [f"{node.module}: {name.name}" for node in imports for name in node.names if not has(node.module, name.name)]
+    assert not [
+        f"{node.module}: {name.name}" for node in imports for name in node.names if not has(node.module, name.name)
+    ]
 
 
 def is_ours(module: str | None) -> bool:

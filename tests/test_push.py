@@ -1,4 +1,5 @@
-"""Tokens pushed to their experts: the exchange against the formula it computes, its kernels against their plain twins, what it writes where."""
+"""Tokens pushed to their experts: the exchange against the formula it computes, its kernels against their plain
+twins, what it writes where."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from torch import Tensor
 from phalanx.comm.dry import DryAxis
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.symmetric import PushedRows
+from phalanx.engine.build import build, choices
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.ops import push as plain
-from phalanx.ops.exchange import EXCHANGES
-from phalanx.ops.permute import plan_rows
-from phalanx.ops.push import Spread
-from phalanx.train.build import build, choices
-from phalanx.train.memory import rank_uses
-from phalanx.train.plan import make_plan
+from phalanx.ops.experts import push as plain
+from phalanx.ops.experts.exchange import EXCHANGES
+from phalanx.ops.experts.permute import plan_rows
+from phalanx.ops.experts.spread import Spread
 from tests.parity import base_run
 from tests.test_ops import normal
 
@@ -46,11 +47,15 @@ def factors(part: int, parts: int) -> Tensor:
 
 def multiply(ends: Tensor, rows: int, first: int, mine: Tensor) -> Tensor:
     """(rows, 1) factor of each row's expert."""
-    number = torch.searchsorted(ends.contiguous(), torch.arange(rows, dtype=ends.dtype), right=True).clamp_max(len(ends) - 1)
+    number = torch.searchsorted(ends.contiguous(), torch.arange(rows, dtype=ends.dtype), right=True).clamp_max(
+        len(ends) - 1
+    )
     return mine[first + number].unsqueeze(1)
 
 
-def exchanged(rank: int, world: int, etp: int, dispatch: str, kernels: str, memory: bool, rounds: int = 3) -> list[tuple[Tensor, ...]]:
+def exchanged(
+    rank: int, world: int, etp: int, dispatch: str, kernels: str, memory: bool, rounds: int = 3
+) -> list[tuple[Tensor, ...]]:
     """(y, dx, dweights, missing) of some rounds, all open before the first backward, as pipelined micro-batches are."""
     mesh = Mesh(Grid(dp=world, ep=world // etp, etp=etp), rank)
     mesh.prepare_experts()
@@ -59,7 +64,10 @@ def exchanged(rank: int, world: int, etp: int, dispatch: str, kernels: str, memo
         assert mesh.overlap(axes.experts, "on", world * T * D * 8) == ("on" if world > 1 else "off")
     mine, first, done = factors(axes.etp.index, etp), axes.ep.index * (E // axes.ep.size), []
     for number in range(rounds):
-        x, weights = normal(T, D, seed=rank + 10 * number).requires_grad_(), normal(T, K, seed=100 + rank + 10 * number).requires_grad_()
+        x, weights = (
+            normal(T, D, seed=rank + 10 * number).requires_grad_(),
+            normal(T, K, seed=100 + rank + 10 * number).requires_grad_(),
+        )
         exchange = EXCHANGES[dispatch](x, axes)
         exchange.send(choice(rank, number), E, kernels)
 
@@ -74,9 +82,18 @@ def exchanged(rank: int, world: int, etp: int, dispatch: str, kernels: str, memo
     return [(y.detach(), x.grad, weights.grad, missing) for x, weights, y, missing in done]
 
 
-@pytest.mark.parametrize("world, etp, kernels, rounds", [
-    (1, 1, "plain", 3), (2, 1, "plain", 3), (4, 1, "plain", 3), (4, 2, "plain", 3), (2, 2, "plain", 3), (2, 1, "triton", 1), (4, 2, "triton", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "world, etp, kernels, rounds",
+    [
+        (1, 1, "plain", 3),
+        (2, 1, "plain", 3),
+        (4, 1, "plain", 3),
+        (4, 2, "plain", 3),
+        (2, 2, "plain", 3),
+        (2, 1, "triton", 1),
+        (4, 2, "triton", 1),
+    ],
+)
 def test_exchange_is_its_formula(ranks, world, etp, kernels, rounds):
     """Truth: sum over slots of weight * factor * x, and its gradients by autograd."""
     if kernels == "triton" and sys.platform != "linux":
@@ -84,7 +101,10 @@ def test_exchange_is_its_formula(ranks, world, etp, kernels, rounds):
     results = ranks.run("tests.test_push:exchanged", world, etp, "push", kernels, True, rounds)
     for rank, done in enumerate(results):
         for number, (y, dx, dweights, missing) in enumerate(done):
-            x, weights = normal(T, D, seed=rank + 10 * number).requires_grad_(), normal(T, K, seed=100 + rank + 10 * number).requires_grad_()
+            x, weights = (
+                normal(T, D, seed=rank + 10 * number).requires_grad_(),
+                normal(T, K, seed=100 + rank + 10 * number).requires_grad_(),
+            )
             whole = torch.cat((factors(0, 1), torch.zeros(1, dtype=torch.float64)))
             truth = (weights * whole[choice(rank, number)]).sum(1, keepdim=True) * x
             truth.backward(normal(T, D, seed=200 + rank + 10 * number))
@@ -95,7 +115,8 @@ def test_exchange_is_its_formula(ranks, world, etp, kernels, rounds):
 
 @pytest.mark.parametrize("world, etp", [(4, 1), (4, 2)])
 def test_push_and_all_gather_give_the_same_bits(ranks, world, etp):
-    """Both add a token's rows by slot on each rank and then by rank; without shared memory too, where an all-to-all carries the parts."""
+    """Both add a token's rows by slot on each rank and then by rank; without shared memory too, where an all-to-all
+    carries the parts."""
     pushed = ranks.run("tests.test_push:exchanged", world, etp, "push", "plain", True)
     swapped = ranks.run("tests.test_push:exchanged", world, etp, "push", "plain", False)
     gathered = ranks.run("tests.test_push:exchanged", world, etp, "allgather", "plain", True)
@@ -131,14 +152,16 @@ def held(ranks: int, index: int, width: int, dtype: torch.dtype) -> Held:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks, etp, width", [(1, 1, 3), (4, 2, 33), (8, 1, 16)])
 def test_kernels_write_what_their_twins_write(ranks, etp, width, dtype):
-    """Truth: the plain twins, NaN where nothing is to be written included. Sums in bf16 are rounded once by both, by the interpreter
-    towards zero."""
+    """Truth: the plain twins, NaN where nothing is to be written included. Sums in bf16 are rounded once by both, by
+    the interpreter towards zero."""
     bound = 0 if dtype == torch.float64 else 2.0**-7
-    kernels = pytest.importorskip("phalanx.ops.kernels.push")
+    kernels = pytest.importorskip("phalanx.ops.experts.push_kernel")
     everyones = torch.cat([choice(r) for r in range(ranks)])
     for index in {0, ranks // 2, ranks - 1}:
         spread = Spread(E // (ranks // etp), etp, ranks, index)
-        rows = plan_rows(everyones, spread.first, spread.here, 2 * ranks * T // 3, "plain")  # too few in places: those rows are missing
+        rows = plan_rows(
+            everyones, spread.first, spread.here, 2 * ranks * T // 3, "plain"
+        )  # too few in places: those rows are missing
         x, y = normal(T, width, seed=index, dtype=dtype), normal(len(rows.source_R), width, seed=9, dtype=dtype)
         for fast, slow, args in (
             (kernels.send_tokens, plain.send_tokens, (x, choice(index), spread)),
@@ -147,7 +170,9 @@ def test_kernels_write_what_their_twins_write(ranks, etp, width, dtype):
             found, truth = held(ranks, index, width, dtype), held(ranks, index, width, dtype)
             fast(*args, found)
             slow(*args, truth)
-            assert any(part.isnan().any() for part in truth.wholes) and not all(part.isnan().all() for part in truth.wholes)
+            assert any(part.isnan().any() for part in truth.wholes) and not all(
+                part.isnan().all() for part in truth.wholes
+            )
             for a, b in zip(found.wholes, truth.wholes):
                 torch.testing.assert_close(a, b, rtol=bound, atol=0, equal_nan=True)
         parts = normal(ranks * T, width, seed=8, dtype=dtype)
@@ -183,13 +208,17 @@ def written(rank: int, world: int) -> tuple[list[int], list[int]]:
 def test_a_token_travels_once_to_each_rank_that_needs_it(ranks):
     """Truth: the routing, counted. So many rows cross, whatever the number of slots, and as many sums come back."""
     world = 4
-    needs = [[sum(bool({int(e) // 2 for e in row} & {to}) for row in choice(source).tolist()) for to in range(world)] for source in range(world)]
+    needs = [
+        [sum(bool({int(e) // 2 for e in row} & {to}) for row in choice(source).tolist()) for to in range(world)]
+        for source in range(world)
+    ]
     for rank, (there, back) in enumerate(ranks.run("tests.test_push:written", world)):
         assert there == [needs[source][rank] for source in range(world)] and back == needs[rank]
 
 
 def test_share_is_counted():
-    """Truth: every choice of K of E experts, enumerated; the forecast sends that share of the tokens to each other rank."""
+    """Truth: every choice of K of E experts, enumerated; the forecast sends that share of the tokens to each other
+    rank."""
     for ranks, etp, slots in ((4, 1, 3), (2, 1, 2), (4, 2, 1), (8, 1, 8)):
         spread = Spread(E // (ranks // etp), etp, ranks, 0)
         hits = [any(e < spread.here for e in chosen) for chosen in itertools.combinations(range(E), slots)]
@@ -217,8 +246,13 @@ def test_forecast_of_push():
 def test_who_pushes_without_being_told(ranks):
     """More ranks than experts a token: push, if they are GPUs that share memory."""
     run = base_run("mixtral")  # 2 experts a token
-    for layout, device, dispatch in ((dict(ep=2), "auto", "allgather"), (dict(ep=4), "auto", "push"), (dict(ep=4), "cpu", "alltoall"),
-                                     (dict(ep=2, etp=2), "cuda", "push"), (dict(ep=8, etp=2), "auto", "alltoall")):  # fmt: skip
+    for layout, device, dispatch in (
+        (dict(ep=2), "auto", "allgather"),
+        (dict(ep=4), "auto", "push"),
+        (dict(ep=4), "cpu", "alltoall"),
+        (dict(ep=2, etp=2), "cuda", "push"),
+        (dict(ep=8, etp=2), "auto", "alltoall"),
+    ):
         chosen = replace(run, layout=LayoutConfig(**layout), train=replace(run.train, device=device))
         assert make_plan(chosen, layout["ep"] * layout.get("etp", 1)).dispatch == dispatch
     said = ranks.run("tests.test_push:said", 4, replace(run, layout=LayoutConfig(ep=4)))

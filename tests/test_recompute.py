@@ -1,4 +1,5 @@
-"""What is made again in backward: the same bits whatever the set of ops, forecast bytes as they are, and the cheapest set within a budget."""
+"""What is made again in backward: the same bits whatever the set of ops, forecast bytes as they are, and the
+cheapest set within a budget."""
 
 from __future__ import annotations
 
@@ -12,21 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import Batch
 from phalanx.base.errors import ConfigError
+from phalanx.config.read import load_run
+from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import OVERHEAD, DryBlock, rank_uses
+from phalanx.forecast.recompute import Option, Price, cheapest, options, traced
+from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
-from phalanx.layout.estimate import Allocations, FusedAttention, measure
+from phalanx.nn.dry_run import Allocations, FusedAttention, measure
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import run_block
 from phalanx.nn.tape import OPS, PRESETS, Tape
-from phalanx.train.config import Run, TrainConfig
-from phalanx.train.fit import Option, Price, cheapest, options, traced
-from phalanx.train.load import load_run
-from phalanx.train.memory import OVERHEAD, DryBlock, rank_uses
-from phalanx.train.plan import Plan, make_blocks, make_plan, num_blocks
-from phalanx.train.plan_text import plan_text
+from phalanx.planning.plan import Plan, make_blocks, num_blocks
+from phalanx.sequence.batch import Batch
 from tests.parity import MODELS, base_run, sample_batch
 from tests.test_plan import MODELS as WIDER
 
@@ -56,7 +58,8 @@ def loss_and_gradients(model: str, again: frozenset[str]) -> tuple[Tensor, list[
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_the_same_bits_whatever_is_made_again(model):
-    """Each op alone, the presets, chains of ops, all but the whole layer: loss and gradients of the run that stores all, dropout included."""
+    """Each op alone, the presets, chains of ops, all but the whole layer: loss and gradients of the run that stores
+    all, dropout included."""
     loss, gradients, tape = loss_and_gradients(model, frozenset())
     names = tape.names
     assert {"norm", "qkv", "rope", "attention", "up", "activation", "block"} <= names <= set(OPS) and not tape.reran
@@ -72,7 +75,8 @@ def test_the_same_bits_whatever_is_made_again(model):
 
 
 def test_each_op_runs_again_once():
-    """Of four layers: two norms each; an op whose outputs nobody stores (qkv, while rope's are stored) does not run at all."""
+    """Of four layers: two norms each; an op whose outputs nobody stores (qkv, while rope's are stored) does not run
+    at all."""
     assert loss_and_gradients("llama", frozenset({"norm", "attention"}))[2].reran == {"norm": 8, "attention": 4}
     assert not loss_and_gradients("llama", frozenset({"qkv"}))[2].reran
     assert loss_and_gradients("llama", frozenset({"norm", "qkv", "rope"}))[2].reran == {"norm": 8, "qkv": 4, "rope": 4}
@@ -91,7 +95,8 @@ def test_mlps_in_pieces(model, again):
 
 
 def test_what_runs_again_of_a_layer():
-    """Attention over tokens does not. Of an MLP in pieces, whose input a layer saves last, nothing does before its own backward."""
+    """Attention over tokens does not. Of an MLP in pieces, whose input a layer saves last, nothing does before its
+    own backward."""
     calls: Counter[str] = Counter()
 
     class Counting(Tape):
@@ -151,7 +156,8 @@ def test_memory_used_anew_is_not_mistaken_for_what_was_dropped():
 
 
 def kept_bytes(family: str, again: frozenset[str], device: str) -> int:
-    """What a layer keeps for its backward: tensors alive after its forward on a real device, or as the plan measures it on meta."""
+    """What a layer keeps for its backward: tensors alive after its forward on a real device, or as the plan measures
+    it on meta."""
     (block,) = make_blocks(WIDER[family], Env(dtype=torch.float32), range(1, 2))
     block.again = again
     if device == "cpu":
@@ -175,9 +181,14 @@ def kept_bytes(family: str, again: frozenset[str], device: str) -> int:
 def test_forecast_bytes_are_those_kept(family):
     names = [n for n in OPS if n not in ("experts", "dropout", "layer", "block")]
     pairs = list(itertools.combinations(names, 2))
-    sets = [frozenset(c) for c in random.Random(family).sample(pairs, 5)] + [frozenset(names), frozenset({"norm", "qkv", "rope"})]
+    sets = [frozenset(c) for c in random.Random(family).sample(pairs, 5)] + [
+        frozenset(names),
+        frozenset({"norm", "qkv", "rope"}),
+    ]
     for again in (*sets, frozenset({"layer"}), frozenset({"layer", "mlp"})):
-        assert kept_bytes(family, again, "meta") == pytest.approx(kept_bytes(family, again, "cpu"), rel=0.02), sorted(again)
+        assert kept_bytes(family, again, "meta") == pytest.approx(kept_bytes(family, again, "cpu"), rel=0.02), sorted(
+            again
+        )
     assert kept_bytes(family, frozenset({"block"}), "cpu") == 256 * 64 * 4
     everything = kept_bytes(family, frozenset(names), "cpu")
     assert everything < 256 * 64 * 4 * 2.2  # the two inputs of norms, and a few numbers a token
@@ -199,7 +210,10 @@ def brute(blocks: list[list[Option]], in_flight: list[int], room: float) -> floa
 def test_the_cheapest_choice_is_that_of_trying_all(seed):
     pick = random.Random(seed)
     blocks = [
-        [Option(frozenset(), pick.randrange(1, 100), pick.randrange(1, 60), Price(pick.randrange(50))) for _ in range(pick.randrange(1, 5))]
+        [
+            Option(frozenset(), pick.randrange(1, 100), pick.randrange(1, 60), Price(pick.randrange(50)))
+            for _ in range(pick.randrange(1, 5))
+        ]
         for _ in range(pick.randrange(1, 6))
     ]
     in_flight = [pick.randrange(1, 4) for _ in blocks]
@@ -210,13 +224,18 @@ def test_the_cheapest_choice_is_that_of_trying_all(seed):
             assert sum(o.cost for o in found) == truth
             assert sum(o.kept * n for o, n in zip(found, in_flight)) + max(o.working for o in found) <= room
             few = cheapest(blocks, in_flight, room, most=3)
-            assert few is not None and sum(o.kept * n for o, n in zip(few, in_flight)) + max(o.working for o in few) <= room
+            assert (
+                few is not None
+                and sum(o.kept * n for o, n in zip(few, in_flight)) + max(o.working for o in few) <= room
+            )
 
 
 def tall(budget_gib: float | None, **layout) -> Run:
     """Eight layers whose activations are most of a rank's memory."""
     model = replace(WIDER["llama"], num_hidden_layers=8)
-    train = TrainConfig(steps=1, global_batch=32, micro_batch=16, seq_length=512, precision="bf16", recompute_budget_gib=budget_gib)
+    train = TrainConfig(
+        steps=1, global_batch=32, micro_batch=16, seq_length=512, precision="bf16", recompute_budget_gib=budget_gib
+    )
     return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
 
 
@@ -254,7 +273,8 @@ def test_options_are_measured_and_none_is_worse_in_all():
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_what_is_kept_follows_from_one_forward(family):
-    """Truth: the bytes measured for the set, less what no set of ops changes (and what is kept beside saved tensors)."""
+    """Truth: the bytes measured for the set, less what no set of ops changes (and what is kept beside saved
+    tensors)."""
     plan = make_plan(replace(tall(None), model=WIDER[family]), 1)
     trace, dry, beside = traced(plan, 1), DryBlock.of(plan, 1), set()
     names = sorted(set(trace.prices) - {"layer"})
@@ -265,7 +285,8 @@ def test_what_is_kept_follows_from_one_forward(family):
 
 
 def test_extra_flops_of_the_plan():
-    """Truth: the matmul of gate and up again is 2 * T * D * 2F a layer; whole layers again are one forward of all layers."""
+    """Truth: the matmul of gate and up again is 2 * T * D * 2F a layer; whole layers again are one forward of all
+    layers."""
     run = load_run("recipes/tiny_llama.yaml", ["train.recompute_ops=[up]"])
     m, tokens = run.model, run.train.micro_batch * run.train.seq_length
     line = next(line for line in plan_text(run, 1).splitlines() if line.endswith("%") and ": up" in line)
@@ -280,33 +301,51 @@ def test_extra_flops_of_the_plan():
 @pytest.mark.parametrize("room", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4, "tp": 2}, {"ep": 2, "etp": 2, "tp": 2}], ids=str)
 def test_room_for_experts_costs_no_flops(layout, room):
-    """Truth: what a layer computes for each token (train/flops.py); rows that nobody sent are not computed, however many there is room for."""
+    """Truth: what a layer computes for each token (forecast/flops.py); rows that nobody sent are not computed,
+    however many there is room for."""
     run = load_run("recipes/tiny_mixtral.yaml")
-    run = replace(run, layout=LayoutConfig(**layout, dispatch="allgather", expert_room=room), train=replace(run.train, device="cpu"))
+    run = replace(
+        run,
+        layout=LayoutConfig(**layout, dispatch="allgather", expert_room=room),
+        train=replace(run.train, device="cpu"),
+    )
     plan = make_plan(run, 8)
     prices, tokens = traced(plan, 1).prices, run.train.micro_batch * run.train.seq_length
     assert prices["block"].flops == pytest.approx(plan.facts[1].flops * tokens / plan.grid.tp, rel=1e-9)
     m = run.model
-    assert prices["experts"].flops == pytest.approx(6 * tokens * m.num_experts_per_tok * m.hidden_size * m.intermediate_size / plan.grid.tp, rel=1e-9)
+    assert prices["experts"].flops == pytest.approx(
+        6 * tokens * m.num_experts_per_tok * m.hidden_size * m.intermediate_size / plan.grid.tp, rel=1e-9
+    )
     assert prices["up"].flops == pytest.approx(2 / 3 * prices["experts"].flops, rel=1e-9)
 
 
 # ---- layouts
 
 
-@pytest.mark.parametrize("model, world, layout", [
-    ("gpt2", 4, {"tp": 2, "pp": 2}), ("qwen3_moe", 4, {"tp": 2, "ep": 4}), ("llama-tied", 4, {"pp": 2, "virtual_stages": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, world, layout",
+    [
+        ("gpt2", 4, {"tp": 2, "pp": 2}),
+        ("qwen3_moe", 4, {"tp": 2, "ep": 4}),
+        ("llama-tied", 4, {"pp": 2, "virtual_stages": 2}),
+    ],
+)
 def test_layouts_give_the_same_bits_with_everything_made_again(ranks, model, world, layout):
     """Truth: the same layout storing all, bit by bit, and with the tightest budget that fits."""
     run = replace(base_run(model), layout=LayoutConfig(**layout))
     ops = ["norm", "qkv", "attention", "up", "activation"] + (["dropout"] if model == "gpt2" else ["rope"])
     truth = ranks.run("tests.parity:run_layout", world, run, 2, True)
-    for train in (dict(recompute_ops=ops), dict(recompute_ops=["experts"]) if model == "qwen3_moe" else dict(recompute="full")):
+    for train in (
+        dict(recompute_ops=ops),
+        dict(recompute_ops=["experts"]) if model == "qwen3_moe" else dict(recompute="full"),
+    ):
         found = ranks.run("tests.parity:run_layout", world, replace(run, train=replace(run.train, **train)), 2, True)
         for a, b in zip(truth, found):
             assert a["losses"] == b["losses"] and a["norms"] == b["norms"]
-            assert all((x[3] == y[3])[~torch.from_numpy(x[3]).isnan().numpy()].all() for x, y in zip(a["weights"], b["weights"]))
+            assert all(
+                (x[3] == y[3])[~torch.from_numpy(x[3]).isnan().numpy()].all()
+                for x, y in zip(a["weights"], b["weights"])
+            )
 
 
 def test_a_budget_in_a_layout(ranks):
@@ -317,6 +356,6 @@ def test_a_budget_in_a_layout(ranks):
     tight = replace(run, train=replace(run.train, recompute_budget_gib=(OVERHEAD + need * 0.97) / 2**30))
     assert len(set(make_plan(tight, 2).again)) > 1
     truth, found = (ranks.run("tests.parity:run_layout", 2, r, 2) for r in (run, tight))
-    assert [r["losses"] for r in truth] == [r["losses"] for r in found] and [r["norms"] for r in truth] == [r["norms"] for r in found]
-
-
+    assert [r["losses"] for r in truth] == [r["losses"] for r in found] and [r["norms"] for r in truth] == [
+        r["norms"] for r in found
+    ]

@@ -1,4 +1,5 @@
-"""Continuing a run: every difference of config and data is refused, told or recorded as its class says; resumes are exact to the bit."""
+"""Continuing a run: every difference of config and data is refused, told or recorded as its class says; resumes are
+exact to the bit."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest
 from phalanx.checkpoint.manifest import read_manifest
+from phalanx.config.run import RampConfig, Run
 from phalanx.data.config import DataConfig
 from phalanx.data.index import CorpusWriter
 from phalanx.models.config import GPT2Config
-from phalanx.train.config import RampConfig, Run
-from phalanx.train.main import train
-from phalanx.train.resume import check_resume, class_of
+from phalanx.training.main import train
+from phalanx.training.resume import check_resume, class_of
 from tests.test_loop import RAMP, make_run, rows_of
 
 
@@ -47,10 +48,15 @@ def again(begun, folder: Path, path: str, value) -> Run:
     return tree.replace_at(run, path, value)
 
 
-@pytest.mark.parametrize("path, value, shown", [
-    ("train.seq_length", 8, "train.seq_length 16 -> 8"), ("train.seed", 7, "train.seed 1234 -> 7"),
-    ("model.hidden_size", 24, "model.hidden_size 16 -> 24"), ("model.rope_theta", 5e5, "model.rope_theta 10000.0 -> 500000.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, value, shown",
+    [
+        ("train.seq_length", 8, "train.seq_length 16 -> 8"),
+        ("train.seed", 7, "train.seed 1234 -> 7"),
+        ("model.hidden_size", 24, "model.hidden_size 16 -> 24"),
+        ("model.rope_theta", 5e5, "model.rope_theta 10000.0 -> 500000.0"),
+    ],
+)
 def test_what_must_match_is_refused_old_to_new(begun, tmp_path, path, value, shown):
     run = again(begun, tmp_path, path, value)
     with pytest.raises(CheckpointError, match=shown.replace(".", r"\.")):
@@ -62,11 +68,16 @@ def test_what_must_match_is_refused_old_to_new(begun, tmp_path, path, value, sho
     assert len(rows_of(run)) == 3, "nothing was trained"
 
 
-@pytest.mark.parametrize("path, value, shown", [
-    ("optim.lr", 1e-3, "optim.lr 0.003 -> 0.001"), ("train.micro_batch", 4, "train.micro_batch 2 -> 4"),
-    ("train.precision", "bf16", 'train.precision "fp32" -> "bf16"'), ("optim.lr_scale", {"*norm*": 0.5}, 'optim.lr_scale {} -> {"*norm*": 0.5}'),
-    ("model.initializer_range", 0.1, "model.initializer_range 0.02 -> 0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, value, shown",
+    [
+        ("optim.lr", 1e-3, "optim.lr 0.003 -> 0.001"),
+        ("train.micro_batch", 4, "train.micro_batch 2 -> 4"),
+        ("train.precision", "bf16", 'train.precision "fp32" -> "bf16"'),
+        ("optim.lr_scale", {"*norm*": 0.5}, 'optim.lr_scale {} -> {"*norm*": 0.5}'),
+        ("model.initializer_range", 0.1, "model.initializer_range 0.02 -> 0.1"),
+    ],
+)
 def test_what_may_change_is_told(begun, tmp_path, capsys, path, value, shown):
     train(again(begun, tmp_path, path, value), Placement())
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since"))
@@ -98,7 +109,7 @@ def test_a_folder_that_anybody_may_write_to_is_told(begun, tmp_path, capsys):
     assert "may be written by anybody" not in "".join(capsys.readouterr())
 
 
-# --- data -------------------------------------------------------------------------------------------------------------------------
+# --- data
 
 
 def corpus(prefix: Path, seed: int, tokens: int = 4000) -> str:
@@ -111,13 +122,17 @@ def test_another_file_of_the_same_size_is_seen_and_a_moved_one_is_the_same(tmp_p
     first = replace(make_run(tmp_path / "run", steps=2), data=DataConfig(paths=(corpus(tmp_path / "text", 0),)))
     train(first, Placement())
     (tmp_path / "moved").mkdir()
-    moved = replace(first, data=DataConfig(paths=(corpus(tmp_path / "moved/text", 0),)), train=replace(first.train, steps=3))
+    moved = replace(
+        first, data=DataConfig(paths=(corpus(tmp_path / "moved/text", 0),)), train=replace(first.train, steps=3)
+    )
     train(moved, Placement())
     corpus(tmp_path / "text", 1)
     swapped = replace(first, train=replace(first.train, steps=4))
     with pytest.raises(CheckpointError, match=r"data\.sources \[\"text: "):
         train(swapped, Placement())
-    blend = replace(swapped, data=DataConfig(paths=(corpus(tmp_path / "text", 0), corpus(tmp_path / "more", 2)), weights=(1.0, 2.0)))
+    blend = replace(
+        swapped, data=DataConfig(paths=(corpus(tmp_path / "text", 0), corpus(tmp_path / "more", 2)), weights=(1.0, 2.0))
+    )
     with pytest.raises(CheckpointError, match=r"(?s)data\.order.*data\.sources"):
         train(blend, Placement())
     train(replace(blend, checkpoint=CheckpointConfig(allow=["data"])), Placement())
@@ -134,23 +149,38 @@ def test_another_tokenizer_is_seen(begun):
         check_resume(begun, {**before, "data.tokenizer": "cd"}, then, Path("there"), Log())
 
 
-# --- exactness --------------------------------------------------------------------------------------------------------------------
+# --- exactness
+# --------------------------------------------------------------------------------------------------------------------
 
-DROPOUT = GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16,
-                     dropout=0.2, attention_dropout=0.1)  # fmt: skip
+DROPOUT = GPT2Config(
+    vocab_size=67,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    dropout=0.2,
+    attention_dropout=0.1,
+)
 
 
 def exact(run: Run):
     """Everything that a run leaves behind: hex of every loss and norm, and the bytes of its last checkpoint."""
     manifest = read_manifest(latest(Path(run.dir) / "checkpoints"))
-    numbers = [(r["step"], r["loss"].hex(), r["grad_norm"].hex(), r["consumed_samples"], r["skipped"]) for r in rows_of(run)]
+    numbers = [
+        (r["step"], r["loss"].hex(), r["grad_norm"].hex(), r["consumed_samples"], r["skipped"]) for r in rows_of(run)
+    ]
     return numbers, {n: r.xxh3 for n, r in manifest.files.items()}, manifest.optimizer, manifest.scalars
 
 
-@pytest.mark.parametrize("options, model", [
-    (dict(rampup=RAMP), None), (dict(precision="fp16", loss_scale=2.0**24, loss_scale_window=3), None), (dict(precision="bf16"), DROPOUT),
-    (dict(rampup=RampConfig(start=4, increment=4, samples=20), precision="bf16"), DROPOUT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, model",
+    [
+        (dict(rampup=RAMP), None),
+        (dict(precision="fp16", loss_scale=2.0**24, loss_scale_window=3), None),
+        (dict(precision="bf16"), DROPOUT),
+        (dict(rampup=RampConfig(start=4, increment=4, samples=20), precision="bf16"), DROPOUT),
+    ],
+)
 def test_two_resumes_in_a_row_are_exact(tmp_path, options, model):
     """Batch ramp, a loss scale that halves and doubles, dropout: stopped after 4 and after 9 of 12 steps."""
     found = []

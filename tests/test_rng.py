@@ -1,4 +1,5 @@
-"""Random numbers against published vectors, against statistics, and against themselves: a box has the bits of the whole's slice."""
+"""Random numbers against published vectors, against statistics, and against themselves: a box has the bits of the
+whole's slice."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int 
 
 
 def test_normals_are_normal():
-    """Truth: moments of the normal distribution within 5 standard errors, and the Kolmogorov-Smirnov distance to its CDF."""
+    """Truth: moments of the normal distribution within 5 standard errors, and the Kolmogorov-Smirnov distance to its
+    CDF."""
     x = whole((400_000,))
     n = len(x)
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
@@ -64,7 +66,9 @@ def test_normals_by_the_formula():
         angle = 2 * math.pi * ((w2 << 21) + (w3 >> 11)) * 2.0**-53
         out = torch.empty(1, dtype=torch.float64)
         fill_normal_(out, 2.0, (2**41,), (element,), 3, "w")
-        assert out.item() == pytest.approx(2 * radius * (math.sin(angle) if element % 2 else math.cos(angle)), rel=1e-13)
+        assert out.item() == pytest.approx(
+            2 * radius * (math.sin(angle) if element % 2 else math.cos(angle)), rel=1e-13
+        )
 
 
 def test_seeds_and_names_are_independent():
@@ -87,7 +91,11 @@ def test_boxes_are_slices_of_the_whole(number, monkeypatch):
     dtype = pick.choice([torch.float64, torch.float32, torch.bfloat16])
     expected = whole(shape, dtype)[tuple(map(slice, start, stop))]
     size = tuple(b - a for a, b in zip(start, stop))
-    out = torch.empty(size[::-1], dtype=dtype).permute(*range(len(size) - 1, -1, -1)) if pick.random() < 0.5 else torch.empty(size, dtype=dtype)
+    out = (
+        torch.empty(size[::-1], dtype=dtype).permute(*range(len(size) - 1, -1, -1))
+        if pick.random() < 0.5
+        else torch.empty(size, dtype=dtype)
+    )
     monkeypatch.setattr(rng, "CHUNK", (pick.choice([1, 2, 5, 16, 1000]),) * 2)
     fill_normal_(out, 1.0, shape, start, 5, "w")
     assert torch.equal(out, expected)
@@ -108,7 +116,9 @@ def test_nothing_and_scalars():
     assert out == whole((1,))[0]
 
 
-def mask(columns: int = 64, p: float = 0.3, seed: int = 1, layer: int = 2, site: int = 3, extra: int = 0, rows: int = 500) -> torch.Tensor:
+def mask(
+    columns: int = 64, p: float = 0.3, seed: int = 1, layer: int = 2, site: int = 3, extra: int = 0, rows: int = 500
+) -> torch.Tensor:
     samples, positions = torch.arange(rows) // 7 + 2**33, torch.arange(rows) % 7
     return keep_mask(p, seed, layer, site, (samples, positions), columns, extra)
 
@@ -133,7 +143,8 @@ def test_dropout_depends_on_nothing_but_its_key():
 
 
 def test_dropout_rows_and_columns_are_independent():
-    """Truth: independent bits agree half of the time, whatever the two rows (or columns) share: sample, position or nothing."""
+    """Truth: independent bits agree half of the time, whatever the two rows (or columns) share: sample, position or
+    nothing."""
     bits = mask(p=0.5, columns=200, rows=70).double() * 2 - 1
     for m in (bits, bits.t()):
         agreement = m @ m.t() / m.shape[1]

@@ -1,6 +1,8 @@
-"""From transformers and back: a model of theirs imported, run in a layout, saved and exported computes what it did, at every stop.
+"""From transformers and back: a model of theirs imported, run in a layout, saved and exported computes what it did,
+at every stop.
 
-Everything in float64, so logits and the gradient of every tensor are those of transformers' own model to 1e-10 of their scale.
+Everything in float64, so logits and the gradient of every tensor are those of transformers' own model to 1e-10 of
+their scale.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import save_file
 
-from phalanx.base.batch import IGNORE
 from phalanx.checkpoint.convert import export, import_weights
 from phalanx.checkpoint.hf import model_config_from_hf, to_hf
 from phalanx.checkpoint.keep import latest
 from phalanx.checkpoint.load import load_weights
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
 from phalanx.models.moe_config import ExpertsConfig
-from phalanx.train.build import build
-from phalanx.train.config import Run, TrainConfig
-from phalanx.train.plan import exported_shapes, make_plan
-from phalanx.train.step import accumulate
+from phalanx.planning.plan import exported_shapes
+from phalanx.sequence.batch import IGNORE
 from tests import test_models, test_moe_models
 from tests.checkpoints import save_here
 from tests.parity import SEQ, assemble, parts_of
@@ -34,12 +37,22 @@ from tests.test_models import all_logits
 
 BATCHES = test_models.BATCHES  # the same in both
 TRIPS = [
-    ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)), ("llama: tied", dict(pp=2)), ("qwen3: tied, MQA", dict(tp=2)),
-    ("mistral: window, yarn", dict(pp=2)), ("qwen2: window in upper layers", dict(tp=2)), ("deepseek_v3: latents, yarn", dict(tp=2)),
-    ("gpt2", dict(tp=2)), ("mixtral", dict(ep=2)), ("mixtral", dict(tp=2, etp=2)), ("qwen3_moe: some layers dense", dict(ep=2)),
-    ("qwen3_moe: renormalised", dict(pp=2)), ("deepseek_v3", dict(ep=2)), ("deepseek_v3", dict(pp=2)), ("gpt_oss", dict(ep=2)),
+    ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)),
+    ("llama: tied", dict(pp=2)),
+    ("qwen3: tied, MQA", dict(tp=2)),
+    ("mistral: window, yarn", dict(pp=2)),
+    ("qwen2: window in upper layers", dict(tp=2)),
+    ("deepseek_v3: latents, yarn", dict(tp=2)),
+    ("gpt2", dict(tp=2)),
+    ("mixtral", dict(ep=2)),
+    ("mixtral", dict(tp=2, etp=2)),
+    ("qwen3_moe: some layers dense", dict(ep=2)),
+    ("qwen3_moe: renormalised", dict(pp=2)),
+    ("deepseek_v3", dict(ep=2)),
+    ("deepseek_v3", dict(pp=2)),
+    ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
-]  # fmt: skip
+]
 
 
 def run_and_save(rank: int, world: int, run: Run, folder: Path, root: Path) -> dict:
@@ -58,7 +71,9 @@ def theirs(folder: Path, config) -> dict:
     """Logits and gradients of transformers' model of a folder, by its own names."""
     from transformers import AutoModelForCausalLM
 
-    options = {"experts_implementation": "eager"} if isinstance(config, ExpertsConfig) else {"attn_implementation": "sdpa"}
+    options = (
+        {"experts_implementation": "eager"} if isinstance(config, ExpertsConfig) else {"attn_implementation": "sdpa"}
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
     experts = isinstance(config, ExpertsConfig) and config.routed_experts
     if isinstance(config, LlamaConfig):
@@ -87,7 +102,10 @@ def test_there_and_back(ranks, tmp_path, case, layout):
     module = test_moe_models if case in test_moe_models.CASES else test_models
     truth, config = module.hugging_face(case), module.CASES[case]
     (tmp_path / "theirs").mkdir()
-    save_file({f"module.{n}": np.ascontiguousarray(t) for n, t in truth["weights"].items()}, tmp_path / "theirs/part.safetensors")
+    save_file(
+        {f"module.{n}": np.ascontiguousarray(t) for n, t in truth["weights"].items()},
+        tmp_path / "theirs/part.safetensors",
+    )
     (tmp_path / "theirs/config.json").write_text(json.dumps(to_hf(config, torch.float64)))
     wanted = exported_shapes(model_config_from_hf(tmp_path / "theirs"))
     imported = import_weights(tmp_path / "theirs", tmp_path / "imported", tmp_path / "theirs", wanted, "module.")

@@ -1,4 +1,5 @@
-"""Schedules: thousands of random ones through the simulator, orders against PyTorch's, closed forms, mutations, drawings.
+"""Schedules: thousands of random ones through the simulator, orders against PyTorch's, closed forms, mutations,
+drawings.
 
 Set PHALANX_SEED to draw other cases.
 """
@@ -32,8 +33,8 @@ from phalanx.schedule.actions import (
     Send,
     Wait,
 )
+from phalanx.schedule.buckets import fullest
 from phalanx.schedule.draw import draw
-from phalanx.schedule.flows import fullest
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, simulate
@@ -43,7 +44,8 @@ SEED = int(os.environ.get("PHALANX_SEED", "0"))
 
 
 def random_buckets(rng: random.Random, schedule: Schedule, runs: list[int]) -> list[dict[int, set[tuple[int, int]]]]:
-    """Each run in one to three buckets, so that buckets are shared by runs and stages of a rank (tied weights) as well."""
+    """Each run in one to three buckets, so that buckets are shared by runs and stages of a rank (tied weights) as
+    well."""
     buckets_of_rank = []
     for rank in range(schedule.pp):
         count = rng.randint(1, 4)
@@ -56,7 +58,12 @@ def random_buckets(rng: random.Random, schedule: Schedule, runs: list[int]) -> l
     return buckets_of_rank
 
 
-FLOWS = (Flow(), Flow(closes=True), Flow(opens=True, closes=True), Flow(gathers=True, opens=True, closes=True))  # sharding levels 0 to 3
+FLOWS = (
+    Flow(),
+    Flow(closes=True),
+    Flow(opens=True, closes=True),
+    Flow(gathers=True, opens=True, closes=True),
+)  # sharding levels 0 to 3
 
 
 def random_program(rng: random.Random, max_pp: int = 8, max_m: int = 33) -> Program:
@@ -68,12 +75,23 @@ def random_program(rng: random.Random, max_pp: int = 8, max_m: int = 33) -> Prog
     buckets = random_buckets(rng, schedule, runs)
     flows = [{bucket: rng.choice(FLOWS) for bucket in of_rank} for of_rank in buckets]
     early = {(stage, run) for stage in range(pp * v) for run in range(runs[stage]) if rng.random() < 0.2}
-    return lower(schedule, runs, buckets, rng.choice((0, 1, 1, 2, 5)), flows, early, rng.choice((0, 1, 1, 2, 5)), rng.random() < 0.2)
+    return lower(
+        schedule,
+        runs,
+        buckets,
+        rng.choice((0, 1, 1, 2, 5)),
+        flows,
+        early,
+        rng.choice((0, 1, 1, 2, 5)),
+        rng.random() < 0.2,
+    )
 
 
 def random_costs(rng: random.Random, num_stages: int) -> Costs:
     return Costs(
-        tuple(rng.uniform(0.1, 2) for _ in range(num_stages)), tuple(rng.uniform(0.1, 4) for _ in range(num_stages)), rng.uniform(0, 2)
+        tuple(rng.uniform(0.1, 2) for _ in range(num_stages)),
+        tuple(rng.uniform(0.1, 4) for _ in range(num_stages)),
+        rng.uniform(0, 2),
     )
 
 
@@ -110,7 +128,12 @@ def test_the_step_does_not_depend_on_runs_and_buckets() -> None:
         plain = simulate(lower(program.schedule), costs)
         if all(run == 1 for run in program.runs_per_stage):
             flows = program.flows_of_rank
-            assert simulate(lower(program.schedule, buckets_of_rank=program.buckets_of_rank, flows_of_rank=flows), costs).makespan == plain.makespan
+            assert (
+                simulate(
+                    lower(program.schedule, buckets_of_rank=program.buckets_of_rank, flows_of_rank=flows), costs
+                ).makespan
+                == plain.makespan
+            )
         cut = simulate(lower(program.schedule, program.runs_per_stage, program.buckets_of_rank), costs)
         assert cut.makespan == pytest.approx(plain.makespan)
         assert cut.peak_live == plain.peak_live
@@ -123,12 +146,15 @@ def test_the_step_does_not_depend_on_runs_and_buckets() -> None:
 @pytest.mark.parametrize("v", [1, 2, 4])
 @pytest.mark.parametrize("factor", [1, 2, 5])
 def test_bubble_is_the_papers(pp: int, v: int, factor: int) -> None:
-    """(p-1)/m for one stage per rank, (p-1)/(v m) interleaved (arXiv:2104.04473 section 2.2), for any ratio of B to F."""
+    """(p-1)/m for one stage per rank, (p-1)/(v m) interleaved (arXiv:2104.04473 section 2.2), for any ratio of B to
+    F."""
     m = pp * factor
     for backward in (1.0, 2.0, 3.0):
         costs = Costs.uniform(pp * v, 1.0, backward)
         for name in ("interleaved", "gpipe", *(["1f1b"] if v == 1 else [])):
-            assert simulate(lower(generate(name, pp, v, m)), costs).bubble_over_ideal == pytest.approx((pp - 1) / (v * m))
+            assert simulate(lower(generate(name, pp, v, m)), costs).bubble_over_ideal == pytest.approx(
+                (pp - 1) / (v * m)
+            )
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
@@ -138,7 +164,8 @@ def test_bubble_of_other_micro_batch_counts(pp: int) -> None:
         assert one == pytest.approx((pp - 1) / m)
         for v in (2, 3):
             interleaved = simulate(lower(generate("interleaved", pp, v, m))).bubble_over_ideal
-            # With fewer micro-batches than ranks a rank idles at every turn of the loop; else the closed form holds for any m.
+            # With fewer micro-batches than ranks a rank idles at every turn of the loop; else the closed form holds for
+            # any m.
             assert interleaved == pytest.approx((pp - 1) / (v * m)) if m >= pp else interleaved <= one + 1e-9
 
 
@@ -151,7 +178,8 @@ def test_uneven_stages_wait_for_the_slowest() -> None:
 
 
 def test_messages_hide_under_compute() -> None:
-    """Of 16 micro-batches only the fill and the drain pay for messages; posting at the moment of use pays for all of them."""
+    """Of 16 micro-batches only the fill and the drain pay for messages; posting at the moment of use pays for all of
+    them."""
     schedule, costs = generate("interleaved", 4, 2, 16), Costs.uniform(8, 1.0, 2.0, send=0.3)
     silent = simulate(lower(schedule)).makespan
     hidden = simulate(lower(schedule, prefetch=1), costs).makespan
@@ -176,7 +204,9 @@ def test_live_activations(pp: int) -> None:
         first_round = -(-m // max(1, m // pp))
         for v in (2, 4):
             warm_up = [(v - 1) * first_round + 2 * (pp - 1 - rank) for rank in ranks]
-            assert simulate(lower(generate("interleaved", pp, v, m))).peak_live == tuple(min(v * m, n + 1) for n in warm_up)
+            assert simulate(lower(generate("interleaved", pp, v, m))).peak_live == tuple(
+                min(v * m, n + 1) for n in warm_up
+            )
 
 
 def test_live_changes_and_stage_peaks() -> None:
@@ -186,7 +216,8 @@ def test_live_changes_and_stage_peaks() -> None:
 
 
 def test_few_receives_wait() -> None:
-    """One per action ahead and the one being waited for; one more where rounds of unequal size make the two ends differ in order."""
+    """One per action ahead and the one being waited for; one more where rounds of unequal size make the two ends
+    differ in order."""
     for name, v in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("forward", 2)):
         for pp in (2, 4, 8):
             for m in (1, pp, 4 * pp, 4 * pp + 3):
@@ -228,7 +259,9 @@ def stub(index: int, pp: int, num_stages: int) -> SimpleNamespace:
 def compute(orders: dict[int, list]) -> list[list[tuple[str, int, int]]]:
     """PyTorch's orders without idle slots and reductions."""
     kinds = {"FORWARD": "F", "FULL_BACKWARD": "B"}
-    actions = ([a for a in orders[rank] if a is not None and a.computation_type.name in kinds] for rank in sorted(orders))
+    actions = (
+        [a for a in orders[rank] if a is not None and a.computation_type.name in kinds] for rank in sorted(orders)
+    )
     return [[(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in row] for row in actions]
 
 
@@ -237,7 +270,8 @@ def ours(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
 
 
 def executed(schedule_class, rank: int, pp: int, m: int) -> list[tuple[str, int, int]]:
-    """What PyTorch's loop does on one rank. (The table that it prints for 1F1B starts the last rank with micro-batch 1.)"""
+    """What PyTorch's loop does on one rank. (The table that it prints for 1F1B starts the last rank with micro-batch
+    1.)"""
     seen: list[tuple[str, int, int]] = []
     stage = stub(rank, pp, pp)
     stage.forward_one_chunk = lambda mb, *_, **__: seen.append(("F", rank, mb))
@@ -283,12 +317,19 @@ def test_torchs_validators_accept_ours(torch_schedules) -> None:
         if not schedule.has_backward:
             continue
         actions = {
-            rank: [torch_schedules._Action(a.stage, kinds[a.kind], a.mb) for a in order] for rank, order in enumerate(schedule.orders)
+            rank: [torch_schedules._Action(a.stage, kinds[a.kind], a.mb) for a in order]
+            for rank, order in enumerate(schedule.orders)
         }
-        owners = torch_schedules._validate_schedule(actions, schedule.pp, schedule.num_stages, schedule.num_micro_batches)
+        owners = torch_schedules._validate_schedule(
+            actions, schedule.pp, schedule.num_stages, schedule.num_micro_batches
+        )
         assert owners == dict(enumerate(schedule.stage_rank))
-        with_messages = torch_schedules._add_send_recv(actions, lambda s, of=schedule.stage_rank: of[s], schedule.num_stages)
-        torch_schedules._simulate_comms_compute(with_messages, lambda s, of=schedule.stage_rank: of[s], schedule.num_stages)
+        with_messages = torch_schedules._add_send_recv(
+            actions, lambda s, of=schedule.stage_rank: of[s], schedule.num_stages
+        )
+        torch_schedules._simulate_comms_compute(
+            with_messages, lambda s, of=schedule.stage_rank: of[s], schedule.num_stages
+        )
 
 
 def test_interleaved_is_megatrons_table() -> None:
@@ -306,17 +347,45 @@ def test_a_lowered_list() -> None:
     buckets = [{0: {(0, 0)}, 1: {(0, 1)}}, {0: {(1, 0)}, 1: {(1, 1)}}]
     program = lower(generate("1f1b", 2, 1, 2), [2, 2], buckets)
     assert program.lists[0] == (
-        Ready(0), Forward(0, 0, 0), Ready(1), Forward(0, 1, 0), Send("act", 0, 0, 1),
-        Recv("grad", 0, 0, 1), Forward(0, 0, 1), Forward(0, 1, 1), Send("act", 0, 1, 1),
-        Recv("grad", 0, 1, 1), Wait("grad", 0, 0), Backward(0, 1, 0), Backward(0, 0, 0),
-        Wait("grad", 0, 1), Backward(0, 1, 1), Reduce(1), Backward(0, 0, 1), Reduce(0),
-    )  # fmt: skip
+        Ready(0),
+        Forward(0, 0, 0),
+        Ready(1),
+        Forward(0, 1, 0),
+        Send("act", 0, 0, 1),
+        Recv("grad", 0, 0, 1),
+        Forward(0, 0, 1),
+        Forward(0, 1, 1),
+        Send("act", 0, 1, 1),
+        Recv("grad", 0, 1, 1),
+        Wait("grad", 0, 0),
+        Backward(0, 1, 0),
+        Backward(0, 0, 0),
+        Wait("grad", 0, 1),
+        Backward(0, 1, 1),
+        Reduce(1),
+        Backward(0, 0, 1),
+        Reduce(0),
+    )
     assert program.lists[1] == (
-        Recv("act", 1, 0, 0), Wait("act", 1, 0), Ready(0), Forward(1, 0, 0), Ready(1), Forward(1, 1, 0),
-        Recv("act", 1, 1, 0), Backward(1, 1, 0), Backward(1, 0, 0), Send("grad", 1, 0, 0),
-        Wait("act", 1, 1), Forward(1, 0, 1), Forward(1, 1, 1),
-        Backward(1, 1, 1), Reduce(1), Backward(1, 0, 1), Send("grad", 1, 1, 0), Reduce(0),
-    )  # fmt: skip
+        Recv("act", 1, 0, 0),
+        Wait("act", 1, 0),
+        Ready(0),
+        Forward(1, 0, 0),
+        Ready(1),
+        Forward(1, 1, 0),
+        Recv("act", 1, 1, 0),
+        Backward(1, 1, 0),
+        Backward(1, 0, 0),
+        Send("grad", 1, 0, 0),
+        Wait("act", 1, 1),
+        Forward(1, 0, 1),
+        Forward(1, 1, 1),
+        Backward(1, 1, 1),
+        Reduce(1),
+        Backward(1, 0, 1),
+        Send("grad", 1, 1, 0),
+        Reduce(0),
+    )
     simulate(program)
 
 
@@ -334,41 +403,113 @@ SHARDED = Flow(gathers=True, opens=True, closes=True)
 
 
 def test_a_lowered_list_of_sharded_weights() -> None:
-    """Three runs on one rank: weights come one run ahead and go after each use, gradients are open for one backward and close one later.
+    """Three runs on one rank: weights come one run ahead and go after each use, gradients are open for one backward
+    and close one later.
 
     The last run's weights serve its backward too, which comes next; so do the first run's the next micro-batch.
     """
-    (order,) = lower(generate("1f1b", 1, 1, 2), [3], [{b: {(0, b)} for b in range(3)}], flows_of_rank=[dict.fromkeys(range(3), SHARDED)]).lists
+    (order,) = lower(
+        generate("1f1b", 1, 1, 2),
+        [3],
+        [{b: {(0, b)} for b in range(3)}],
+        flows_of_rank=[dict.fromkeys(range(3), SHARDED)],
+    ).lists
     assert order == (
-        Gather(0), Gather(1),
-        Ready(0), Forward(0, 0, 0), Free(0), Gather(2), Ready(1), Forward(0, 1, 0), Free(1), Ready(2), Forward(0, 2, 0), Gather(1),
-        Open(2), Backward(0, 2, 0), Free(2), Reduce(2), Gather(0),
-        Ready(1), Open(1), Backward(0, 1, 0), Free(1), Reduce(1), Close(2, False),
-        Ready(0), Open(0), Backward(0, 0, 0), Reduce(0), Close(1, False), Gather(1),
-        Forward(0, 0, 1), Free(0), Close(0, False), Gather(2), Ready(1), Forward(0, 1, 1), Free(1), Ready(2), Forward(0, 2, 1), Gather(1),
-        Open(2), Backward(0, 2, 1), Free(2), Reduce(2), Gather(0),
-        Ready(1), Open(1), Backward(0, 1, 1), Free(1), Reduce(1), Close(2, True),
-        Ready(0), Open(0), Backward(0, 0, 1), Free(0), Reduce(0), Close(1, True), Close(0, True),
-    )  # fmt: skip
+        Gather(0),
+        Gather(1),
+        Ready(0),
+        Forward(0, 0, 0),
+        Free(0),
+        Gather(2),
+        Ready(1),
+        Forward(0, 1, 0),
+        Free(1),
+        Ready(2),
+        Forward(0, 2, 0),
+        Gather(1),
+        Open(2),
+        Backward(0, 2, 0),
+        Free(2),
+        Reduce(2),
+        Gather(0),
+        Ready(1),
+        Open(1),
+        Backward(0, 1, 0),
+        Free(1),
+        Reduce(1),
+        Close(2, False),
+        Ready(0),
+        Open(0),
+        Backward(0, 0, 0),
+        Reduce(0),
+        Close(1, False),
+        Gather(1),
+        Forward(0, 0, 1),
+        Free(0),
+        Close(0, False),
+        Gather(2),
+        Ready(1),
+        Forward(0, 1, 1),
+        Free(1),
+        Ready(2),
+        Forward(0, 2, 1),
+        Gather(1),
+        Open(2),
+        Backward(0, 2, 1),
+        Free(2),
+        Reduce(2),
+        Gather(0),
+        Ready(1),
+        Open(1),
+        Backward(0, 1, 1),
+        Free(1),
+        Reduce(1),
+        Close(2, True),
+        Ready(0),
+        Open(0),
+        Backward(0, 0, 1),
+        Free(0),
+        Reduce(0),
+        Close(1, True),
+        Close(0, True),
+    )
 
 
 def test_a_head_that_makes_gradients_in_forward_has_them_open_there() -> None:
     """Bucket 0 is tied: open from the head's forward to the embedding's backward."""
-    program = lower(generate("1f1b", 1, 1, 1), [2], [{0: {(0, 0), (0, 1)}}], flows_of_rank=[{0: Flow(opens=True, closes=True)}], early={(0, 1)})
+    program = lower(
+        generate("1f1b", 1, 1, 1),
+        [2],
+        [{0: {(0, 0), (0, 1)}}],
+        flows_of_rank=[{0: Flow(opens=True, closes=True)}],
+        early={(0, 1)},
+    )
     assert program.lists[0] == (
-        Ready(0), Forward(0, 0, 0), Open(0), Forward(0, 1, 0), Backward(0, 1, 0), Backward(0, 0, 0), Reduce(0), Close(0, True),
-    )  # fmt: skip
+        Ready(0),
+        Forward(0, 0, 0),
+        Open(0),
+        Forward(0, 1, 0),
+        Backward(0, 1, 0),
+        Backward(0, 0, 0),
+        Reduce(0),
+        Close(0, True),
+    )
     simulate(program)
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
 @pytest.mark.parametrize("runs", [3, 4, 9])
 def test_calls_of_sharded_buckets(m: int, runs: int) -> None:
-    """One stage, a bucket per run: 2 gathers per micro-batch, but 1 of the last run's and of the first's, which is gathered once more; kept: 1.
+    """One stage, a bucket per run: 2 gathers per micro-batch, but 1 of the last run's and of the first's, which is
+    gathered once more; kept: 1.
 
     Memory: with nothing ahead one bucket of weights and one of gradients, else as many more as are ahead.
     """
-    buckets, flows, sizes = [{b: {(0, b)} for b in range(runs)}], [dict.fromkeys(range(runs), SHARDED)], dict.fromkeys(range(runs), 100)
+    buckets, flows, sizes = (
+        [{b: {(0, b)} for b in range(runs)}],
+        [dict.fromkeys(range(runs), SHARDED)],
+        dict.fromkeys(range(runs), 100),
+    )
 
     def of(ahead: int, keep: bool = False) -> Program:
         program = lower(generate("1f1b", 1, 1, m), [runs], buckets, flows_of_rank=flows, ahead=ahead, keep=keep)
@@ -497,7 +638,8 @@ def test_mutations_are_found() -> None:
 
 
 def test_swapped_actions_are_found_before_lowering_hides_them() -> None:
-    """Backward before its forward, and an order in which the ranks wait for each other: lowering is faithful, the simulator objects."""
+    """Backward before its forward, and an order in which the ranks wait for each other: lowering is faithful, the
+    simulator objects."""
     schedule = generate("1f1b", 2, 1, 2)
     first, second = schedule.orders
     with pytest.raises(ScheduleError, match="its forward has not run"):
@@ -546,7 +688,9 @@ def test_drawing_of_virtual_stages() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 100, 200])
-@pytest.mark.parametrize("name, pp, v, m", [("1f1b", 16, 1, 100), ("interleaved", 32, 3, 32), ("gpipe", 1, 1, 1), ("forward", 3, 2, 30)])
+@pytest.mark.parametrize(
+    "name, pp, v, m", [("1f1b", 16, 1, 100), ("interleaved", 32, 3, 32), ("gpipe", 1, 1, 1), ("forward", 3, 2, 30)]
+)
 def test_drawings_fit(name: str, pp: int, v: int, m: int, width: int) -> None:
     *rows, summary, key = draw(simulate(lower(generate(name, pp, v, m))), width=width, max_rows=20).split("\n")
     assert len(rows) <= 20 and all(len(row) <= width for row in rows)

@@ -9,13 +9,13 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.shared import SETS, Parts, Shared, Sums, piece_bytes, sums_bytes
+from phalanx.comm.overlap import SETS, Parts, Shared, Sums, piece_bytes, sums_bytes
+from phalanx.config.run import Fp8Config
+from phalanx.engine.build import build, choices
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.layout.shards import Sharding
-from phalanx.train.build import build, choices
-from phalanx.train.config import Fp8Config
-from phalanx.train.plan import make_plan
 from tests.parity import base_run
 from tests.test_ops import normal
 from tests.test_precision import SCALE, precision_run
@@ -25,13 +25,16 @@ ROUNDS = 6
 
 
 def pulling(rank: int, world: int, within: bool) -> list[str]:
-    """Rounds of changing two parts on each rank and pulling them several times; what was wrong. within: a part lies in the whole."""
+    """Rounds of changing two parts on each rank and pulling them several times; what was wrong. within: a part lies
+    in the whole."""
     axis = Mesh(Grid(dp=world), rank).dp
     sizes, wrong = (5, 64), []
     memory = Parts(axis, sum(n * 8 * (world if within else 1) + 64 for n in sizes), torch.device("cpu"))
     axis.shared = Shared(axis, 0, 0, torch.device("cpu"))
     axis.shared.parts = memory
-    wholes = [memory.place(n * world, torch.float64) if within else torch.empty(n * world, dtype=torch.float64) for n in sizes]
+    wholes = [
+        memory.place(n * world, torch.float64) if within else torch.empty(n * world, dtype=torch.float64) for n in sizes
+    ]
     parts = [w[rank * n : (rank + 1) * n] if within else memory.place(n, torch.float64) for w, n in zip(wholes, sizes)]
     for number in range(ROUNDS):
         memory.open()
@@ -51,7 +54,8 @@ def pulling(rank: int, world: int, within: bool) -> list[str]:
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_pulled_is_what_was_written(ranks, world, within):
-    """Truth: the parts of all ranks, made again here. Every round has other numbers, so memory read too early or changed too early shows."""
+    """Truth: the parts of all ranks, made again here. Every round has other numbers, so memory read too early or
+    changed too early shows."""
     assert ranks.run("tests.test_shared:pulling", world, within) == [[]] * world
 
 
@@ -76,7 +80,9 @@ def summing_rounds(rank: int, world: int, n: int, piece: int, wrong: list[str]) 
         onto = number % 2 == 1
         found = axis.reduce_scatter_within(x, async_op=True, onto=kept if onto else None).wait()
         wrong += [] if found is (kept if onto else found) else ["not onto"]
-        wrong += [] if torch.equal(found, normal(n, seed=number) + truth if onto else truth) else [f"sum in round {number}"]
+        wrong += (
+            [] if torch.equal(found, normal(n, seed=number) + truth if onto else truth) else [f"sum in round {number}"]
+        )
     axis.barrier()
 
 
@@ -124,13 +130,30 @@ def test_choices_are_said(ranks):
             assert f"what is sharded over dp exchanged by copies {word}" in text
 
 
-LAYOUTS = [dict(sharding=1), dict(sharding=2), dict(sharding=3), dict(sharding=3, prefetch=3), dict(sharding=3, reshard_after_forward=False)]
+LAYOUTS = [
+    dict(sharding=1),
+    dict(sharding=2),
+    dict(sharding=3),
+    dict(sharding=3, prefetch=3),
+    dict(sharding=3, reshard_after_forward=False),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_overlap_changes_no_bit(ranks, layout):
     """Two ranks, whose sums have one order. In bf16, fp32 weights that are their own masters, and codes of weights."""
-    for precision, options in (("bf16", SCALE), ("fp32", SCALE), ("bf16", {**SCALE, "fp8": Fp8Config(recipe="tensorwise")})):
-        found = [ranks.run("tests.test_precision:train", 2, precision_run("llama", precision, 6, train=options, dp_overlap=mode, **layout), 3)
-                 for mode in ("on", "off")]  # fmt: skip
+    for precision, options in (
+        ("bf16", SCALE),
+        ("fp32", SCALE),
+        ("bf16", {**SCALE, "fp8": Fp8Config(recipe="tensorwise")}),
+    ):
+        found = [
+            ranks.run(
+                "tests.test_precision:train",
+                2,
+                precision_run("llama", precision, 6, train=options, dp_overlap=mode, **layout),
+                3,
+            )
+            for mode in ("on", "off")
+        ]
         assert found[0] == found[1], (precision, options)

@@ -1,4 +1,5 @@
-"""The table of a run of tests says of each function how its tests ended, and names what failed and why others were skipped."""
+"""The table of a run of tests says of each function how its tests ended, and names what failed and why others were
+skipped."""
 
 from __future__ import annotations
 
@@ -12,16 +13,24 @@ def report(test: str, seconds: float, why: object = "") -> SimpleNamespace:
 
 
 def test_every_test_is_counted_once():
-    """A test's setup, call and teardown are three reports; a setup that raises is a failure; sections of the fault matrix have rows."""
+    """A test's setup, call and teardown are three reports; a setup that raises is a failure; sections of the fault
+    matrix have rows."""
     fault = "test_faults.py::test_nothing_is_lost[all, no room on the disk: seed 3]"
-    text = table({
-        "passed": [report("test_a.py::test_x[1]", 2.0), report("test_a.py::test_x[2]", 5.0), report(fault, 30.0)],
-        "": [report("test_a.py::test_x[1]", 1.0)],
-        "failed": [report("test_b.py::test_y", 3.0)],
-        "error": [report("test_b.py::test_z", 0.5)],
-        "skipped": [report("test_b.py::test_w", 0.0, ("file", 3, "Skipped: no moto"))],
-    }, 4)  # fmt: skip
-    rows = {row.split(" | ")[0]: row.removesuffix(" |").split(" | ")[1:] for row in text.splitlines() if row.startswith("| `") or "| all" in row}
+    text = table(
+        {
+            "passed": [report("test_a.py::test_x[1]", 2.0), report("test_a.py::test_x[2]", 5.0), report(fault, 30.0)],
+            "": [report("test_a.py::test_x[1]", 1.0)],
+            "failed": [report("test_b.py::test_y", 3.0)],
+            "error": [report("test_b.py::test_z", 0.5)],
+            "skipped": [report("test_b.py::test_w", 0.0, ("file", 3, "Skipped: no moto"))],
+        },
+        4,
+    )
+    rows = {
+        row.split(" | ")[0]: row.removesuffix(" |").split(" | ")[1:]
+        for row in text.splitlines()
+        if row.startswith("| `") or "| all" in row
+    }
     assert rows == {
         "| `test_faults.py::test_nothing_is_lost no room on the disk`": ["1", "1", "0", "0", "30", "30"],
         "| `test_a.py::test_x`": ["2", "2", "0", "0", "8", "5"],

@@ -14,9 +14,11 @@ from tests.support_features import FEATURES, exclude
 PAGE = Path(__file__).resolve().parent.parent / "docs/support.md"
 POSSIBLE = {f"{a.name} with {b.name}": (a, b) for a, b in pairs() if exclude(a, b) is None}
 ONCE_BROKEN = (
-    "balance of the global batch with start from Hugging Face", "level 3 with frozen first blocks", "fp16 with FP8 delayed",
+    "balance of the global batch with start from Hugging Face",
+    "level 3 with frozen first blocks",
+    "fp16 with FP8 delayed",
     "recompute for long sequences with FP8 tensorwise",
-)  # fmt: skip
+)
 SAMPLE = (*random.Random(20261122).sample(sorted(POSSIBLE), 12), *ONCE_BROKEN)
 
 

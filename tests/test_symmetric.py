@@ -15,10 +15,10 @@ import torch
 from phalanx.comm import symmetric
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.symmetric import PulledParts, PushedParts
+from phalanx.engine.build import build, choices
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.train.build import build, choices
-from phalanx.train.plan import make_plan
 from tests.parity import base_run
 from tests.test_ops import normal
 
@@ -27,7 +27,8 @@ ROUNDS, WIDTH = 9, 3
 
 @contextmanager
 def nothing_left(wrong: list[str]) -> Iterator[None]:
-    """Shared memory inside lies in a folder of this rank's own (other tests run beside this one); what is still there goes to `wrong`."""
+    """Shared memory inside lies in a folder of this rank's own (other tests run beside this one); what is still
+    there goes to `wrong`."""
     with tempfile.TemporaryDirectory(dir=symmetric.FOLDER) as folder, patch.object(symmetric, "FOLDER", folder):
         yield
         wrong += [f"left behind: {name}" for name in os.listdir(folder)]
@@ -50,7 +51,9 @@ def exchange_rounds(rank: int, world: int, rows: int, order: str, wrong: list[st
         mine = normal(rows, WIDTH, seed=100 * number + rank)
         product = normal(world * rows, WIDTH, seed=1000 + 100 * number + rank)
         everyone = torch.cat([normal(rows, WIDTH, seed=100 * number + r) for r in range(world)])
-        summed = sum(normal(world * rows, WIDTH, seed=1000 + 100 * number + r) for r in range(world))[rank * rows : (rank + 1) * rows]
+        summed = sum(normal(world * rows, WIDTH, seed=1000 + 100 * number + r) for r in range(world))[
+            rank * rows : (rank + 1) * rows
+        ]
         gathering = tp.gather(mine) if kind in "gbd" else None
         again = tp.gather(-mine) if kind == "d" else None
         scattering = tp.scatter(world * rows, WIDTH, product) if kind in "sb" else None
@@ -74,7 +77,8 @@ def exchange_rounds(rank: int, world: int, rows: int, order: str, wrong: list[st
 @pytest.mark.parametrize("order", ["g", "s", "gs", "b", "ggs", "bsg", "dgs"])
 @pytest.mark.parametrize("world, rows", [(2, 1), (3, 5), (4, 2)])
 def test_exchanges_equal_their_collectives(ranks, world, rows, order):
-    """Truth: the tensors of all ranks, made again here. Every round has other numbers, so memory used too early or late shows."""
+    """Truth: the tensors of all ranks, made again here. Every round has other numbers, so memory used too early or
+    late shows."""
     assert ranks.run("tests.test_symmetric:exchange", world, rows, order) == [[]] * world
 
 

@@ -1,4 +1,5 @@
-"""Checksums of token files: damage in an .idx is refused when it is opened, damage in a .bin is named by `data verify` and by a run."""
+"""Checksums of token files: damage in an .idx is refused when it is opened, damage in a .bin is named by `data
+verify` and by a run."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from phalanx.data.background import BackgroundCheck
 from phalanx.data.checksums import SegmentSums, compare, cut, read_sums
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.data.prepare import merge_shards, prepare
-from phalanx.data.tokenizers import byte_tokenizer
-from phalanx.train.main import train
+from phalanx.text.prepare import merge_shards, prepare
+from phalanx.text.tokenizers import byte_tokenizer
+from phalanx.training.main import train
 from tests.test_checkpoint_bytes import flip
 from tests.test_loop import make_run
 
@@ -34,7 +35,10 @@ FLIPS = 200
 def lines(tmp_path) -> Path:
     """120 documents, about 6 kB."""
     words = random.Random(0)
-    texts = [" ".join(words.choice(("arma", "virumque", "cano", "Troiae")) for _ in range(words.randrange(3, 15))) for _ in range(120)]
+    texts = [
+        " ".join(words.choice(("arma", "virumque", "cano", "Troiae")) for _ in range(words.randrange(3, 15)))
+        for _ in range(120)
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return tmp_path / "a.jsonl"
 
@@ -71,7 +75,9 @@ def test_segments_of_a_file_that_is_written_in_pieces(monkeypatch):
     assert list(found) == [cut(data[end - segment.size : end])[0] for segment, end in zip(found, ends)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"workers": 2}, {"shuffle": 3}, {"split": {"a": 0.6, "b": 0.4}}, {"shard": (0, 1)}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"workers": 2}, {"shuffle": 3}, {"split": {"a": 0.6, "b": 0.4}}, {"shard": (0, 1)}]
+)
 def test_whatever_prepare_writes_is_checked(tmp_path, lines, settings):
     prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1500, **settings)
     for prefix in sorted(path.with_suffix("") for path in tmp_path.glob("out*.idx")):
@@ -79,7 +85,10 @@ def test_whatever_prepare_writes_is_checked(tmp_path, lines, settings):
         [file] = corpus.bin_files
         assert corpus.is_checked and sum(segment.size for segment in file.segments) == 2 * corpus.num_tokens
         assert compare([file], 2) == []
-        assert verify(prefix) == (0, f"{prefix}: good: {corpus.num_tokens:,} tokens, {sizes(2 * corpus.num_tokens)} compared with checksums\n")
+        assert verify(prefix) == (
+            0,
+            f"{prefix}: good: {corpus.num_tokens:,} tokens, {sizes(2 * corpus.num_tokens)} compared with checksums\n",
+        )
 
 
 def sizes(count: int) -> str:
@@ -151,7 +160,11 @@ def test_an_interrupted_preparation_leaves_no_valid_looking_pair(tmp_path, lines
 # ---- what is found
 
 
-@pytest.mark.trust(11, "58 of 131 flipped bits in lengths and pointers of an .idx opened as valid", "200 of 200 are refused when it is opened")
+@pytest.mark.trust(
+    11,
+    "58 of 131 flipped bits in lengths and pointers of an .idx opened as valid",
+    "200 of 200 are refused when it is opened",
+)
 def test_every_flip_in_an_index_is_refused_at_open(tmp_path, lines):
     prepare([lines], tmp_path / "out", byte_tokenizer())
     for bit in bits(tmp_path / "out.idx", FLIPS):
@@ -162,7 +175,11 @@ def test_every_flip_in_an_index_is_refused_at_open(tmp_path, lines):
     Corpus(tmp_path / "out")
 
 
-@pytest.mark.trust(11, "a bit that flips in a .bin was trained on", "phalanx data verify names the file and the bytes, 200 times of 200, with exit 3")
+@pytest.mark.trust(
+    11,
+    "a bit that flips in a .bin was trained on",
+    "phalanx data verify names the file and the bytes, 200 times of 200, with exit 3",
+)
 def test_every_flip_in_tokens_is_named_by_verify(tmp_path, lines):
     prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1500)
     [file] = Corpus(tmp_path / "out").bin_files
@@ -172,7 +189,10 @@ def test_every_flip_in_tokens_is_named_by_verify(tmp_path, lines):
         flip(tmp_path / "out.bin", bit)
         code, said = verify(tmp_path / "out")
         [place] = [p for p in file.ranges() if p.start <= bit // 8 < p.start + p.size]
-        assert code == 3 and f"{tmp_path / 'out.bin'}: damaged: bytes {place.start}..{place.start + place.size - 1} have" in said
+        assert (
+            code == 3
+            and f"{tmp_path / 'out.bin'}: damaged: bytes {place.start}..{place.start + place.size - 1} have" in said
+        )
         flip(tmp_path / "out.bin", bit)
     assert verify(tmp_path / "out")[0] == 0
 
@@ -182,7 +202,14 @@ def test_verify_of_a_config_and_of_what_is_not_there(tmp_path, lines, monkeypatc
         prepare([lines], tmp_path / name, byte_tokenizer())
     flip(tmp_path / "b.bin", 8)
     monkeypatch.chdir(tmp_path)
-    model = {"family": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = {
+        "family": "llama",
+        "vocab_size": 257,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     steps = {"steps": 2, "global_batch": 1, "micro_batch": 1, "seq_length": 8, "eval_interval": 1}
     config = {"model": model, "train": steps, "data": {"paths": "a", "valid": {"more": "b"}}, "dir": "run"}
     Path("run.yaml").write_text(json.dumps(config))
@@ -198,7 +225,8 @@ def test_verify_of_a_config_and_of_what_is_not_there(tmp_path, lines, monkeypatc
 
 
 def test_damaged_or_foreign_checksums(tmp_path, lines):
-    """A .sums whose own bits flip is refused or means the same; one of other token files is refused; neither is ignored."""
+    """A .sums whose own bits flip is refused or means the same; one of other token files is refused; neither is
+    ignored."""
     prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1500)
     good = read_sums(tmp_path / "out")
     for bit in bits(tmp_path / "out.sums", 300):
@@ -234,7 +262,11 @@ def test_the_table_of_a_run_marks_what_is_unchecked(tmp_path, lines, capfd):
     assert "checksums" not in said
     (tmp_path / "b.sums").unlink()
     train(replace(run, dir=str(tmp_path / "run2")), Placement())
-    head, a, b = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("source", str(tmp_path / "a"), str(tmp_path / "b")))]
+    head, a, b = [
+        line
+        for line in capfd.readouterr().out.splitlines()
+        if line.startswith(("source", str(tmp_path / "a"), str(tmp_path / "b")))
+    ]
     assert head.endswith("checksums") and b.endswith("unchecked") and "unchecked" not in a
 
 
@@ -251,24 +283,38 @@ def test_a_run_with_a_damaged_index_does_not_start(warm, tmp_path, lines):
 
 
 def config_of(folder: Path) -> Path:
-    model = {"family": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = {
+        "family": "llama",
+        "vocab_size": 257,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     steps = {"steps": 2, "global_batch": 2, "micro_batch": 1, "seq_length": 8, "device": "cpu"}
     data = {"paths": str(folder / "train"), "split": "100,0,0"}
-    (folder / "run.yaml").write_text(json.dumps({"model": model, "train": steps, "data": data, "dir": "run", "log": {"report": False}}))
+    (folder / "run.yaml").write_text(
+        json.dumps({"model": model, "train": steps, "data": data, "dir": "run", "log": {"report": False}})
+    )
     return folder / "run.yaml"
 
 
 def is_named(folder: Path, prefix: Path, bit: int) -> None:
-    """A whole run of two steps over tokens with this bit flipped ends with DataError that names the file and the place."""
+    """A whole run of two steps over tokens with this bit flipped ends with DataError that names the file and the
+    place."""
     flip(Path(f"{prefix}.bin"), bit)
     try:
-        with pytest.raises(DataError, match=rf"{prefix.name}\.bin: (damaged: bytes \d+\.\.\d+ have|token id \d+ is outside)"):
+        with pytest.raises(
+            DataError, match=rf"{prefix.name}\.bin: (damaged: bytes \d+\.\.\d+ have|token id \d+ is outside)"
+        ):
             train(small_run(folder, prefix), Placement())
     finally:
         flip(Path(f"{prefix}.bin"), bit)
 
 
-@pytest.mark.trust(11, "phalanx train with a flipped bit in text.bin", "exit 3 before the run ends, naming the file and the bytes")
+@pytest.mark.trust(
+    11, "phalanx train with a flipped bit in text.bin", "exit 3 before the run ends, naming the file and the bytes"
+)
 def test_a_run_finds_damaged_tokens_before_it_ends(warm, tmp_path, lines):
     """Also where two ranks run: both say the same."""
     prepare([lines], tmp_path / "train", byte_tokenizer(), piece_bytes=1500)
@@ -276,7 +322,9 @@ def test_a_run_finds_damaged_tokens_before_it_ends(warm, tmp_path, lines):
         is_named(tmp_path / f"run{number}", tmp_path / "train", bit)
     flip(tmp_path / "train.bin", 1)
     done = warm.phalanx("train", str(config_of(tmp_path)), "--ranks", "2", cwd=tmp_path)
-    assert done.returncode == 3 and "train.bin: damaged: bytes 0.." in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 3 and "train.bin: damaged: bytes 0.." in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
 
 
 @pytest.mark.soak
@@ -333,4 +381,7 @@ def test_a_file_that_goes_away_in_a_run_is_no_damage(tmp_path, lines, how):
         (tmp_path / "b").rename(tmp_path / "a.bin")
     with check:
         assert check.finish(60.0) is None
-    assert said == [f"{tmp_path / 'a.bin'} was replaced or removed while the run was going on: it is not compared with its checksums"]
+    assert said == [
+        f"{tmp_path / 'a.bin'} was replaced or removed while the run was going on: it is not compared with "
+        "its checksums"
+    ]

@@ -1,4 +1,5 @@
-"""Ids of every kind of tokenizer equal those of the library that defines it, on generated lines of many scripts, code, emoji and odd bytes."""
+"""Ids of every kind of tokenizer equal those of the library that defines it, on generated lines of many scripts,
+code, emoji and odd bytes."""
 
 from __future__ import annotations
 
@@ -20,16 +21,59 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from phalanx.base.errors import DataError
-from phalanx.data import words
 from phalanx.data.files import replacing
-from phalanx.data.ranks import ENCODINGS, as_onig
-from phalanx.data.tokenizers import TRAINERS, JsonTokenizer, Tokenizer, byte_tokenizer, load_tokenizer
+from phalanx.text import words
+from phalanx.text.merges import ENCODINGS, as_onig
+from phalanx.text.tokenizers import TRAINERS, JsonTokenizer, Tokenizer, byte_tokenizer, load_tokenizer
 
-CODE = [line for path in sorted(Path(json.__file__).parent.glob("*.py")) for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
-SCRIPTS = [(0x20, 0x7E), (0xA0, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x590, 0x5FF), (0x600, 0x6FF), (0x900, 0x97F), (0xE00, 0xE7F)]
-SCRIPTS += [(0x1100, 0x11FF), (0x2000, 0x206F), (0x2190, 0x21FF), (0x3040, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1FAFF)]
-ENGLISH = "the of and to In THAT it's we're I'd don't WE'LL they've He'M 3 42 2026 1,234.5 e-mail naïve “quoted” — … \u00a0 \u3000x \x85y".split(" ")
-GLUE = [" ", " ", " ", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n ", "\x1c", "\x0b", "", "-", ".\n", "!\n\n", ");\n    "]
+CODE = [
+    line
+    for path in sorted(Path(json.__file__).parent.glob("*.py"))
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+]
+SCRIPTS = [
+    (0x20, 0x7E),
+    (0xA0, 0x24F),
+    (0x370, 0x3FF),
+    (0x400, 0x4FF),
+    (0x590, 0x5FF),
+    (0x600, 0x6FF),
+    (0x900, 0x97F),
+    (0xE00, 0xE7F),
+]
+SCRIPTS += [
+    (0x1100, 0x11FF),
+    (0x2000, 0x206F),
+    (0x2190, 0x21FF),
+    (0x3040, 0x30FF),
+    (0x4E00, 0x9FFF),
+    (0xAC00, 0xD7A3),
+    (0x1F300, 0x1FAFF),
+]
+ENGLISH = (
+    "the of and to In THAT it's we're I'd don't WE'LL they've He'M 3 42 2026 1,234.5 e-mail naïve "
+    "“quoted” — … \u00a0 \u3000x \x85y".split(" ")
+)
+GLUE = [
+    " ",
+    " ",
+    " ",
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    " \n ",
+    "\x1c",
+    "\x0b",
+    "",
+    "-",
+    ".\n",
+    "!\n\n",
+    ");\n    ",
+]
 
 
 def make_line(dice: random.Random) -> str:
@@ -64,7 +108,9 @@ def with_pattern(bpe: Tokenizer, pattern: str) -> tokenizers.Tokenizer:
     """The same merges with another way to split, built by the library's own classes."""
     core = tokenizers.Tokenizer.from_str(bpe._core.to_str())
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     return core
 
 
@@ -78,7 +124,7 @@ def first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str | No
     return next((repr(line) for line, a, b in zip(LINES, ours, theirs) if a != b), None)
 
 
-# ---- the tokenizers library ------------------------------------------------------------------------------------------------------------
+# ---- the tokenizers library ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -87,7 +133,10 @@ def test_trained_kinds(kind, tmp_path):
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     theirs.encode_special_tokens = True
     assert ours._words is not None
-    assert first_difference(ids_of(ours, LINES), [e.ids for e in theirs.encode_batch(LINES, add_special_tokens=False)]) is None
+    assert (
+        first_difference(ids_of(ours, LINES), [e.ids for e in theirs.encode_batch(LINES, add_special_tokens=False)])
+        is None
+    )
     if kind != "wordpiece":
         assert [ours.decode(ids) for ids in ids_of(ours, LINES)] == LINES
 
@@ -119,8 +168,13 @@ def test_words_of_ascii_text_are_the_librarys(name):
 
 
 def test_white_space_is_never_a_word_character():
-    """What Python calls a word character is no white space to the engines that split, so a border after one is a border for them."""
-    characters = [chr(i) for i in range(sys.maxunicode + 1) if re.match(r"[\w!-~]", chr(i)) and unicodedata.category(chr(i)) != "Cs"]
+    """What Python calls a word character is no white space to the engines that split, so a border after one is a
+    border for them."""
+    characters = [
+        chr(i)
+        for i in range(sys.maxunicode + 1)
+        if re.match(r"[\w!-~]", chr(i)) and unicodedata.category(chr(i)) != "Cs"
+    ]
     library = pre_tokenizers.Split(Regex(r"\s"), "removed")
     assert "".join(part for part, _ in library.pre_tokenize_str("".join(characters))) == "".join(characters)
 
@@ -153,7 +207,7 @@ def test_other_ways_to_split_go_to_the_library(bpe, unknown):
     assert first_difference(ids_of(ours, LINES), theirs) is None
 
 
-# ---- bytes and null --------------------------------------------------------------------------------------------------------------------
+# ---- bytes and null ------------------------------------------------------------------------------
 
 
 def test_bytes():
@@ -177,14 +231,20 @@ def test_null():
             load_tokenizer(name)
 
 
-# ---- tiktoken --------------------------------------------------------------------------------------------------------------------------
+# ---- tiktoken ------------------------------------------------------------------------------------
 
 
 def ranks_of(bpe: Tokenizer) -> dict[bytes, int]:
     """A trained vocabulary in tiktoken's terms: bytes first, then merges in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table, by its definition
-    table = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)}
-    by_id = [token for token, i in sorted(bpe._core.get_vocab().items(), key=lambda item: item[1]) if token not in bpe.special_tokens]
+    table = {chr(b): b for b in printable} | {
+        chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)
+    }
+    by_id = [
+        token
+        for token, i in sorted(bpe._core.get_vocab().items(), key=lambda item: item[1])
+        if token not in bpe.special_tokens
+    ]
     merged = [token for token in (bytes(table[c] for c in name) for name in by_id) if len(token) > 1]
     return {token: rank for rank, token in enumerate([*(bytes([b]) for b in range(256)), *merged])}
 
@@ -197,7 +257,8 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_named_encodings_are_tiktokens(bpe, name, tmp_path, monkeypatch):
-    """Splitting and special tokens are those of tiktoken's own registry; only the ranks (of which it has none without a download) are ours."""
+    """Splitting and special tokens are those of tiktoken's own registry; only the ranks (of which it has none
+    without a download) are ours."""
     tiktoken = pytest.importorskip("tiktoken")
     public = pytest.importorskip("tiktoken_ext.openai_public")
     ranks = ranks_of(bpe)
@@ -206,22 +267,29 @@ def test_named_encodings_are_tiktokens(bpe, name, tmp_path, monkeypatch):
     theirs = tiktoken.Encoding(**given)
     ours = load_tokenizer(write_ranks(tmp_path / f"{name}.tiktoken", ranks))
     assert first_difference(ids_of(ours, LINES), [theirs.encode_ordinary(line) for line in LINES]) is None
-    assert (ours.special_tokens, ours.eod, ours.vocab_size) == (given["special_tokens"], theirs.eot_token, theirs.n_vocab)
+    assert (ours.special_tokens, ours.eod, ours.vocab_size) == (
+        given["special_tokens"],
+        theirs.eot_token,
+        theirs.n_vocab,
+    )
     assert [ours.decode(ids) for ids in ids_of(ours, LINES)] == LINES
     assert ours._words is not None
 
 
 def test_own_ranks_with_a_note(bpe, tmp_path):
-    """A pattern of one's own with all that the two engines spell differently; transformers reads what we save with the same ids."""
+    """A pattern of one's own with all that the two engines spell differently; transformers reads what we save with
+    the same ids."""
     tiktoken = pytest.importorskip("tiktoken")
     from transformers import AutoTokenizer
 
     ranks, special = ranks_of(bpe), {"<|end|>": 5000, "<|x|>": 5003}
-    pattern = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}$]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+    pattern = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}$]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""  # noqa: E501
     assert as_onig(pattern) == pattern.replace("{1,3}+", "{1,3}").replace("++$|", r"++\z|")
     theirs = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     path = write_ranks(tmp_path / "own.tiktoken", ranks)
-    with pytest.raises(DataError, match=r"how this encoding splits text is not in the file.*write own.tiktoken.json beside it"):
+    with pytest.raises(
+        DataError, match=r"how this encoding splits text is not in the file.*write own.tiktoken.json beside it"
+    ):
         load_tokenizer(path)
     note = tmp_path / "own.tiktoken.json"
     note.write_text(json.dumps({"pattern": pattern, "special_tokens": special, "eod": "<|end|>"}))
@@ -232,8 +300,11 @@ def test_own_ranks_with_a_note(bpe, tmp_path):
     assert auto.eos_token_id == 5000
     assert [auto(line, add_special_tokens=False)["input_ids"] for line in LINES[:500]] == ids_of(ours, LINES[:500])
     assert ids_of(load_tokenizer(tmp_path / "saved"), LINES[:500]) == ids_of(ours, LINES[:500])
-    for bad, message in (({"eod": "x"}, "KeyError"), ({"pattern": ".", "eod": "<|no|>"}, "none of its special_tokens"),
-                         ({"pattern": ".", "special_tokens": {"<|end|>": 7}}, "has the id 7, which is a token")):  # fmt: skip
+    for bad, message in (
+        ({"eod": "x"}, "KeyError"),
+        ({"pattern": ".", "eod": "<|no|>"}, "none of its special_tokens"),
+        ({"pattern": ".", "special_tokens": {"<|end|>": 7}}, "has the id 7, which is a token"),
+    ):
         note.write_text(json.dumps(bad))
         with pytest.raises(DataError, match=message):
             load_tokenizer(path)
@@ -256,7 +327,7 @@ def test_damaged_ranks(bpe, tmp_path):
         load_tokenizer(tmp_path / "text.tiktoken")
 
 
-# ---- SentencePiece ---------------------------------------------------------------------------------------------------------------------
+# ---- SentencePiece -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
@@ -265,9 +336,16 @@ def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "text").write_text("".join(line.replace("\n", " ") + "\n" for line in TRAINING))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=5000, model_type=request.param, byte_fallback=True,
-        character_coverage=0.98, pad_id=3, minloglevel=2, num_threads=1,
-    )  # fmt: skip
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
+        vocab_size=5000,
+        model_type=request.param,
+        byte_fallback=True,
+        character_coverage=0.98,
+        pad_id=3,
+        minloglevel=2,
+        num_threads=1,
+    )
     return folder / "m.model"
 
 
@@ -296,18 +374,27 @@ def test_sentencepiece_errors(tmp_path, monkeypatch):
         load_tokenizer(tmp_path / "x.model")
 
 
-# ---- every kind ------------------------------------------------------------------------------------------------------------------------
+# ---- every kind ----------------------------------------------------------------------------------
 
 
 def test_every_kind_goes_to_other_processes_and_back_from_its_folder(bpe, tmp_path):
-    kinds = [bpe, byte_tokenizer(), load_tokenizer("null:300"), load_tokenizer(write_ranks(tmp_path / "cl100k_base.tiktoken", ranks_of(bpe)))]
+    kinds = [
+        bpe,
+        byte_tokenizer(),
+        load_tokenizer("null:300"),
+        load_tokenizer(write_ranks(tmp_path / "cl100k_base.tiktoken", ranks_of(bpe))),
+    ]
     for n, ours in enumerate(kinds):
         texts = ["1 2 299", "7"] if ours.kind == "null" else LINES[:300]
         copy = pickle.loads(pickle.dumps(ours))
         saved = load_tokenizer(ours.save(tmp_path / str(n)))
         for other in (copy, saved):
             assert ids_of(other, texts) == ids_of(ours, texts)
-            assert (other.eod, other.vocab_size, other.special_tokens) == (ours.eod, ours.vocab_size, ours.special_tokens)
+            assert (other.eod, other.vocab_size, other.special_tokens) == (
+                ours.eod,
+                ours.vocab_size,
+                ours.special_tokens,
+            )
         assert (copy.kind, copy.fingerprint) == (ours.kind, ours.fingerprint)
         if ours.kind != "null":
             assert ours.eod not in copy.encode("<|endoftext|>")
@@ -326,37 +413,47 @@ def test_a_folder_without_a_tokenizer(tmp_path):
         load_tokenizer(tmp_path / "tok.json")
 
 
-# ---- the way of a tokenizer through a run ------------------------------------------------------------------------------------------------
+# ---- the way of a tokenizer through a run --------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bytes", "null:300", "tiktoken", "sentencepiece"])
 def test_the_tokenizer_travels_into_checkpoints(kind, bpe, model, tmp_path):
-    """From text over a checkpoint to text again; where it is a tokenizer.json, transformers reads the same ids from the checkpoint."""
+    """From text over a checkpoint to text again; where it is a tokenizer.json, transformers reads the same ids from
+    the checkpoint."""
     from transformers import PreTrainedTokenizerFast
 
     from phalanx.base.placement import Placement
     from phalanx.checkpoint.keep import find
-    from phalanx.data.prepare import prepare
-    from phalanx.train.generate import generate
-    from phalanx.train.load import load_run
-    from phalanx.train.main import train
+    from phalanx.config.read import load_run
+    from phalanx.inference.generate import generate
+    from phalanx.text.prepare import prepare
+    from phalanx.training.main import train
 
-    path = {"tiktoken": write_ranks(tmp_path / "cl100k_base.tiktoken", ranks_of(bpe)), "sentencepiece": model}.get(kind, kind)
+    path = {"tiktoken": write_ranks(tmp_path / "cl100k_base.tiktoken", ranks_of(bpe)), "sentencepiece": model}.get(
+        kind, kind
+    )
     ours = load_tokenizer(path)
     texts = [" ".join(map(str, range(n % 200, 300))) for n in range(40)] if kind == "null:300" else LINES[:200]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare([tmp_path / "text.jsonl"], tmp_path / "text", ours)
     size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 16}
     vocab = -(-ours.vocab_size // 128) * 128
-    run = load_run(base={
-        "model": {"family": "gpt2", "vocab_size": vocab, **size}, "dir": str(tmp_path / "run"), "log": {"report": False},
-        "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seq_length": 16, "device": "cpu"},
-        "data": {"paths": str(tmp_path / "text"), "tokenizer": str(path), "split": "1,0,0"},
-    })  # fmt: skip
+    run = load_run(
+        base={
+            "model": {"family": "gpt2", "vocab_size": vocab, **size},
+            "dir": str(tmp_path / "run"),
+            "log": {"report": False},
+            "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seq_length": 16, "device": "cpu"},
+            "data": {"paths": str(tmp_path / "text"), "tokenizer": str(path), "split": "1,0,0"},
+        }
+    )
     train(run, Placement())
     weights = find(str(tmp_path / "run")) / "weights"
     saved = load_tokenizer(weights)
-    assert ids_of(saved, texts) == ids_of(ours, texts) and (saved.eod, saved.fingerprint) == (ours.eod, ours.fingerprint)
+    assert ids_of(saved, texts) == ids_of(ours, texts) and (saved.eod, saved.fingerprint) == (
+        ours.eod,
+        ours.fingerprint,
+    )
     assert json.loads((weights / "config.json").read_text())["eos_token_id"] == ours.eod
     assert generate(str(tmp_path / "run"), "1 2", tokens=3).startswith("1 2")
     if kind != "sentencepiece":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.base.errors import DataError
-from phalanx.data.tokenizers import TRAINERS, load_tokenizer, train_bpe
+from phalanx.text.tokenizers import TRAINERS, load_tokenizer, train_bpe
 
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
 ODD = ["", " ", "naïve café, 東京 🙂", "tab\tand\r\nline", "<|endoftext|> is only text here", "\x00\x7f"]
@@ -36,7 +36,8 @@ def test_bytes_come_back(kind, tmp_path):
 
 
 def test_gpt2_vocabulary_and_merges(tmp_path):
-    """The two files that GPT-2 came in, written by the library from a trained model, give the ids of its tokenizer.json."""
+    """The two files that GPT-2 came in, written by the library from a trained model, give the ids of its
+    tokenizer.json."""
     import tokenizers
 
     trained = train_bpe(TEXTS, 600, tmp_path / "json")
@@ -61,6 +62,12 @@ def test_the_command(tmp_path):
 
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"body": {"text": text}}) + "\n" for text in TEXTS))
-    done = CliRunner().invoke(cli, ["data", "train-tokenizer", str(lines), "-o", str(tmp_path / "a"), "--vocab-size", "600", "--key", "body.text"])
+    done = CliRunner().invoke(
+        cli,
+        ["data", "train-tokenizer", str(lines), "-o", str(tmp_path / "a"), "--vocab-size", "600", "--key", "body.text"],
+    )
     assert done.exit_code == 0, done.output
-    assert load_tokenizer(tmp_path / "a").fingerprint == load_tokenizer(train_bpe(TEXTS, 600, tmp_path / "b").save(tmp_path / "b")).fingerprint
+    assert (
+        load_tokenizer(tmp_path / "a").fingerprint
+        == load_tokenizer(train_bpe(TEXTS, 600, tmp_path / "b").save(tmp_path / "b")).fingerprint
+    )

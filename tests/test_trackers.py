@@ -1,4 +1,5 @@
-"""Trackers: TensorBoard and Weights & Biases read back from their files, what they do when a run goes back, and when they fail."""
+"""Trackers: TensorBoard and Weights & Biases read back from their files, what they do when a run goes back, and when
+they fail."""
 
 from __future__ import annotations
 
@@ -14,16 +15,19 @@ import pytest
 
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
-from phalanx.train.config import LogConfig
-from phalanx.train.main import train
-from phalanx.train.trackers import Trackers
+from phalanx.config.run import LogConfig
+from phalanx.observe.trackers import Trackers
+from phalanx.training.main import train
 from tests import tracker_files
 from tests.test_loop import make_run, rows_of
 from tests.tracker_files import board_numbers, numbers_by_step, wandb_numbers, wandb_rows, wandb_runs
 
 KEY = "0123456789abcdef" * 2 + "01234567"  # an API key as W&B has them
 MINORS = 8
-FIRST_FOR_NUMPY_2 = [2, 17]  # of TensorBoard's own readers; what runs with older ones write is read with the version here
+FIRST_FOR_NUMPY_2 = [
+    2,
+    17,
+]  # of TensorBoard's own readers; what runs with older ones write is read with the version here
 
 
 @pytest.fixture
@@ -32,16 +36,23 @@ def offline(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
 
 
-@pytest.mark.trust(20, "phalanx train run.yaml log.wandb=PROJECT", "every number, of experts and FP8 too, is in the file of wandb 0.31")
+@pytest.mark.trust(
+    20, "phalanx train run.yaml log.wandb=PROJECT", "every number, of experts and FP8 too, is in the file of wandb 0.31"
+)
 def test_wandb_has_every_number_under_one_id(tmp_path, offline):
-    """Also after the run was continued from an earlier step than it had reached. The key of the account is in no file."""
+    """Also after the run was continued from an earlier step than it had reached. The key of the account is in no
+    file."""
     pytest.importorskip("wandb")
     tracker_files.train_twice("wandb", tmp_path)
     assert tracker_files.compare("wandb", tmp_path) > 300
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
-@pytest.mark.trust(20, "log.tensorboard=true with experts or FP8", "their tables reach TensorBoard number by number, not metrics.jsonl alone")
+@pytest.mark.trust(
+    20,
+    "log.tensorboard=true with experts or FP8",
+    "their tables reach TensorBoard number by number, not metrics.jsonl alone",
+)
 def test_tensorboard_has_every_number(tmp_path):
     tracker_files.train_twice("tensorboard", tmp_path)
     assert tracker_files.compare("tensorboard", tmp_path) > 300
@@ -67,7 +78,9 @@ def test_a_rollback_is_taken_back(tmp_path, offline):
     assert axes["*"] == "step"
 
 
-@pytest.mark.trust(20, "a tracker raises: at import, at its start, at a row, at the end", "one warning, and the run goes on")
+@pytest.mark.trust(
+    20, "a tracker raises: at import, at its start, at a row, at the end", "one warning, and the run goes on"
+)
 @pytest.mark.parametrize("moment", ["import", "start", "row", "end"])
 def test_a_tracker_that_fails_ends_nothing(tmp_path, monkeypatch, capsys, offline, moment):
     wandb = pytest.importorskip("wandb")
@@ -75,11 +88,11 @@ def test_a_tracker_that_fails_ends_nothing(tmp_path, monkeypatch, capsys, offlin
     def fail(*_args, **_options):
         raise ValueError("the tracker is broken")
 
-    monkeypatch.setitem(sys.modules, "phalanx.train.wandb_run", None) if moment == "import" else None
+    monkeypatch.setitem(sys.modules, "phalanx.observe.wandb_run", None) if moment == "import" else None
     monkeypatch.setattr(wandb, "init", fail) if moment == "start" else None
     monkeypatch.setattr(wandb.Run, "log", fail) if moment == "row" else None
     if moment == "end":
-        monkeypatch.setattr("phalanx.train.wandb_run.WandbRun.close", fail)
+        monkeypatch.setattr("phalanx.observe.wandb_run.WandbRun.close", fail)
     run = make_run(tmp_path / "run", steps=3)
     train(replace(run, log=LogConfig(report=False, wandb="p", tensorboard=True)), Placement())
     said = capsys.readouterr()
@@ -94,12 +107,14 @@ def test_without_a_login_the_run_is_recorded_offline(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     code = (
-        "from pathlib import Path; from phalanx.base.log import Log; from phalanx.train.config import LogConfig; "
-        "from phalanx.train.trackers import Trackers; "
+        "from pathlib import Path; from phalanx.base.log import Log; from phalanx.config.run import LogConfig; "
+        "from phalanx.observe.trackers import Trackers; "
         f"trackers = Trackers(Path({str(tmp_path)!r}), 0, LogConfig(wandb='p'), {{}}, Log()); "
         "trackers.write({'step': 1, 'loss': 0.5}); trackers.close()"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert "recorded offline" in done.stderr and "wandb sync" in done.stdout
     [records] = wandb_runs(tmp_path)
@@ -108,7 +123,7 @@ def test_without_a_login_the_run_is_recorded_offline(tmp_path):
 
 def test_the_id_of_a_run_is_kept_and_an_older_one_too(tmp_path, offline):
     pytest.importorskip("wandb")
-    from phalanx.train.wandb_run import run_id
+    from phalanx.observe.wandb_run import run_id
 
     made = run_id(tmp_path / "wandb-id.txt", Log())
     assert run_id(tmp_path / "wandb-id.txt", Log()) == made and len(made) == 12
@@ -125,25 +140,43 @@ def test_a_folder_that_tensorboard_cannot_have(tmp_path, capsys):
     assert "cannot be written" in said.err and "done step=2" in said.out and len(rows_of(run)) == 2
 
 
-# ---- other versions ------------------------------------------------------------------------------------------------------------
+# ---- other versions ------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("back", range(MINORS))
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_the_newest_minor_versions(tmp_path, package, back):
-    """An environment of its own for the newest version but `back`, with this one's packages behind it; offline; every number is read back."""
+    """An environment of its own for the newest version but `back`, with this one's packages behind it; offline;
+    every number is read back."""
     version = minor_versions(package)[back]
     python = tmp_path / "env/bin/python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=300)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", f"{package}=={version}"]
+    pip = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-compile",
+        f"{package}=={version}",
+    ]
     subprocess.run(pip, check=True, timeout=600)
-    where = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True)
+    where = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (Path(where.stdout.strip()) / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "WANDB_MODE": "offline"}
     called = [str(python), "-c", f"import {package}; assert {package}.__version__ == {version!r}"]
     subprocess.run(called, env=env, check=True, timeout=60)
-    code = f"import sys; from pathlib import Path; from tests.tracker_files import *; train_twice({package!r}, Path({str(tmp_path / 'run')!r})); "
+    code = (
+        "import sys; from pathlib import Path; from tests.tracker_files import *; "
+        f"train_twice({package!r}, Path({str(tmp_path / 'run')!r})); "
+    )
     own_reader = package == "wandb" or [int(n) for n in version.split(".")[:2]] >= FIRST_FOR_NUMPY_2
     code += f"print(compare({package!r}, Path({str(tmp_path / 'run')!r})))" if own_reader else ""
     done = subprocess.run([str(python), "-c", code], env=env, capture_output=True, text=True, timeout=280)

@@ -1,6 +1,7 @@
 """Whole runs through the command line: killed, stopped and continued runs end as undisturbed ones do.
 
-The run that all are compared with and the one that is killed have interpreters of their own; the others processes of tests/warm.py.
+The run that all are compared with and the one that is killed have interpreters of their own; the others processes of
+tests/warm.py.
 """
 
 from __future__ import annotations
@@ -19,15 +20,30 @@ from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = {
-    "model": {"family": "llama", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-              "num_attention_heads": 4, "num_key_value_heads": 2},
-    "train": {"steps": 24, "global_batch": 4, "micro_batch": 1, "seq_length": 32, "device": "cpu", "eval_interval": 12, "eval_samples": 6},
+    "model": {
+        "family": "llama",
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "train": {
+        "steps": 24,
+        "global_batch": 4,
+        "micro_batch": 1,
+        "seq_length": 32,
+        "device": "cpu",
+        "eval_interval": 12,
+        "eval_samples": 6,
+    },
     "layout": {"tp": 2, "pp": 2},
     "optim": {"lr": 3e-3, "warmup_steps": 3},
     "data": {"mock": True},
     "checkpoint": {"interval": 5},
     "log": {"report": False},
-}  # fmt: skip
+}
 
 
 SECRET = "canary-5d1c7e"  # in the environment of every run
@@ -42,7 +58,9 @@ def environment() -> dict[str, str]:
 
 
 def run(config: Path, folder: Path, *more: str, python: str = sys.executable) -> subprocess.CompletedProcess:
-    return subprocess.run(command(config, folder, *more, python=python), env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command(config, folder, *more, python=python), env=environment(), capture_output=True, text=True, timeout=240
+    )
 
 
 def start(config: Path, folder: Path, *more: str, python: str = sys.executable) -> subprocess.Popen:
@@ -121,7 +139,9 @@ def test_step_lines_and_files(undisturbed):
     assert {p.name for p in undisturbed.iterdir()} >= {"checkpoints", "config.yaml", "log.txt", "metrics.jsonl"}
     log = (undisturbed / "log.txt").read_text()
     line = next(x for x in log.splitlines() if " step=24 loss=" in x)
-    keys = [part.split("=")[0] for part in line.split()[2:] if not part.startswith("slow=")]  # a busy machine may slow a rank
+    keys = [
+        part.split("=")[0] for part in line.split()[2:] if not part.startswith("slow=")
+    ]  # a busy machine may slow a rank
     assert keys == "step loss grad_norm lr tok/s mem tokens eta".split()
     assert len(steps(undisturbed)) == 24
     first, last = steps(undisturbed)[1][0], steps(undisturbed)[24][0]
@@ -162,7 +182,8 @@ def test_sigterm_saves_and_the_run_goes_on(warm, config, undisturbed, tmp_path):
 
 
 def test_one_rank_or_a_limit_of_time_is_enough(warm, config, undisturbed, tmp_path):
-    """SIGUSR1 to one rank alone: all save the same step. Then a limit that is over at once: one step more each time. Nothing is lost."""
+    """SIGUSR1 to one rank alone: all save the same step. Then a limit that is over at once: one step more each time.
+    Nothing is lost."""
     folder = tmp_path / "run"
     process = start(config, folder, python=warm.python)
     wait_for_step(folder, process, 4)
@@ -177,12 +198,17 @@ def test_one_rank_or_a_limit_of_time_is_enough(warm, config, undisturbed, tmp_pa
     assert steps(folder) == steps(undisturbed)
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(("layout.tp=1", "layout.pp=1", "--ranks", "2"), marks=pytest.mark.soak),
-    ("layout.tp=1", "layout.sharding=3", "layout.bucket_mb=1", "--ranks", "4"),
-], ids=["dp2", "pp2 dp2, level 3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("layout.tp=1", "layout.pp=1", "--ranks", "2"), marks=pytest.mark.soak),
+        ("layout.tp=1", "layout.sharding=3", "layout.bucket_mb=1", "--ranks", "4"),
+    ],
+    ids=["dp2", "pp2 dp2, level 3"],
+)
 def test_another_layout_continues_the_same_run(warm, config, undisturbed, tmp_path, layout):
-    """Stopped at step 10 on tp2 x pp2, continued, evaluated and saved on data-parallel ranks: the same losses up to rounding."""
+    """Stopped at step 10 on tp2 x pp2, continued, evaluated and saved on data-parallel ranks: the same losses up to
+    rounding."""
     folder = tmp_path / "run"
     process = start(config, folder, python=warm.python)
     wait_for_step(folder, process, 7)
@@ -197,7 +223,9 @@ def test_another_layout_continues_the_same_run(warm, config, undisturbed, tmp_pa
 
 def test_the_saved_config_runs_again(warm, config, undisturbed, tmp_path):
     """The resolved config of a run is a config."""
-    done = run(undisturbed / "config.yaml", tmp_path / "again", "train.steps=4", "optim.decay_steps=24", python=warm.python)
+    done = run(
+        undisturbed / "config.yaml", tmp_path / "again", "train.steps=4", "optim.decay_steps=24", python=warm.python
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     first = {k: v for k, v in steps(undisturbed).items() if k <= 4}
     assert steps(tmp_path / "again") == first

@@ -1,7 +1,9 @@
-"""Twenty steps of each family against transformers with torch.optim.AdamW: which tensors have weight decay, clipping, learning rates.
+"""Twenty steps of each family against transformers with torch.optim.AdamW: which tensors have weight decay,
+clipping, learning rates.
 
-Float64 on both sides. Gradients are clipped in every step, the learning rate warms up and falls along a cosine, the output projection of
-attention has a learning rate of its own (optim.lr_scale). Which tensors decay is decided here by their names, not by what our parameters say.
+Float64 on both sides. Gradients are clipped in every step, the learning rate warms up and falls along a cosine, the
+output projection of attention has a learning rate of its own (optim.lr_scale). Which tensors decay is decided here
+by their names, not by what our parameters say.
 """
 
 from __future__ import annotations
@@ -20,25 +22,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.base.batch import IGNORE
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.param import Piece
 from phalanx.optim import adamw
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.schedules import learning_rate
-from phalanx.train.build import build
-from phalanx.train.config import Run
-from phalanx.train.plan import make_plan
-from phalanx.train.step import accumulate, update
+from phalanx.sequence.batch import IGNORE
 from tests import test_models, test_moe_models
 from tests.parity import SEQ, assemble, base_run, parts_of, sample_batch, step_batches
 
 STEPS, BATCH = 20, 4
 OPTIM = OptimConfig(
-    lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.3, clip_grad=0.5, schedule="cosine", warmup_steps=5,
+    lr=1e-2,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-6,
+    weight_decay=0.3,
+    clip_grad=0.5,
+    schedule="cosine",
+    warmup_steps=5,
     lr_scale={"*o_proj*": 0.25, "*attn.c_proj*": 0.25},
-)  # fmt: skip
+)
 MODELS = {
     "llama": test_models.CASES["llama: GQA, wide heads, llama3 scaling"],
     "mistral": test_models.CASES["mistral: window, yarn"],
@@ -51,13 +60,24 @@ MODELS = {
     "deepseek_v3": replace(test_moe_models.CASES["deepseek_v3"], router_bias_update_rate=0.0),
 }
 DENSE = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2, sharding 3": dict(sharding=3, bucket_mb=0), "cp2": dict(cp=2)}
-EXPERTS = {"tp2, etp2": dict(tp=2, etp=2), "pp2": dict(pp=2), "dp2, sharding 3": dict(sharding=3, bucket_mb=0), "ep2": dict(ep=2)}
+EXPERTS = {
+    "tp2, etp2": dict(tp=2, etp=2),
+    "pp2": dict(pp=2),
+    "dp2, sharding 3": dict(sharding=3, bucket_mb=0),
+    "ep2": dict(ep=2),
+}
 CASES = [(family, layout) for family in MODELS for layout in (EXPERTS if MODELS[family].routed_experts else DENSE)]
-OFTEN = [("gpt2", "tp2"), ("gpt_oss", "ep2"), ("deepseek_v3", "pp2"), ("qwen3", "dp2, sharding 3")]  # in each run of the tests
+OFTEN = [
+    ("gpt2", "tp2"),
+    ("gpt_oss", "ep2"),
+    ("deepseek_v3", "pp2"),
+    ("qwen3", "dp2, sharding 3"),
+]  # in each run of the tests
 
 
 def decays(name: str) -> bool:
-    """Matrices decay: linears, embeddings, routers. Norms, biases and attention's sinks do not, however many dims they are stored with."""
+    """Matrices decay: linears, embeddings, routers. Norms, biases and attention's sinks do not, however many dims
+    they are stored with."""
     return not (name.endswith(("bias", "sinks")) or "norm" in name or ".ln_" in name)
 
 
@@ -83,9 +103,13 @@ def truth(family: str) -> Truth:
         scale = next((s for glob, s in OPTIM.lr_scale.items() if fnmatchcase(name, glob)), 1.0)
         groups.setdefault((OPTIM.weight_decay if decays(name) else 0.0, scale), []).append(p)
     optimizer = torch.optim.AdamW(
-        [{"params": members, "weight_decay": decay, "lr": OPTIM.lr * scale} for (decay, scale), members in groups.items()],
-        betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps,
-    )  # fmt: skip
+        [
+            {"params": members, "weight_decay": decay, "lr": OPTIM.lr * scale}
+            for (decay, scale), members in groups.items()
+        ],
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+    )
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, OPTIM.warmup_steps, STEPS)
     losses, norms = [], []
     for step in range(STEPS):
@@ -165,19 +189,31 @@ def wrong(family: str, results: list[dict]) -> list[str]:
     right = truth(family)
     weights = assemble([r["weights"] for r in results])
     assert weights.keys() == right.after.keys()
-    return [name for name, expected in right.after.items() if np.abs(weights[name] - expected).max() > 1e-9 * max(1.0, np.abs(expected).max())]
+    return [
+        name
+        for name, expected in right.after.items()
+        if np.abs(weights[name] - expected).max() > 1e-9 * max(1.0, np.abs(expected).max())
+    ]
 
 
-@pytest.mark.trust(9, "weight decay on every norm", "twenty steps of each family must equal those of transformers with torch.optim.AdamW")
+@pytest.mark.trust(
+    9,
+    "weight decay on every norm",
+    "twenty steps of each family must equal those of transformers with torch.optim.AdamW",
+)
 @pytest.mark.parametrize("family", MODELS)
 def test_twenty_steps_equal_transformers(family):
     assert_equal(family, [run_steps(0, 1, run_of(family, {}), truth(family).before)])
 
 
-@pytest.mark.parametrize("family, layout", [pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.soak) for case in CASES])
+@pytest.mark.parametrize(
+    "family, layout", [pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.soak) for case in CASES]
+)
 def test_twenty_steps_on_layouts(ranks, family, layout):
     options = (EXPERTS if MODELS[family].routed_experts else DENSE)[layout]
-    assert_equal(family, ranks.run("tests.test_twenty_steps:run_steps", 2, run_of(family, options), truth(family).before))
+    assert_equal(
+        family, ranks.run("tests.test_twenty_steps:run_steps", 2, run_of(family, options), truth(family).before)
+    )
 
 
 def with_decay(family: str, changes: Callable[[Piece], bool]) -> list[str]:
@@ -206,4 +242,6 @@ def test_decay_of_all_norms_is_found():
 def test_decay_of_any_kind_of_tensor_is_found(family):
     """One kind at a time has decay that should have none, or none that should have it."""
     for kind in kinds_of(family):
-        assert with_decay(family, lambda piece, kind=kind: fnmatchcase(piece.name, kind)), f"the decay of {kind} makes no difference"
+        assert with_decay(family, lambda piece, kind=kind: fnmatchcase(piece.name, kind)), (
+            f"the decay of {kind} makes no difference"
+        )

@@ -1,4 +1,5 @@
-"""The wheel: it builds without the network, holds every package and nothing else, and its metadata agree with the code."""
+"""The wheel: it builds without the network, holds every package and nothing else, and its metadata agree with the
+code."""
 
 from __future__ import annotations
 
@@ -25,7 +26,18 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
         shutil.copy(ROOT / name, source)
     for name in ("phalanx", "tests", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        str(source),
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = out.glob("*.whl")
@@ -36,15 +48,25 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 def test_it_holds_the_package_and_nothing_else(wheel):
     info = f"phalanx-{phalanx.__version__}.dist-info/"
     code = {name for name in wheel.namelist() if not name.startswith(info)}
-    files = (path for path in (ROOT / "phalanx").rglob("*") if path.is_file() and path.parent.name != "__pycache__")  # others compile meanwhile
+    files = (
+        path for path in (ROOT / "phalanx").rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    )  # others compile meanwhile
     assert code == {path.relative_to(ROOT).as_posix() for path in files}
-    assert {name.removeprefix(info) for name in wheel.namelist()} >= {"licenses/LICENSE", "entry_points.txt", "METADATA"}
+    assert {name.removeprefix(info) for name in wheel.namelist()} >= {
+        "licenses/LICENSE",
+        "entry_points.txt",
+        "METADATA",
+    }
 
 
 def test_its_metadata(wheel):
     info = f"phalanx-{phalanx.__version__}.dist-info/"
     metadata = Parser().parsestr(wheel.read(info + "METADATA").decode())
-    assert (metadata["Name"], metadata["Version"], metadata["License-Expression"]) == ("phalanx", phalanx.__version__, "Apache-2.0")
+    assert (metadata["Name"], metadata["Version"], metadata["License-Expression"]) == (
+        "phalanx",
+        phalanx.__version__,
+        "Apache-2.0",
+    )
     assert metadata.get_payload().startswith("# Phalanx")
     assert "phalanx = phalanx.cli.main:main" in wheel.read(info + "entry_points.txt").decode()
     assert "Apache License" in wheel.read(info + "licenses/LICENSE").decode()

@@ -1,4 +1,5 @@
-"""Twins from optional packages, on a machine without them: who is asked, what is refused, and the op around the wheel's GEMMs.
+"""Twins from optional packages, on a machine without them: who is asked, what is refused, and the op around the
+wheel's GEMMs.
 
 Their kernels themselves run on GPUs alone: tests/gpu/checks.py.
 """
@@ -12,18 +13,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.base.batch import Batch, room_for_documents, usual_documents
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.read import load_run
+from phalanx.forecast.check import Facts, check
 from phalanx.layout.grid import Grid
-from phalanx.ops import wheels
-from phalanx.ops.activation import swiglu
-from phalanx.ops.flash import flash_fits, spans_of
-from phalanx.ops.gated_mlp import PlainGemms, gated_mlp, gated_mlp_fits
-from phalanx.ops.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.wheels import CAPABILITY, WHEELS, absent, incapable, use_wheel
-from phalanx.train.checks import Facts, check
-from phalanx.train.load import load_run
+from phalanx.ops.attention.flash import flash_fits, spans_of
+from phalanx.ops.dense import optional_kernels
+from phalanx.ops.dense.activation import swiglu
+from phalanx.ops.dense.gated_mlp import PlainGemms, gated_mlp, gated_mlp_fits
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.dense.optional_kernels import CAPABILITY, WHEELS, absent, incapable, use_wheel
+from phalanx.sequence.batch import Batch, room_for_documents, usual_documents
 from tests.test_ops import normal
 
 ONE = Axis("tp")
@@ -44,7 +45,7 @@ def test_auto_leaves_them_alone_where_they_cannot_run():
 
 def test_the_tested_version_alone_is_taken(monkeypatch):
     found = {"flash-attn-4": WHEELS["attention"].version, "quack-kernels": "0.0.1"}
-    monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name: found[name])
+    monkeypatch.setattr(optional_kernels.importlib.metadata, "version", lambda name: found[name])
     absent.cache_clear()
     try:
         assert absent("attention") is None
@@ -93,7 +94,9 @@ def test_refused_by_name():
     assert problems([*bf16, "model.head_dim=20", "train.plain_ops=[attention]"], hopper) == []
     assert problems([*bf16, "data.document_attention=true"], hopper) == []
     assert problems([*bf16, "model.family=mistral", "model.sliding_window=32"], hopper) == []
-    [latent] = check(load_run("recipes/tiny_deepseek_v3.yaml", ["train.kernels=wheels", "train.precision=bf16"]), hopper)
+    [latent] = check(
+        load_run("recipes/tiny_deepseek_v3.yaml", ["train.kernels=wheels", "train.precision=bf16"]), hopper
+    )
     assert "and" in latent.because["width of a head"]
     [inner] = problems([*bf16, "model.intermediate_size=100"], hopper)
     assert inner.because["model.intermediate_size"] == 100
@@ -119,19 +122,29 @@ def test_room_for_documents_is_enough_and_seldom_grows():
 
 
 def test_shapes():
-    assert flash_fits(64, 64) and flash_fits(128, 128) and flash_fits(192, 128) and not flash_fits(20, 20) and not flash_fits(256, 256)
+    assert (
+        flash_fits(64, 64)
+        and flash_fits(128, 128)
+        and flash_fits(192, 128)
+        and not flash_fits(20, 20)
+        and not flash_fits(256, 256)
+    )
     assert gated_mlp_fits(4096, 14336) and not gated_mlp_fits(4096, 14340) and not gated_mlp_fits(100, 64)
 
 
-# ---- the op around the wheel's GEMMs, with their plain twins --------------------------------------------------------------------
+# ---- the op around the wheel's GEMMs, with their plain twins -------------------------------------
 
 
 def both(tp: Axis, tokens: int, width: int, inner: int, dtype: torch.dtype, buffers: bool) -> list[list[torch.Tensor]]:
-    """Output and gradients of the MLP in three ops and in one; this rank's tokens and features are drawn by its index."""
+    """Output and gradients of the MLP in three ops and in one; this rank's tokens and features are drawn by its
+    index."""
     found = []
     for fused in (False, True):
         x = normal(tokens, width, seed=tp.index, dtype=dtype).requires_grad_()
-        gate_up, down = (normal(*s, seed=10 * i + tp.index, dtype=dtype).requires_grad_() for i, s in ((1, (2 * inner, width)), (2, (width, inner))))
+        gate_up, down = (
+            normal(*s, seed=10 * i + tp.index, dtype=dtype).requires_grad_()
+            for i, s in ((1, (2 * inner, width)), (2, (width, inner)))
+        )
         if buffers:
             for p in (gate_up, down):
                 p.grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -158,14 +171,18 @@ def test_one_op_keeps_less():
         seen: list[int] = []
         x, gate_up, down = (normal(*s, seed=i).requires_grad_() for i, s in enumerate(((16, 8), (48, 8), (8, 24))))
         with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t.nbytes) or t, lambda t: t):
-            gated_mlp(x, gate_up, down, ONE, PlainGemms) if fused else matmul_scatter(swiglu(gather_matmul(x, gate_up, ONE), "plain"), down, ONE)
+            gated_mlp(x, gate_up, down, ONE, PlainGemms) if fused else matmul_scatter(
+                swiglu(gather_matmul(x, gate_up, ONE), "plain"), down, ONE
+            )
         kept.append(sum(seen))
     assert kept[0] - kept[1] == 16 * 24 * x.element_size()  # the hidden tokens
 
 
 def over_tp(rank: int, world: int) -> float:
     mesh = Mesh(Grid(tp=world), rank, torch.device("cpu"))
-    worst = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*both(mesh.tp, 6, 5, 3, torch.float64, True)))
+    worst = max(
+        ((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*both(mesh.tp, 6, 5, 3, torch.float64, True))
+    )
     mesh.close()
     return worst
 

@@ -1,9 +1,10 @@
-"""What TensorBoard and Weights & Biases have of a run, read back from their files; and a whole run to read, for any version of the packages.
+"""What TensorBoard and Weights & Biases have of a run, read back from their files; and a whole run to read, for any
+version of the packages.
 
     python -m tests.tracker_files tensorboard|wandb FOLDER
 
-trains a model with experts in FP8, stops, goes on, and compares the tracker's files with metrics.jsonl. tests/test_trackers.py calls it in
-environments that have other versions.
+trains a model with experts in FP8, stops, goes on, and compares the tracker's files with metrics.jsonl.
+tests/test_trackers.py calls it in environments that have other versions.
 """
 
 from __future__ import annotations
@@ -19,24 +20,56 @@ from typing import Any
 
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.config.run import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.models.moe_config import Qwen3MoEConfig
+from phalanx.observe.scalars import scalars_of, texts_of
 from phalanx.optim.config import OptimConfig
-from phalanx.train.config import Fp8Config, LogConfig, Run, TrainConfig
-from phalanx.train.main import train
-from phalanx.train.scalars import scalars_of, texts_of
+from phalanx.training.main import train
 
-MODEL = Qwen3MoEConfig(vocab_size=67, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                       head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)  # fmt: skip
-WANDB = {"wandb": "phalanx-tests", "wandb_entity": "a-team", "wandb_name": "the name", "wandb_group": "a group", "wandb_tags": ["one", "two"]}
+MODEL = Qwen3MoEConfig(
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+WANDB = {
+    "wandb": "phalanx-tests",
+    "wandb_entity": "a-team",
+    "wandb_name": "the name",
+    "wandb_group": "a group",
+    "wandb_tags": ["one", "two"],
+}
 STEPS = 7
 
 
 def expert_run(folder: Path, **log: Any) -> Run:
     fp8 = Fp8Config(recipe="tensorwise", shadow_interval=3)
-    settings = TrainConfig(steps=STEPS, global_batch=4, micro_batch=4, seq_length=16, device="cpu", precision="bf16", fp8=fp8, eval_interval=4)
-    return Run(model=MODEL, train=settings, data=DataConfig(mock=True), optim=OptimConfig(lr=3e-3, decay_steps=STEPS),
-               checkpoint=CheckpointConfig(interval=3), log=LogConfig(report=False, **log), dir=str(folder))  # fmt: skip
+    settings = TrainConfig(
+        steps=STEPS,
+        global_batch=4,
+        micro_batch=4,
+        seq_length=16,
+        device="cpu",
+        precision="bf16",
+        fp8=fp8,
+        eval_interval=4,
+    )
+    return Run(
+        model=MODEL,
+        train=settings,
+        data=DataConfig(mock=True),
+        optim=OptimConfig(lr=3e-3, decay_steps=STEPS),
+        checkpoint=CheckpointConfig(interval=3),
+        log=LogConfig(report=False, **log),
+        dir=str(folder),
+    )
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -58,7 +91,7 @@ def equal(found: dict[tuple[str, int], float], wanted: dict[tuple[str, int], flo
     return wrong
 
 
-# ---- TensorBoard ---------------------------------------------------------------------------------------------------------------
+# ---- TensorBoard ---------------------------------------------------------------------------------
 
 
 def board_numbers(folder: Path) -> dict[tuple[str, int], float]:
@@ -81,14 +114,15 @@ def _events(folder: Path) -> Any:
     return events
 
 
-# ---- Weights & Biases ----------------------------------------------------------------------------------------------------------
+# ---- Weights & Biases ----------------------------------------------------------------------------
 
 BLOCK, HEADER = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file, in the package's own types: a file header, then LevelDB's log format (checksum, length, type, bytes)."""
+    """The records of a .wandb file, in the package's own types: a file header, then LevelDB's log format (checksum,
+    length, type, bytes)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), HEADER, b""
@@ -109,12 +143,19 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 def wandb_runs(folder: Path) -> list[list[Any]]:
     """The records of each start of a run, the first one first."""
-    return [list(wandb_records(path)) for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)]
+    return [
+        list(wandb_records(path))
+        for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    ]
 
 
 def wandb_rows(records: list[Any]) -> list[dict[str, Any]]:
     """What was logged, row by row."""
-    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item} for r in records if r.HasField("history")]
+    return [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
+        for r in records
+        if r.HasField("history")
+    ]
 
 
 def wandb_numbers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
@@ -133,14 +174,16 @@ def wandb_numbers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return found
 
 
-# ---- a whole run ---------------------------------------------------------------------------------------------------------------
+# ---- a whole run ---------------------------------------------------------------------------------
 
 
 def train_twice(kind: str, folder: Path) -> None:
     """Train, stop, and continue from an earlier step than was reached."""
     run = expert_run(folder, **({"tensorboard": True} if kind == "tensorboard" else WANDB))
     train(replace(run, train=replace(run.train, steps=5)), Placement())
-    (folder / "checkpoints/step-00000005").rename(folder / "gone")  # as if the run had been killed after step 5 and before that save
+    (folder / "checkpoints/step-00000005").rename(
+        folder / "gone"
+    )  # as if the run had been killed after step 5 and before that save
     train(run, Placement())
 
 
@@ -154,9 +197,17 @@ def compare(kind: str, folder: Path) -> int:
     problems = equal(found, wanted, 1e-6 if kind == "tensorboard" else 1e-12)
     assert not problems, problems[:10]
     names = {name for name, _ in wanted}
-    assert names > {"loss", "valid/valid", "experts/entropy/layer-1", "fp8/amax/weights/model.layers.0.self_attn.o_proj"}, sorted(names)[:40]
+    assert names > {
+        "loss",
+        "valid/valid",
+        "experts/entropy/layer-1",
+        "fp8/amax/weights/model.layers.0.self_attn.o_proj",
+    }, sorted(names)[:40]
     if kind == "tensorboard":
-        assert board_texts(folder / "tb")["fp8_worst"] == [texts_of(row)["fp8_worst"] for row in rows_of(folder) if "fp8_worst" in row][-1]
+        assert (
+            board_texts(folder / "tb")["fp8_worst"]
+            == [texts_of(row)["fp8_worst"] for row in rows_of(folder) if "fp8_worst" in row][-1]
+        )
     else:
         check_identity(folder)
     return len(wanted)
@@ -169,7 +220,10 @@ def check_identity(folder: Path) -> None:
     for records in starts:
         begun = next(r.run for r in records if r.HasField("run"))
         named = [getattr(begun, key) for key in ("run_id", "project", "entity", "display_name", "run_group")]
-        assert named == [(folder / "wandb-id.txt").read_text(), *(WANDB[k] for k in ("wandb", "wandb_entity", "wandb_name", "wandb_group"))]
+        assert named == [
+            (folder / "wandb-id.txt").read_text(),
+            *(WANDB[k] for k in ("wandb", "wandb_entity", "wandb_name", "wandb_group")),
+        ]
         assert list(begun.tags) == WANDB["wandb_tags"]
 
 

@@ -1,9 +1,11 @@
-"""The table of docs/faults.md that says what was found when Phalanx was tried as a user, an operator and an attacker would.
+"""The table of docs/faults.md that says what was found when Phalanx was tried as a user, an operator and an attacker
+would.
 
     python -m tests.trust docs/faults.md
 
-Each row is a `trust` marker of a test: the number of the point, what was done that went wrong before, and what happens now. The rows are read
-from the source of the tests, so the table can be written, and compared with the page, without running them.
+Each row is a `trust` marker of a test: the number of the point, what was done that went wrong before, and what
+happens now. The rows are read from the source of the tests, so the table can be written, and compared with the page,
+without running them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ TEXT = """## Tried as a user, an operator and an attacker would
 
 Phalanx was handed to people who had never seen it, to operators and to an attacker. Each row is something that went wrong then, and what
 happens now; the test in the last column fails without the change.
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +56,9 @@ def _is_marker(node: ast.expr) -> bool:
 def _row(path: Path, test: ast.FunctionDef, call: ast.expr) -> Row:
     values = [ast.literal_eval(value) for value in call.args] if isinstance(call, ast.Call) else []
     if len(values) != 3:
-        raise ValueError(f"{path.name}:{test.lineno}: trust takes a number, what went wrong before and what happens now")
+        raise ValueError(
+            f"{path.name}:{test.lineno}: trust takes a number, what went wrong before and what happens now"
+        )
     number, before, now = values
     return Row(number, path.name, test.lineno, before.replace("|", "\\|"), now.replace("|", "\\|"), test.name)
 

@@ -1,7 +1,8 @@
 """Errors to plant in layouts: small patches of Phalanx, each with a run whose layout it makes wrong.
 
-Each is an error that one process does not have: it is planted only where a layout of several ranks is computed. tests/test_verify.py shows
-that each changes what its own run computes, and that `phalanx verify` finds it in the small copies of that run and of a larger one.
+Each is an error that one process does not have: it is planted only where a layout of several ranks is computed.
+tests/test_verify.py shows that each changes what its own run computes, and that `phalanx verify` finds it in the
+small copies of that run and of a larger one.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from unittest import mock
 
 import torch
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
 from phalanx.data.config import DataConfig
 from phalanx.data_parallel import flat as flat_module
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.data_parallel.flat import FlatBucket
+from phalanx.engine import step
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.param import Replica
 from phalanx.models import gpt2
 from phalanx.nn import attention as attention_module
 from phalanx.nn import moe, mtp
 from phalanx.nn.rotary import Rotary
-from phalanx.ops import context, cross_entropy, route
-from phalanx.ops.dropout import dropout_mask
-from phalanx.ops.embedding import learned_positions
+from phalanx.ops.attention import context
+from phalanx.ops.dense import cross_entropy
+from phalanx.ops.dense.dropout import dropout_mask
+from phalanx.ops.dense.embedding import learned_positions
+from phalanx.ops.experts import route
 from phalanx.pipeline.execute import Stages
-from phalanx.train import step, verify
-from phalanx.train.config import Run
+from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.verifying import compare
 from tests.parity import base_run
 
 Change = tuple[Any, str, Any]
@@ -40,7 +44,8 @@ Change = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class Planted:
-    """An error and a run of `world` ranks that has it. `world` is at most 8, so that the run itself can be compared with one process."""
+    """An error and a run of `world` ranks that has it. `world` is at most 8, so that the run itself can be compared
+    with one process."""
 
     make: Callable[[], list[Change]]
     model: str
@@ -55,7 +60,9 @@ class Planted:
     def run(self, world: int, layout: LayoutConfig) -> Run:
         dp = world // (layout.pp * layout.cp * layout.tp)
         base = base_run(self.model, global_batch=self.count * self.micro_batch * dp, micro_batch=self.micro_batch)
-        data = DataConfig(mock=True, packing="online" if self.packed else "off", document_attention=self.documents or None)
+        data = DataConfig(
+            mock=True, packing="online" if self.packed else "off", document_attention=self.documents or None
+        )
         return replace(base, model=replace(base.model, **self.model_changes), layout=layout, data=data)
 
     @property
@@ -73,7 +80,7 @@ class Planted:
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The error in every layout of several ranks that `verify.follow` computes meanwhile."""
-    real = verify.follow
+    real = compare.follow
 
     def follow(run: Run, mesh: Mesh, steps: int, drop: Any = None) -> Any:
         with ExitStack() as stack:
@@ -81,11 +88,11 @@ def planted(name: str) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(where, attribute, value))
             return real(run, mesh, steps, drop)
 
-    with mock.patch.object(verify, "follow", follow):
+    with mock.patch.object(compare, "follow", follow):
         yield
 
 
-# ---- positions ------------------------------------------------------------------------------------------------------------------
+# ---- positions -----------------------------------------------------------------------------------
 
 
 def learned_positions_of_rank_0() -> list[Change]:
@@ -142,7 +149,7 @@ def heads_of_rank_0_in_dropout() -> list[Change]:
     return [(context, "attention_with_dropout", lambda *args: real(*args[:-1], 0))]
 
 
-# ---- sums over ranks ------------------------------------------------------------------------------------------------------------
+# ---- sums over ranks -----------------------------------------------------------------------------
 
 
 def sums_over(axis_name: str, times: float | None) -> list[Change]:
@@ -207,7 +214,13 @@ def weights_of_others_stay() -> list[Change]:
 
 def bias_on_rank_0_alone(function: str) -> list[Change]:
     real = getattr(attention_module, function)
-    return [(attention_module, function, lambda x, weight, tp, bias=None: real(x, weight, tp, bias if tp.index == 0 else None))]
+    return [
+        (
+            attention_module,
+            function,
+            lambda x, weight, tp, bias=None: real(x, weight, tp, bias if tp.index == 0 else None),
+        )
+    ]
 
 
 def padding_of_the_vocabulary() -> list[Change]:
@@ -218,7 +231,7 @@ def padding_of_the_vocabulary() -> list[Change]:
     return [(cross_entropy, "softmax_stats", stats)]
 
 
-# ---- what a token counts --------------------------------------------------------------------------------------------------------
+# ---- what a token counts -------------------------------------------------------------------------
 
 
 def tokens_of(count: Callable[[Any, torch.Tensor], torch.Tensor]) -> list[Change]:
@@ -264,7 +277,7 @@ def middle_micro_batches_twice() -> list[Change]:
     return seeds(lambda right, i, batches: right * (2 if 0 < i < len(batches) - 1 else 1))
 
 
-# ---- pipeline -------------------------------------------------------------------------------------------------------------------
+# ---- pipeline ------------------------------------------------------------------------------------
 
 
 def stages_not_summed() -> list[Change]:
@@ -287,7 +300,11 @@ def virtual_stages_in_another_order() -> list[Change]:
     real = Stages._compute
 
     def compute(self: Stages, where: Any, x: torch.Tensor, batch: Batch, held: Any = None) -> torch.Tensor:
-        layers = [at for at, blocks in sorted(self.runs.items()) if len(blocks) == 1 and type(blocks[0]).__name__.endswith("Layer")]
+        layers = [
+            at
+            for at, blocks in sorted(self.runs.items())
+            if len(blocks) == 1 and type(blocks[0]).__name__.endswith("Layer")
+        ]
         swapped = dict(zip(layers, reversed(layers)))
         runs, self.runs = self.runs, {at: self.runs[swapped.get(at, at)] for at in self.runs}
         try:
@@ -300,7 +317,13 @@ def virtual_stages_in_another_order() -> list[Change]:
 
 def bias_of_choice_stays_on_later_ranks() -> list[Change]:
     real = moe.MoE.settle
-    return [(moe.MoE, "settle", lambda self, counts, skip: real(self, counts, skip if self.env.at.pp == 0 else torch.ones_like(skip)))]
+    return [
+        (
+            moe.MoE,
+            "settle",
+            lambda self, counts, skip: real(self, counts, skip if self.env.at.pp == 0 else torch.ones_like(skip)),
+        )
+    ]
 
 
 def shifted_inside_the_part() -> list[Change]:
@@ -312,7 +335,7 @@ def shifted_inside_the_part() -> list[Change]:
     return [(mtp, "shifted", shifted)]
 
 
-# ---- context parallelism --------------------------------------------------------------------------------------------------------
+# ---- context parallelism -------------------------------------------------------------------------
 
 
 def masks(change: Callable[[Batch, int | None], tuple[Batch, int | None]]) -> list[Change]:
@@ -355,7 +378,7 @@ def sinks_of_other_heads() -> list[Change]:
     return [(context, "own_heads", own_heads)]
 
 
-# ---- experts --------------------------------------------------------------------------------------------------------------------
+# ---- experts -------------------------------------------------------------------------------------
 
 
 def other_experts_in_the_second_group(features: bool) -> list[Change]:
@@ -386,7 +409,9 @@ def balance_weighs_the_part() -> list[Change]:
 def balance_of_one_sequence() -> list[Change]:
     real = route.balance_sums
 
-    def sums(choice: Any, sequence: torch.Tensor | None = None, sequences: int = 1, real_T: torch.Tensor | None = None) -> Any:
+    def sums(
+        choice: Any, sequence: torch.Tensor | None = None, sequences: int = 1, real_T: torch.Tensor | None = None
+    ) -> Any:
         return real(choice, None if sequence is None else torch.zeros_like(sequence), sequences, real_T)
 
     return [(route, "balance_sums", sums)]
@@ -400,32 +425,54 @@ def padding_of_rank_0() -> list[Change]:
 
 
 PLANTED = {
-    "learned positions of rank 0 on every tp rank": Planted(learned_positions_of_rank_0, "gpt2", 4, 2, layout=dict(tp=4)),
-    "dropout by places of rank 0 on every tp rank": Planted(lambda: dropout_by(True, False), "gpt2", 4, 2, layout=dict(tp=4)),
-    "dropout by samples of rank 0 on every tp rank": Planted(lambda: dropout_by(False, True), "gpt2", 4, 2, layout=dict(tp=4)),
+    "learned positions of rank 0 on every tp rank": Planted(
+        learned_positions_of_rank_0, "gpt2", 4, 2, layout=dict(tp=4)
+    ),
+    "dropout by places of rank 0 on every tp rank": Planted(
+        lambda: dropout_by(True, False), "gpt2", 4, 2, layout=dict(tp=4)
+    ),
+    "dropout by samples of rank 0 on every tp rank": Planted(
+        lambda: dropout_by(False, True), "gpt2", 4, 2, layout=dict(tp=4)
+    ),
     "dropout by places inside the cp part": Planted(places_inside_the_part, "gpt2", 4, layout=dict(cp=4)),
-    "dropout of attention by head numbers of a tp rank": Planted(heads_of_rank_0_in_dropout, "gpt2", 4, layout=dict(tp=4)),
+    "dropout of attention by head numbers of a tp rank": Planted(
+        heads_of_rank_0_in_dropout, "gpt2", 4, layout=dict(tp=4)
+    ),
     "rotary angles by places inside the cp part": Planted(local_rotary, "llama", 4, layout=dict(cp=4)),
-    "rotary angles one place on, on the last cp part": Planted(rotary_one_too_far_on_the_last_part, "qwen3", 8, layout=dict(cp=4, tp=2)),
+    "rotary angles one place on, on the last cp part": Planted(
+        rotary_one_too_far_on_the_last_part, "qwen3", 8, layout=dict(cp=4, tp=2)
+    ),
     "learned positions that run on through documents": Planted(
         learned_positions_across_documents, "gpt2", 4, documents=True, layout=dict(cp=2)
     ),
     "norms' gradients not summed over tp": Planted(lambda: sums_over("tp", None), "llama", 4, 2, layout=dict(tp=4)),
-    "shared key-value heads' gradients summed twice": Planted(lambda: sums_over("tp part", 2.0), "llama", 4, layout=dict(tp=4)),
+    "shared key-value heads' gradients summed twice": Planted(
+        lambda: sums_over("tp part", 2.0), "llama", 4, layout=dict(tp=4)
+    ),
     "key-value heads of another group of tp ranks": Planted(heads_of_other_groups, "llama", 4, layout=dict(tp=4)),
     "replicas counted twice in the gradient norm": Planted(replicas_counted_twice, "mistral", 4, layout=dict(tp=2)),
     "gradient norm of a rank alone": Planted(norm_of_this_rank, "llama", 4, layout=dict(tp=2, pp=2)),
     "shard groups that do not sum among them": Planted(
         nothing_between_groups, "llama", 8, layout=dict(sharding=3, shard_group=2)
     ),
-    "ZeRO-2 keeps the last micro-batch's gradient alone": Planted(last_micro_batch_alone, "llama", 4, layout=dict(sharding=2)),
+    "ZeRO-2 keeps the last micro-batch's gradient alone": Planted(
+        last_micro_batch_alone, "llama", 4, layout=dict(sharding=2)
+    ),
     "ZeRO-1 does not gather the weights of others": Planted(weights_of_others_stay, "llama-tied", 4, layout=dict()),
-    "qkv bias on tp rank 0 alone": Planted(lambda: bias_on_rank_0_alone("gather_matmul"), "qwen2", 4, layout=dict(tp=4)),
-    "output bias on tp rank 0 alone": Planted(lambda: bias_on_rank_0_alone("matmul_scatter"), "gpt2", 4, layout=dict(tp=4)),
+    "qkv bias on tp rank 0 alone": Planted(
+        lambda: bias_on_rank_0_alone("gather_matmul"), "qwen2", 4, layout=dict(tp=4)
+    ),
+    "output bias on tp rank 0 alone": Planted(
+        lambda: bias_on_rank_0_alone("matmul_scatter"), "gpt2", 4, layout=dict(tp=4)
+    ),
     "padding rows of the vocabulary in the loss": Planted(padding_of_the_vocabulary, "llama", 2, layout=dict(tp=2)),
-    "mean over data-parallel ranks instead of tokens": Planted(mean_over_data_parallel_ranks, "llama", 4, count=5, layout=dict()),
+    "mean over data-parallel ranks instead of tokens": Planted(
+        mean_over_data_parallel_ranks, "llama", 4, count=5, layout=dict()
+    ),
     "mean over cp parts instead of tokens": Planted(mean_over_parts, "llama", 4, layout=dict(cp=2)),
-    "mean over micro-batches instead of tokens": Planted(mean_over_micro_batches, "mistral", 2, count=5, layout=dict(pp=2)),
+    "mean over micro-batches instead of tokens": Planted(
+        mean_over_micro_batches, "mistral", 2, count=5, layout=dict(pp=2)
+    ),
     "the last micro-batch lost": Planted(last_micro_batch_lost, "gpt2", 4, count=4, layout=dict(pp=2)),
     "middle micro-batches twice": Planted(middle_micro_batches_twice, "llama", 4, count=5, layout=dict(pp=4)),
     "tied embeddings' gradient not summed over stages": Planted(stages_not_summed, "llama-tied", 4, layout=dict(pp=4)),
@@ -433,15 +480,23 @@ PLANTED = {
     "layers of virtual stages in another order": Planted(
         virtual_stages_in_another_order, "llama-tied", 2, layout=dict(pp=2, virtual_stages=2, bucket_mb=0)
     ),
-    "the bias of choice stays on later pipeline ranks": Planted(bias_of_choice_stays_on_later_ranks, "deepseek_v3", 2, layout=dict(pp=2)),
+    "the bias of choice stays on later pipeline ranks": Planted(
+        bias_of_choice_stays_on_later_ranks, "deepseek_v3", 2, layout=dict(pp=2)
+    ),
     "MTP shifted inside the cp part": Planted(shifted_inside_the_part, "deepseek_v3-mtp", 2, layout=dict(cp=2)),
     "a window one wider over the cp cut": Planted(wider_window_over_the_cut, "mistral", 4, layout=dict(cp=4)),
-    "documents that run on over the cp cut": Planted(documents_end_at_no_cut, "mistral", 4, documents=True, layout=dict(cp=4)),
+    "documents that run on over the cp cut": Planted(
+        documents_end_at_no_cut, "mistral", 4, documents=True, layout=dict(cp=4)
+    ),
     "keys of the cp rank on the other side": Planted(
         keys_of_the_rank_on_the_other_side, "llama", 4, layout=dict(cp=4, cp_attention="allgather")
     ),
-    "sinks of other heads where heads are exchanged": Planted(sinks_of_other_heads, "gpt_oss", 4, layout=dict(cp=2, cp_ulysses=2)),
-    "other experts in the second group of ranks": Planted(lambda: other_experts_in_the_second_group(False), "mixtral", 8, layout=dict(ep=4)),
+    "sinks of other heads where heads are exchanged": Planted(
+        sinks_of_other_heads, "gpt_oss", 4, layout=dict(cp=2, cp_ulysses=2)
+    ),
+    "other experts in the second group of ranks": Planted(
+        lambda: other_experts_in_the_second_group(False), "mixtral", 8, layout=dict(ep=4)
+    ),
     "other features of experts in the second group": Planted(
         lambda: other_experts_in_the_second_group(True), "gpt_oss", 4, layout=dict(etp=2, sharding=0)
     ),
@@ -449,4 +504,4 @@ PLANTED = {
     "a balancing loss weighed by the cp part": Planted(balance_weighs_the_part, "mixtral", 2, layout=dict(cp=2)),
     "a balancing loss of one sequence": Planted(balance_of_one_sequence, "qwen3_moe", 4, 2, layout=dict(tp=2, ep=2)),
     "padding of tp rank 0 on every rank": Planted(padding_of_rank_0, "mixtral", 4, packed=True, layout=dict(tp=4)),
-}  # fmt: skip
+}

@@ -1,6 +1,7 @@
 """Run by an interpreter that has vLLM: `python vllm_reads.py FOLDER PROMPTS.json OUT.json`. Knows nothing of Phalanx.
 
-Writes what vLLM says of each prompt: log-probabilities of its tokens (from the second on), and the tokens it goes on with, greedily.
+Writes what vLLM says of each prompt: log-probabilities of its tokens (from the second on), and the tokens it goes on
+with, greedily.
 """
 
 from __future__ import annotations
@@ -15,15 +16,28 @@ GREEDY = 8
 
 
 def main(folder: str, prompts: str, out: str) -> None:
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
     from vllm import LLM, SamplingParams
 
-    model = LLM(model=folder, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_seqs=4, seed=0)
+    model = LLM(
+        model=folder,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        seed=0,
+    )
     options = SamplingParams(temperature=0.0, max_tokens=GREEDY, prompt_logprobs=0, detokenize=False, ignore_eos=True)
     asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in json.loads(Path(prompts).read_text())]
     found = model.generate(asked, options)
     told = [
-        {"logprobs": [at[token].logprob for token, at in zip(f.prompt_token_ids[1:], f.prompt_logprobs[1:])], "greedy": list(f.outputs[0].token_ids)}
+        {
+            "logprobs": [at[token].logprob for token, at in zip(f.prompt_token_ids[1:], f.prompt_logprobs[1:])],
+            "greedy": list(f.outputs[0].token_ids),
+        }
         for f in found
     ]
     Path(out).write_text(json.dumps(told))

@@ -1,8 +1,10 @@
-"""Programs in processes that have torch imported already: forked from a server, they start in milliseconds instead of 2.5 s of computing.
+"""Programs in processes that have torch imported already: forked from a server, they start in milliseconds instead
+of 2.5 s of computing.
 
-`Warm.python` is a program that takes what `python` takes (`-m MODULE`, `-c CODE` or a script). What it starts is a process of its own with the
-arguments, environment, folder, streams, signals and exit status that it was given, and so are the ranks that this starts in turn. It leaves
-to tests of real interpreters: what is imported and in which order, hashes that differ between processes, and ranks that outlive a launcher.
+`Warm.python` is a program that takes what `python` takes (`-m MODULE`, `-c CODE` or a script). What it starts is a
+process of its own with the arguments, environment, folder, streams, signals and exit status that it was given, and
+so are the ranks that this starts in turn. It leaves to tests of real interpreters: what is imported and in which
+order, hashes that differ between processes, and ranks that outlive a launcher.
 """
 
 from __future__ import annotations
@@ -29,18 +31,34 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 NUMBER = 4  # bytes of a process number or a status on the line
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-# What runs import late is here too: torch's backward imports symbolic_shapes (and sympy), its meta device _dynamo, a launcher elastic.
-IMPORTED = ("torch", "torch.distributed.launcher.api", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "tokenizers", "matplotlib.figure",
-            "phalanx.cli.main", "phalanx.cli.setup", "phalanx.cli.jobs", "phalanx.launch.env", "phalanx.train.main", "phalanx.train.verify",
-            "phalanx.train.generate")  # fmt: skip
+# What runs import late is here too: torch's backward imports symbolic_shapes (and sympy), its meta device _dynamo, a
+# launcher elastic.
+IMPORTED = (
+    "torch",
+    "torch.distributed.launcher.api",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "tokenizers",
+    "matplotlib.figure",
+    "phalanx.cli.main",
+    "phalanx.cli.setup",
+    "phalanx.cli.jobs",
+    "phalanx.launch.env",
+    "phalanx.training.main",
+    "phalanx.verifying.compare",
+    "phalanx.inference.generate",
+)
 
 
 class Warm:
-    """A server and, in `folder`, the programs `python`, `phalanx` and `torchrun` that ask it. `imported`: what their interpreters begin with."""
+    """A server and, in `folder`, the programs `python`, `phalanx` and `torchrun` that ask it. `imported`: what their
+    interpreters begin with."""
 
     def __init__(self, imported: tuple[str, ...] = IMPORTED) -> None:
         self._imported = imported
-        self._place = tempfile.TemporaryDirectory(prefix="warm-")  # short: the path of a socket has at most 107 characters
+        self._place = tempfile.TemporaryDirectory(
+            prefix="warm-"
+        )  # short: the path of a socket has at most 107 characters
         self.folder = Path(self._place.name)
         self.python = str(self.folder / "python")
         self._server: subprocess.Popen | None = None
@@ -49,22 +67,34 @@ class Warm:
         where = self.folder / "socket"
         for name, words in {"python": "", "phalanx": "-m phalanx", "torchrun": "-m torch.distributed.run"}.items():
             program = self.folder / name
-            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" "{where}" "{self.python}" {words} "$@"\n')
+            program.write_text(
+                f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" "{where}" "{self.python}" {words} "$@"\n'
+            )
             program.chmod(0o755)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(where))
         listener.listen(64)
         code = f"from tests.warm import serve; serve({listener.fileno()}, {self._imported})"
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._server = subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=env,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         listener.close()
         return self
 
-    def phalanx(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def phalanx(
+        self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """`phalanx WORDS`, with `env` beside this environment."""
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
-        return subprocess.run([self.folder / "phalanx", *words], capture_output=True, text=True, cwd=cwd, env=env, timeout=150)
+        return subprocess.run(
+            [self.folder / "phalanx", *words], capture_output=True, text=True, cwd=cwd, env=env, timeout=150
+        )
 
     def close(self) -> None:
         """End the server and whatever it started that is still there."""
@@ -75,15 +105,18 @@ class Warm:
         self._place.cleanup()
 
 
-# ---- the program that asks: the process that others see and signal ----------------------------------------------------------------
+# ---- the program that asks: the process that others see and signal -------------------------------
 
 
 def ask(where: str, executable: str, words: list[str]) -> NoReturn:
-    """Have the server run it, pass signals on, and end as it ended. Killed itself, it takes the program with it: the server sees the line cut."""
+    """Have the server run it, pass signals on, and end as it ended. Killed itself, it takes the program with it: the
+    server sees the line cut."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(where)
     request = json.dumps([executable, words, os.getcwd(), dict(os.environ)]).encode()
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # the program may run, and be known to, before this one is told its number
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, PASSED_ON
+    )  # the program may run, and be known to, before this one is told its number
     socket.send_fds(line, [len(request).to_bytes(8, "big")], [0, 1, 2])
     line.sendall(request)
     pid = int.from_bytes(line.recv(NUMBER, socket.MSG_WAITALL), "big")
@@ -110,15 +143,15 @@ def ask(where: str, executable: str, words: list[str]) -> NoReturn:
 
 
 def signals_wake() -> tuple[socket.socket, socket.socket]:
-    """What can be read from when a signal has come (one that comes just before a call that waits would be noticed after it only), and what
-    the signal writes to, to be kept open."""
+    """What can be read from when a signal has come (one that comes just before a call that waits would be noticed
+    after it only), and what the signal writes to, to be kept open."""
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     return woken, wake
 
 
-# ---- the server --------------------------------------------------------------------------------------------------------------------
+# ---- the server ----------------------------------------------------------------------------------
 
 
 def serve(listener: int, imported: tuple[str, ...]) -> NoReturn:
@@ -138,7 +171,8 @@ def serve(listener: int, imported: tuple[str, ...]) -> NoReturn:
 
 
 def keep(line: socket.socket) -> NoReturn:
-    """Fork once more: the child becomes the program; this one tells how it ended, or ends it when nobody is there any more to be told."""
+    """Fork once more: the child becomes the program; this one tells how it ended, or ends it when nobody is there
+    any more to be told."""
     size, fds, _, _ = socket.recv_fds(line, 8, 3)
     with line.makefile("rb") as asked:
         executable, words, folder, env = json.loads(asked.read(int.from_bytes(size, "big")))
@@ -177,6 +211,9 @@ def become(executable: str, words: list[str], folder: str, env: dict[str, str], 
     paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     sys.path[:] = [*paths, *(p for p in sys.path if p and p != str(ROOT))]
     sys.executable = executable
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # as at a terminal, even if whoever began the tests ignores Ctrl-C
     status = 1
     try:
         run(words)

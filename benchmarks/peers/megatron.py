@@ -1,12 +1,14 @@
-"""Megatron-Core with Transformer Engine, through the public API of its package. W1, W2 (dp4, tp4), W4, W5 and the small model.
+"""Megatron-Core with Transformer Engine, through the public API of its package. W1, W2 (dp4, tp4), W4, W5 and the
+small model.
 
 torchrun --nproc-per-node 4 benchmarks/peers/megatron.py W2 [--tp 4] [--out megatron.jsonl]
 
-Distributed optimizer, gradients in fp32 summed by the GEMMs, reductions and gathers overlapped, sequence parallelism with tp, Transformer
-Engine's cross entropy and cuDNN attention. W4: experts spread over all ranks, all-to-all dispatcher, grouped GEMMs, fused router and
-permutation; `--gpus N` takes as many, with their share of the batch; `--natural` the router's own choice instead of
-a forced balance. W5: 4 stages of 2 virtual ones, layers balanced against the head. Written for
-megatron-core 0.19 and transformer_engine 2.20; NVLink multicast stays off, so that all machines can run it.
+Distributed optimizer, gradients in fp32 summed by the GEMMs, reductions and gathers overlapped, sequence parallelism
+with tp, Transformer Engine's cross entropy and cuDNN attention. W4: experts spread over all ranks, all-to-all
+dispatcher, grouped GEMMs, fused router and permutation; `--gpus N` takes as many, with their share of the batch;
+`--natural` the router's own choice instead of a forced balance. W5: 4 stages of 2 virtual ones, layers balanced
+against the head. Written for megatron-core 0.19 and transformer_engine 2.20; NVLink multicast stays off, so that all
+machines can run it.
 """
 
 from __future__ import annotations
@@ -45,11 +47,20 @@ def expert_options(w: Workload, forced: bool) -> dict[str, Any]:
     if not w.experts:
         return {}
     return {
-        "num_moe_experts": w.experts, "moe_router_topk": w.chosen, "moe_ffn_hidden_size": w.inner, "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3,
-        "moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32", "moe_router_force_load_balancing": forced,
-        "expert_model_parallel_size": w.gpus, "expert_tensor_parallel_size": 1,
-    }  # fmt: skip
+        "num_moe_experts": w.experts,
+        "moe_router_topk": w.chosen,
+        "moe_ffn_hidden_size": w.inner,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-3,
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_force_load_balancing": forced,
+        "expert_model_parallel_size": w.gpus,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def model_config(w: Workload, tp: int, pp: int, virtual: int | None, forced: bool = False) -> Any:
@@ -58,17 +69,44 @@ def model_config(w: Workload, tp: int, pp: int, virtual: int | None, forced: boo
 
     stages: dict[str, Any] = {}
     if pp > 1:
-        stages = {"pipeline_dtype": torch.bfloat16, "batch_p2p_comm": False, "overlap_p2p_comm": True, "deallocate_pipeline_outputs": True,
-                  "virtual_pipeline_model_parallel_size": virtual, "pipeline_model_parallel_layout": BALANCED}  # fmt: skip
+        stages = {
+            "pipeline_dtype": torch.bfloat16,
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": True,
+            "deallocate_pipeline_outputs": True,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "pipeline_model_parallel_layout": BALANCED,
+        }
     return TransformerConfig(
-        num_layers=w.layers, hidden_size=w.hidden, num_attention_heads=w.heads, num_query_groups=w.kv_heads, kv_channels=w.head,
-        ffn_hidden_size=w.inner, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", layernorm_epsilon=1e-5,
-        add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, bias_activation_fusion=True, bias_dropout_fusion=True,
-        apply_rope_fusion=True, persist_layer_norm=True, bf16=True, params_dtype=torch.bfloat16, tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp, sequence_parallel=tp > 1, gradient_accumulation_fusion=True, cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te", attention_backend=AttnBackend.fused, **stages,
+        num_layers=w.layers,
+        hidden_size=w.hidden,
+        num_attention_heads=w.heads,
+        num_query_groups=w.kv_heads,
+        kv_channels=w.head,
+        ffn_hidden_size=w.inner,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        apply_rope_fusion=True,
+        persist_layer_norm=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=tp > 1,
+        gradient_accumulation_fusion=True,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        attention_backend=AttnBackend.fused,
+        **stages,
         **expert_options(w, forced),
-    )  # fmt: skip
+    )
 
 
 def build(w: Workload, config: Any, dp: int, virtual: int | None) -> tuple[list[nn.Module], Any]:
@@ -83,25 +121,50 @@ def build(w: Workload, config: Any, dp: int, virtual: int | None) -> tuple[list[
 
     overlap = dp > 1
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap, use_distributed_optimizer=True,
-        check_for_nan_in_grad=False, average_in_collective=False, bucket_size=40_000_000 if overlap else None,
-    )  # fmt: skip
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+        bucket_size=40_000_000 if overlap else None,
+    )
     chunks = []
     for stage in range(virtual) if virtual else [None]:
         ends = {"ignore_virtual": False, "vp_stage": stage} if virtual else {}
         model = GPTModel(
-            config, get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage), w.vocab, w.length,
-            pre_process=parallel_state.is_pipeline_first_stage(**ends), post_process=parallel_state.is_pipeline_last_stage(**ends),
-            share_embeddings_and_output_weights=False, position_embedding_type="rope", rotary_base=int(w.theta), vp_stage=stage,
-        )  # fmt: skip
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
+            w.vocab,
+            w.length,
+            pre_process=parallel_state.is_pipeline_first_stage(**ends),
+            post_process=parallel_state.is_pipeline_last_stage(**ends),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            rotary_base=int(w.theta),
+            vp_stage=stage,
+        )
         half = Float16Module(config, model.cuda().bfloat16())
         for parameter in half.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        chunks.append(DistributedDataParallel(config=config, ddp_config=ddp, module=half, disable_bucketing=stage not in (None, 0)))
+        chunks.append(
+            DistributedDataParallel(
+                config=config, ddp_config=ddp, module=half, disable_bucketing=stage not in (None, 0)
+            )
+        )
     options = OptimizerConfig(
-        optimizer="adam", lr=1e-5, min_lr=1e-5, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0, bf16=True,
-        params_dtype=torch.bfloat16, use_distributed_optimizer=True, overlap_param_gather=overlap,
-    )  # fmt: skip
+        optimizer="adam",
+        lr=1e-5,
+        min_lr=1e-5,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        clip_grad=1.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=overlap,
+    )
     optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     if overlap:
@@ -135,7 +198,9 @@ def main() -> None:
     chunks, optimizer = build(w, model_config(w, tp, pp, virtual, not options.natural), dp, virtual)
     micro_batches = w.batch // (dp * w.micro)
     steps = options.warmup + options.steps
-    data: list[Iterator[Tensor]] = [fresh_tokens(w, parallel_state.get_data_parallel_rank(), micro_batches * steps) for _ in chunks]
+    data: list[Iterator[Tensor]] = [
+        fresh_tokens(w, parallel_state.get_data_parallel_rank(), micro_batches * steps) for _ in chunks
+    ]
     positions = torch.arange(w.length, device="cuda").expand(w.micro, -1).contiguous()
     run = get_forward_backward_func()
     losses: list[float | None] = []
@@ -153,15 +218,31 @@ def main() -> None:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         several = len(chunks) > 1
-        told = run(forward_step_func=forward, data_iterator=data if several else data[0], model=chunks if several else chunks[0],
-                   num_microbatches=micro_batches, seq_length=w.length, micro_batch_size=w.micro, decoder_seq_length=w.length,
-                   forward_only=False)  # fmt: skip
+        told = run(
+            forward_step_func=forward,
+            data_iterator=data if several else data[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=micro_batches,
+            seq_length=w.length,
+            micro_batch_size=w.micro,
+            decoder_seq_length=w.length,
+            forward_only=False,
+        )
         optimizer.step()
         losses.append(sum(t["loss"] for t in told) / len(told) if told else None)
 
     seconds = timed(step, options.warmup, options.steps)
-    ends = [float(x) if x is not None else float("nan") for x in (losses[0], losses[-1])]  # known on the last stage only
-    report(f"Megatron-Core dp{dp} tp{tp} pp{pp}", w, seconds, ends, options.out, connections=os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+    ends = [
+        float(x) if x is not None else float("nan") for x in (losses[0], losses[-1])
+    ]  # known on the last stage only
+    report(
+        f"Megatron-Core dp{dp} tp{tp} pp{pp}",
+        w,
+        seconds,
+        ends,
+        options.out,
+        connections=os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
+    )
     torch.distributed.destroy_process_group()
 
 

@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 1 benchmarks/peers/plain.py W1 [--out plain.jsonl] [--eager] [--reshard]
 
-One GPU: fp32 parameters under bf16 autocast, the model compiled whole. Several: FSDP2, bf16 gathered weights, gradients reduced and
-summed in fp32 shards each micro-batch, blocks compiled one by one. Fused AdamW, norm and clip every step, nothing recomputed.
+One GPU: fp32 parameters under bf16 autocast, the model compiled whole. Several: FSDP2, bf16 gathered weights,
+gradients reduced and summed in fp32 shards each micro-batch, blocks compiled one by one. Fused AdamW, norm and clip
+every step, nothing recomputed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         w = self.w
         q, k, v = self.qkv(x).unflatten(-1, (-1, w.head)).transpose(1, 2).split((w.heads, w.kv_heads, w.kv_heads), 1)
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=w.heads != w.kv_heads)
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=w.heads != w.kv_heads
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -1,9 +1,10 @@
-"""torchtitan's own trainer on our workloads, with random tokens in the place of its dataset. W1, W2 and the small model.
+"""torchtitan's own trainer on our workloads, with random tokens in the place of its dataset. W1, W2 and the small
+model.
 
 torchrun --nproc-per-node 4 benchmarks/peers/titan.py W2 [--reshard never] [--out titan.jsonl]
 
-Written for torchtitan 0.2 (0.3 needs a newer torch than 2.11). As it is: one GPU runs fp32 parameters under autocast, several FSDP2;
-torch.compile on, no activation checkpointing.
+Written for torchtitan 0.2 (0.3 needs a newer torch than 2.11). As it is: one GPU runs fp32 parameters under
+autocast, several FSDP2; torch.compile on, no activation checkpointing.
 """
 
 from __future__ import annotations
@@ -41,15 +42,27 @@ def register(w: Workload, count: int) -> None:
     if w.hidden == 4096:
         shape = dataclasses.replace(llama3.llama3_args["8B"], n_layers=w.layers, vocab_size=w.vocab)
     else:  # its MLP's width is a rule: 2/3 of 4 * dim, times ffn_dim_multiplier, rounded up to multiple_of
-        shape = dataclasses.replace(llama3.llama3_args["8B"], dim=w.hidden, n_layers=w.layers, n_heads=w.heads, n_kv_heads=w.kv_heads,
-                                    vocab_size=w.vocab, rope_theta=w.theta, ffn_dim_multiplier=None, multiple_of=256)  # fmt: skip
+        shape = dataclasses.replace(
+            llama3.llama3_args["8B"],
+            dim=w.hidden,
+            n_layers=w.layers,
+            n_heads=w.heads,
+            n_kv_heads=w.kv_heads,
+            vocab_size=w.vocab,
+            rope_theta=w.theta,
+            ffn_dim_multiplier=None,
+            multiple_of=256,
+        )
         width = -(-(2 * 4 * w.hidden // 3) // 256) * 256
         if width != w.inner:
             raise SystemExit(f"torchtitan would make the MLP {width} wide, the workload says {w.inner}")
     spec = dataclasses.replace(
-        llama3.get_train_spec(), model_args={"bench": shape}, build_tokenizer_fn=None, build_validator_fn=None,
+        llama3.get_train_spec(),
+        model_args={"bench": shape},
+        build_tokenizer_fn=None,
+        build_validator_fn=None,
         build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: Tokens(w, dp_rank, count),
-    )  # fmt: skip
+    )
     register_train_spec("bench", spec)
 
 
@@ -73,7 +86,9 @@ def job(w: Workload, compiled: bool, reshard: str) -> Any:
 def main() -> None:
     parser = arguments(__doc__ or "", ("W1", "W2", "small"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--reshard", choices=["default", "always", "never"], default="default", help="FSDP2: free weights after forward")
+    parser.add_argument(
+        "--reshard", choices=["default", "always", "never"], default="default", help="FSDP2: free weights after forward"
+    )
     options = parser.parse_args()
     w = WORKLOADS[options.workload]
     world = int(os.environ["WORLD_SIZE"])

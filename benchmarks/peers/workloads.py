@@ -1,4 +1,5 @@
-"""What all peers are measured on and how: the workloads, the one FLOP formula, fresh tokens, timed steps, the line of the result."""
+"""What all peers are measured on and how: the workloads, the one FLOP formula, fresh tokens, timed steps, the line
+of the result."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ PEAK = 989e12  # dense bf16 of H100 SXM and H200, FLOP/s
 
 @dataclass(frozen=True)
 class Workload:
-    """A Llama of untied embeddings. Sequences: `micro` at a time on a rank, `batch` a step over all `gpus`. With `experts`: `chosen` of them per
-    token, each `inner` wide."""
+    """A Llama of untied embeddings. Sequences: `micro` at a time on a rank, `batch` a step over all `gpus`. With
+    `experts`: `chosen` of them per token, each `inner` wide."""
 
     layers: int
     hidden: int
@@ -43,24 +44,75 @@ class Workload:
 
     @property
     def flop(self) -> float:
-        """Of a step: 6 N T + 6 A S T. N: weights in matmuls (no embedding table, no norms); A: layers * heads * head; S: length; causal
-        attention counted as half the square; recomputed work not counted."""
+        """Of a step: 6 N T + 6 A S T. N: weights in matmuls (no embedding table, no norms); A: layers * heads *
+        head; S: length; causal attention counted as half the square; recomputed work not counted."""
         q, kv = self.heads * self.head, self.kv_heads * self.head
-        layer = self.hidden * (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.inner * self.chosen + self.hidden * self.experts
+        layer = (
+            self.hidden * (q + 2 * kv)
+            + q * self.hidden
+            + 3 * self.hidden * self.inner * self.chosen
+            + self.hidden * self.experts
+        )
         weights = self.layers * layer + self.vocab * self.hidden
         return 6.0 * self.tokens * (weights + self.layers * q * self.length)
 
 
-EIGHT = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "head": 128, "vocab": 128256, "length": 8192, "micro": 1}
+EIGHT = {
+    "hidden": 4096,
+    "inner": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "head": 128,
+    "vocab": 128256,
+    "length": 8192,
+    "micro": 1,
+}
 WORKLOADS = {
     "W1": Workload(layers=8, batch=8, gpus=1, **EIGHT),
     "W2": Workload(layers=32, batch=16, gpus=4, **EIGHT),
-    "W4": Workload(layers=8, hidden=2048, inner=768, heads=16, kv_heads=4, head=128, vocab=128256, length=4096, micro=2, batch=32, gpus=4,
-                   experts=64, chosen=8),
-    "W5": Workload(layers=32, hidden=2048, inner=8192, heads=16, kv_heads=8, head=128, vocab=128256, length=4096, micro=1, batch=16, gpus=4),
-    "small": Workload(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head=64, vocab=50304, length=1024, micro=32, batch=64, gpus=1,
-                      theta=10000.0),
-}  # fmt: skip
+    "W4": Workload(
+        layers=8,
+        hidden=2048,
+        inner=768,
+        heads=16,
+        kv_heads=4,
+        head=128,
+        vocab=128256,
+        length=4096,
+        micro=2,
+        batch=32,
+        gpus=4,
+        experts=64,
+        chosen=8,
+    ),
+    "W5": Workload(
+        layers=32,
+        hidden=2048,
+        inner=8192,
+        heads=16,
+        kv_heads=8,
+        head=128,
+        vocab=128256,
+        length=4096,
+        micro=1,
+        batch=16,
+        gpus=4,
+    ),
+    "small": Workload(
+        layers=12,
+        hidden=768,
+        inner=2048,
+        heads=12,
+        kv_heads=12,
+        head=64,
+        vocab=50304,
+        length=1024,
+        micro=32,
+        batch=64,
+        gpus=1,
+        theta=10000.0,
+    ),
+}
 
 
 def arguments(description: str, workloads: tuple[str, ...]) -> argparse.ArgumentParser:
@@ -83,7 +135,9 @@ def start(workload: Workload) -> tuple[int, int]:
     return rank, world
 
 
-def fresh_tokens(workload: Workload, data_rank: int, micro_batches: int, device: str = "cuda") -> Iterator[torch.Tensor]:
+def fresh_tokens(
+    workload: Workload, data_rank: int, micro_batches: int, device: str = "cuda"
+) -> Iterator[torch.Tensor]:
     """Random (micro, length + 1) int64, others in every micro-batch; made before they are needed."""
     generator = torch.Generator(device).manual_seed(100 + data_rank)
     shape = (workload.micro, workload.length + 1)
@@ -92,7 +146,8 @@ def fresh_tokens(workload: Workload, data_rank: int, micro_batches: int, device:
 
 
 def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
-    """Seconds of each step after the warm-up: the host's clock around it, the GPU idle at both ends; of each the slowest rank's."""
+    """Seconds of each step after the warm-up: the host's clock around it, the GPU idle at both ends; of each the
+    slowest rank's."""
     seconds = []
     for number in range(warmup + steps):
         if number == warmup:
@@ -111,20 +166,37 @@ def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
     return slowest.tolist()
 
 
-def report(name: str, workload: Workload, seconds: list[float], losses: list[float], out: str | None, **extra: object) -> None:
-    """One line for people, on rank 0, and one of JSON. losses: of the first and the last step, to see that it learned or at least ran."""
+def report(
+    name: str, workload: Workload, seconds: list[float], losses: list[float], out: str | None, **extra: object
+) -> None:
+    """One line for people, on rank 0, and one of JSON. losses: of the first and the last step, to see that it
+    learned or at least ran."""
     peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, dtype=torch.float64, device="cuda")
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if dist.get_rank() != 0:
         return
     middle, flops = median(seconds), workload.flop / median(seconds) / workload.gpus
     found = {
-        "peer": name, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "step_ms": 1e3 * middle, "min_ms": 1e3 * min(seconds),
-        "max_ms": 1e3 * max(seconds), "timed": len(seconds), "tokens_per_s_per_gpu": workload.tokens / middle / workload.gpus,
-        "tflops_per_gpu": flops / 1e12, "mfu": flops / PEAK, "peak_gib": peak.item(), "losses": losses, "workload": asdict(workload), **extra,
-    }  # fmt: skip
-    print(f"{name}: {1e3 * middle:.1f} ms ({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f}), {found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
-          f"{flops / 1e12:.1f} TFLOP/s, MFU {100 * flops / PEAK:.1f} %, peak {peak.item():.1f} GiB, losses {losses}", flush=True)  # fmt: skip
+        "peer": name,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "step_ms": 1e3 * middle,
+        "min_ms": 1e3 * min(seconds),
+        "max_ms": 1e3 * max(seconds),
+        "timed": len(seconds),
+        "tokens_per_s_per_gpu": workload.tokens / middle / workload.gpus,
+        "tflops_per_gpu": flops / 1e12,
+        "mfu": flops / PEAK,
+        "peak_gib": peak.item(),
+        "losses": losses,
+        "workload": asdict(workload),
+        **extra,
+    }
+    print(
+        f"{name}: {1e3 * middle:.1f} ms ({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f}), {found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
+        f"{flops / 1e12:.1f} TFLOP/s, MFU {100 * flops / PEAK:.1f} %, peak {peak.item():.1f} GiB, losses {losses}",
+        flush=True,
+    )
     if out:
         with open(out, "a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")

@@ -1,4 +1,5 @@
-"""Where tensors that share memory may begin, for those who lay them out and those who hand them to a GEMM. Knows no tensors of a model."""
+"""Where tensors that share memory may begin, for those who lay them out and those who hand them to a GEMM. Knows no
+tensors of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BYTES = 16  # cuBLAS takes matrices and scales that begin at a multiple of it, no others; kernels load as much at once
-ELEMENTS = 64  # of a bucket: pieces begin at multiples of it, so of every dtype, 8-bit codes too, where BYTES do; of bf16 at a line of 128 bytes
+# of a bucket: pieces begin at multiples of it, so of every dtype, 8-bit codes too, where BYTES do; of bf16 at a line of
+# 128 bytes
+ELEMENTS = 64
 
 
 def room(count: int, unit: int) -> int:

@@ -1,4 +1,5 @@
-"""Devices by name: peak matmul rates and memory, from the vendors' data sheets; the only place that knows such numbers."""
+"""Devices by name: peak matmul rates and memory, from the vendors' data sheets; the only place that knows such
+numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """Dense peaks (no structured sparsity) in FLOP/s with fp32 accumulation; None: the device has no such matmul. memory: bytes.
+    """Dense peaks (no structured sparsity) in FLOP/s with fp32 accumulation; None: the device has no such matmul.
+    memory: bytes.
 
     fp32 is the rate without TF32, because that is what torch computes unless it is told otherwise.
     """
@@ -28,8 +30,9 @@ def _device(name: str, half: float, fp32: float, gigabytes: float, bf16: bool = 
     return Device(name, half * 1e12 if bf16 else None, half * 1e12, fp32 * 1e12, gigabytes * 1e9)
 
 
-# TFLOP/s and GB. NVIDIA data sheets: Blackwell (2024; HGX B200), H200 and H100 (2023/24; sparse figures halved), A100 (2021), L4,
-# L40S, A10, V100, T4; GeForce: Ada (AD102) and GA102 and Blackwell RTX architecture papers, "FP16/BF16 with FP32 accumulate".
+# TFLOP/s and GB. NVIDIA data sheets: Blackwell (2024; HGX B200), H200 and H100 (2023/24; sparse figures halved), A100
+# (2021), L4, L40S, A10, V100, T4; GeForce: Ada (AD102) and GA102 and Blackwell RTX architecture papers, "FP16/BF16 with
+# FP32 accumulate".
 DEVICES = (
     _device("GB200", 2500, 80, 186),
     _device("B200", 2250, 75, 180),
@@ -58,4 +61,7 @@ DEVICES = (
 
 def find_device(name: str) -> Device | None:
     """The device that a driver calls `name` (such as "NVIDIA H100 80GB HBM3"), or None if it is not in the table."""
-    return next((d for d in DEVICES if re.search(rf"(?<![A-Za-z0-9]){re.escape(d.name)}(?![A-Za-z0-9])", name, re.IGNORECASE)), None)
+    return next(
+        (d for d in DEVICES if re.search(rf"(?<![A-Za-z0-9]){re.escape(d.name)}(?![A-Za-z0-9])", name, re.IGNORECASE)),
+        None,
+    )

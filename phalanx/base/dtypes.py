@@ -1,4 +1,5 @@
-"""Names of precisions and what they mean: compute dtype of weights and activations, dtype of masters, moments and gradients."""
+"""Names of precisions and what they mean: compute dtype of weights and activations, dtype of masters, moments and
+gradients."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ def shortened(text: str) -> str:
 
 
 class PhalanxError(Exception):
-    """Base of every error that a user can cause. The launcher prints it without a traceback and exits with `exit_code`."""
+    """Base of every error that a user can cause. The launcher prints it without a traceback and exits with
+    `exit_code`."""
 
     exit_code = 1
     kind: str | None = None  # what the message begins with; None: the class name in words
@@ -80,7 +81,8 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class NumericalStop(PhalanxError):
-    """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum). step: the one that was bad."""
+    """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum). step:
+    the one that was bad."""
 
     exit_code = 5
 

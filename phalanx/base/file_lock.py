@@ -1,8 +1,10 @@
-"""An exclusive lock of a file: the kernel's, or, on a file system that has no locks, a second file that its holder keeps changing.
+"""An exclusive lock of a file: the kernel's, or, on a file system that has no locks, a second file that its holder
+keeps changing.
 
-The kernel drops its lock when the holder dies, however it dies. Without it, NAME.beat is created by whoever holds the lock, who writes
-another number into it every BEAT_S. It belongs to nobody once it has stayed the same for PATIENCE_S. A holder that stood still for longer
-finds out by `is_lost`. Clocks are not compared, so hosts may disagree about the time.
+The kernel drops its lock when the holder dies, however it dies. Without it, NAME.beat is created by whoever holds
+the lock, who writes another number into it every BEAT_S. It belongs to nobody once it has stayed the same for
+PATIENCE_S. A holder that stood still for longer finds out by `is_lost`. Clocks are not compared, so hosts may
+disagree about the time.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ LIMIT = 16 << 20  # bytes that wait for room
 
 
 class Journal:
-    """Appends whole entries. `write` never raises OSError: what the disk refuses waits in memory, and is written in order once there is room.
+    """Appends whole entries. `write` never raises OSError: what the disk refuses waits in memory, and is written in
+    order once there is room.
 
     say     is given one sentence when the disk begins to refuse, and one when all that waited is written
     limit   bytes that may wait; beyond that the oldest entries are dropped, and counted
 
-    The file is opened by the first entry. An entry that was written in part is continued, so no reader finds half an entry in the middle.
+    The file is opened by the first entry. An entry that was written in part is continued, so no reader finds half an
+    entry in the middle.
     """
 
     def __init__(self, path: str | Path, say: Callable[[str], None], limit: int = LIMIT):
@@ -91,7 +93,10 @@ class Journal:
             self._lost += 1
         if not self._reason:
             self._reason = reason
-            self._say(f"{self.path} cannot be written ({reason}): the run goes on, and what belongs there waits in memory until it can be")
+            self._say(
+                f"{self.path} cannot be written ({reason}): the run goes on, and what belongs there waits in "
+                "memory until it can be"
+            )
 
     def _accepted(self) -> None:
         lost = f"the {self._lost} oldest of them are lost" if self._lost else "none is lost"

@@ -1,4 +1,5 @@
-"""Lines for people: `key=value` text, errors in one form, and a log that writes to the console and to a file. Decides no content."""
+"""Lines for people: `key=value` text, errors in one form, and a log that writes to the console and to a file.
+Decides no content."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def refusal(error: BaseException) -> str | None:
     if number not in REFUSALS:
         return None
     name = getattr(error, "filename", None)
-    return f"{shortened(os.fspath(name)) + ': ' if isinstance(name, str) else ''}{os.strerror(number)}; {REFUSALS[number]}"
+    return (
+        f"{shortened(os.fspath(name)) + ': ' if isinstance(name, str) else ''}{os.strerror(number)}; {REFUSALS[number]}"
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -74,7 +77,8 @@ def describe(error: BaseException) -> str:
 
 
 def flush_quietly() -> None:
-    """Write out what stdout and stderr still hold; of a stream that refuses it is dropped, so that Python's own exit does not fail over it."""
+    """Write out what stdout and stderr still hold; of a stream that refuses it is dropped, so that Python's own exit
+    does not fail over it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -84,16 +88,23 @@ def flush_quietly() -> None:
 
 
 class Log:
-    """One per process. Rank 0 speaks on the console and writes the file; other ranks only speak when `warn` or `error` is called.
+    """One per process. Rank 0 speaks on the console and writes the file; other ranks only speak when `warn` or
+    `error` is called.
 
     path    a file that gets every line, with its time; None: no file
 
-    A console or a file that cannot be written (a full disk, a closed pipe) ends nothing: the file gets its lines when there is room again.
+    A console or a file that cannot be written (a full disk, a closed pipe) ends nothing: the file gets its lines
+    when there is room again.
     """
 
-    def __init__(self, rank: int = 0, path: str | Path | None = None, out: TextIO | None = None, err: TextIO | None = None):
+    def __init__(
+        self, rank: int = 0, path: str | Path | None = None, out: TextIO | None = None, err: TextIO | None = None
+    ):
         self.rank = rank
-        self._out, self._err = out, err  # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
+        self._out, self._err = (
+            out,
+            err,
+        )  # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
         self._said: set[str] = set()
         self._unheard = False
         self._file: Journal | None = None
@@ -102,7 +113,8 @@ class Log:
             self.open(path)
 
     def wait_for_file(self) -> None:
-        """Lines from here on will be written to a file that is opened later, if it ever is: a run that is refused leaves none."""
+        """Lines from here on will be written to a file that is opened later, if it ever is: a run that is refused
+        leaves none."""
         self._waiting = []
 
     def open(self, path: str | Path) -> None:
@@ -171,4 +183,6 @@ class Log:
     def _not_heard(self, error: Exception) -> None:
         if not self._unheard:
             self._unheard = True
-            self.note(f"warning: the console cannot be written ({error}): the run goes on, and this file has every line")
+            self.note(
+                f"warning: the console cannot be written ({error}): the run goes on, and this file has every line"
+            )

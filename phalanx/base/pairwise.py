@@ -1,7 +1,7 @@
 """Sums in a fixed binary tree: the order of additions depends on the number of terms alone, not on who holds them.
 
-A tree over n terms is cut in halves as long as they are equal, so that 2, 4, 8 ... ranks with runs of n / 2, n / 4 ... terms each
-can add up their own and then each other's, and get the same bits as one rank with all of them.
+A tree over n terms is cut in halves as long as they are equal, so that 2, 4, 8 ... ranks with runs of n / 2, n / 4
+... terms each can add up their own and then each other's, and get the same bits as one rank with all of them.
 """
 
 from __future__ import annotations

@@ -25,11 +25,13 @@ class Word:
 
 @dataclass(frozen=True)
 class Placement:
-    """rank of world_size; local_rank counts on this machine. `init_method` is for comm.meeting.open_store; a world of one needs none.
+    """rank of world_size; local_rank counts on this machine. `init_method` is for comm.meeting.open_store; a world
+    of one needs none.
 
     secret   of the run (comm/meeting.py): no rank with another one is let in; empty: there is none
     word     to whoever started this rank
     local_size  ranks on this machine; None: unknown
+    refused  why this machine cannot hold its ranks, which all are told when they have met; empty: it can
     """
 
     rank: int = 0
@@ -39,3 +41,4 @@ class Placement:
     secret: str = field(default="", repr=False)
     word: Word = field(default_factory=Word, compare=False, repr=False)
     local_size: int | None = None
+    refused: str = ""

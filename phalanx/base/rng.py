@@ -1,6 +1,8 @@
-"""Counter-based random numbers: a value is a pure function of (seed, what it is for, position), so no layout can change it.
+"""Counter-based random numbers: a value is a pure function of (seed, what it is for, position), so no layout can
+change it.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic of plain PyTorch, on the CPU of numpy.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic of plain
+PyTorch, on the CPU of numpy.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ CHUNK = (1 << 15, 1 << 22)  # elements generated at once (CPU, GPU): temporaries
 
 
 def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable; ints are on the tensors' device) and a 64-bit key."""
+    """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable; ints are on the tensors'
+    device) and a 64-bit key."""
     device = next((c.device for c in counter if isinstance(c, Tensor)), torch.device("cpu"))
-    words = tuple(c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter)  # torch.tensor would copy from the host
+    words = tuple(
+        c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter
+    )  # torch.tensor would copy from the host
     if device.type != "cpu":
         return rounds(words, key)
-    return tuple(torch.from_numpy(w) for w in rounds(tuple(np.atleast_1d(c.numpy()) for c in words), key))  # calls cost half of torch's
+    return tuple(
+        torch.from_numpy(w) for w in rounds(tuple(np.atleast_1d(c.numpy()) for c in words), key)
+    )  # calls cost half of torch's
 
 
 def rounds(counter: tuple, key: tuple[int, int], count: int = 10) -> tuple:
@@ -43,7 +50,8 @@ def key_of(seed: int, *what: str | int) -> tuple[int, int]:
 
 
 def normal_runs(first: Tensor, length: int, key: tuple[int, int]) -> Tensor:
-    """Standard normal float64 (R, length) of elements first[r], first[r] + 1, ...: elements 2i and 2i + 1 are a Box-Muller pair.
+    """Standard normal float64 (R, length) of elements first[r], first[r] + 1, ...: elements 2i and 2i + 1 are a
+    Box-Muller pair.
 
     Both come from the four words of counter i, so their bits are a function of the element's number alone.
     """
@@ -77,7 +85,8 @@ def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[i
 
 
 def run_starts(shape: tuple[int, ...], start: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
-    """First element number of each contiguous run that the box of size `box` at `start` is made of, in order (int64, on the CPU)."""
+    """First element number of each contiguous run that the box of size `box` at `start` is made of, in order (int64,
+    on the CPU)."""
     whole = len(shape)  # dims from here on are covered whole, and the one before them is cut once: together one run
     while whole > 1 and box[whole - 1] == shape[whole - 1]:
         whole -= 1
@@ -88,11 +97,14 @@ def run_starts(shape: tuple[int, ...], start: tuple[int, ...], box: tuple[int, .
     return first
 
 
-def keep_mask(p: float, seed: Tensor | int, layer: int, site: int, rows: tuple[Tensor, Tensor], columns: int, extra: int = 0) -> Tensor:
+def keep_mask(
+    p: float, seed: Tensor | int, layer: int, site: int, rows: tuple[Tensor, Tensor], columns: int, extra: int = 0
+) -> Tensor:
     """Dropout's decision for (rows, columns): True = keep, with probability 1 - p.
 
-    rows = (sample ids, positions), int64 of one shape R; the result has shape (*R, columns). The key is (seed, layer, site,
-    extra), the counter (column, position, sample): the same bits in every layout and from every twin of an op.
+    rows = (sample ids, positions), int64 of one shape R; the result has shape (*R, columns). The key is (seed,
+    layer, site, extra), the counter (column, position, sample): the same bits in every layout and from every twin of
+    an op.
     """
     samples, positions = rows
     key = key_of(int(seed), "dropout")

@@ -1,4 +1,5 @@
-"""Small parts that config checks are made of: ranges, options without effect, missing paths. The rules themselves are in each room."""
+"""Small parts that config checks are made of: ranges, options without effect, missing paths. The rules themselves
+are in each room."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ class MissingPath(Problem):
 
     error: type[PhalanxError] = DataError
 
+
 DEEP = 64  # folders inside each other where a mistyped name is still looked for
 
 
-def problem(section: str, config: Any, name: str, rule: str, because: dict[str, Any] | None = None, valid: Iterable[Any] = ()) -> Problem:
+def problem(
+    section: str, config: Any, name: str, rule: str, because: dict[str, Any] | None = None, valid: Iterable[Any] = ()
+) -> Problem:
     """A broken rule of field `name`. `rule` holds no values, so that the same rule reads the same for every value."""
     return Problem(f"{section}.{name}", getattr(config, name), rule, because or {}, tuple(valid))
 

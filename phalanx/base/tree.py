@@ -1,4 +1,5 @@
-"""Dotted paths over nested dataclasses: read, replace, list and describe their fields. Knows nothing of what a config means."""
+"""Dotted paths over nested dataclasses: read, replace, list and describe their fields. Knows nothing of what a
+config means."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class Key:
-    """One field of a tree of dataclasses. `default` is REQUIRED where there is none; `owner` is the class that declares it."""
+    """One field of a tree of dataclasses. `default` is REQUIRED where there is none; `owner` is the class that
+    declares it."""
 
     path: str
     hint: Any
@@ -109,7 +111,8 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-@cache  # a config is read with a walk over all keys for each override: parsing sources again would take most of the time
+# a config is read with a walk over all keys for each override: parsing sources again would take most of the time
+@cache
 def _own_field_docs(cls: type) -> Mapping[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""What the device at hand can do, measured now: its GEMM at a model's shapes, its memory, its attention. The rest is held against this."""
+"""What the device at hand can do, measured now: its GEMM at a model's shapes, its memory, its attention. The rest is
+held against this."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ import torch.nn.functional as F
 
 from phalanx.base.dtypes import precision
 from phalanx.bench.timing import calls_in, measure
-from phalanx.train.config import Run
+from phalanx.config.run import Run
 
 WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate falls to what its power limit allows
 RUN_S = 0.06  # then each measurement lasts about this long
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
-MOST_TOKENS = 2**16  # of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
+MOST_TOKENS = (
+    2**16
+)  # of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """gemm: FLOP/s over the linears of a layer, weighted by their size. copy: bytes/s read plus written. attention: FLOP/s forward
-    and backward, causal counted as half the square, backward as 2.5 forwards (it makes the scores again)."""
+    """gemm: FLOP/s over the linears of a layer, weighted by their size. copy: bytes/s read plus written. attention:
+    FLOP/s forward and backward, causal counted as half the square, backward as 2.5 forwards (it makes the scores
+    again)."""
 
     gemm: float
     copy: float
@@ -32,7 +36,8 @@ class Ceilings:
     def lines(self) -> list[str]:
         shapes = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in self.shapes.items())
         return [
-            f"ceilings measured in this run: GEMM {self.gemm / 1e12:.4g} TFLOP/s, memory copy {self.copy / 1e9:.4g} GB/s, "
+            f"ceilings measured in this run: GEMM {self.gemm / 1e12:.4g} TFLOP/s, memory copy "
+            f"{self.copy / 1e9:.4g} GB/s, "
             f"attention {self.attention / 1e12:.4g} TFLOP/s forward and backward",
             f"GEMM by shape (tokens x in -> out), TFLOP/s: {shapes}",
         ]
@@ -59,8 +64,12 @@ def gemm_shapes(run: Run) -> list[tuple[int, int, int]]:
     inner = m.intermediate_size or 4 * m.hidden_size
     gated = 2 if m.family != "gpt2" else 1
     q = heads * head // tp
-    return [(tokens, m.hidden_size, q + 2 * max(1, kv // tp) * head), (tokens, q, m.hidden_size),
-            (tokens, m.hidden_size, gated * inner // tp), (tokens, inner // tp, m.hidden_size)]  # fmt: skip
+    return [
+        (tokens, m.hidden_size, q + 2 * max(1, kv // tp) * head),
+        (tokens, q, m.hidden_size),
+        (tokens, m.hidden_size, gated * inner // tp),
+        (tokens, inner // tp, m.hidden_size),
+    ]
 
 
 def _gemm(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -78,7 +87,9 @@ def _sustained(call: Any, device: torch.device) -> float:
     while time.perf_counter() - began < WARM_S[device.type]:
         measure(call, device, warmup=0, repeats=1, batch=batch)
     times = measure(call, device, warmup=0, repeats=5, batch=batch)
-    return times.median if device.type == "cuda" else times.low  # a CPU is shared with others, its best is what it can do
+    return (
+        times.median if device.type == "cuda" else times.low
+    )  # a CPU is shared with others, its best is what it can do
 
 
 def copy_rate(device: torch.device) -> float:
@@ -94,7 +105,9 @@ def attention_rate(run: Run, dtype: torch.dtype, device: torch.device) -> float:
     length = min(MOST_TOKENS, train.seq_length)
     heads = max(1, m.num_attention_heads // run.layout.tp)
     size = getattr(m, "head_dim", None) or m.hidden_size // m.num_attention_heads
-    q, k, v = (torch.randn(train.micro_batch, heads, length, size, device=device).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(train.micro_batch, heads, length, size, device=device).to(dtype).requires_grad_() for _ in range(3)
+    )
     grad = torch.randn(q.shape, device=device).to(dtype)
 
     def both() -> None:

@@ -10,19 +10,24 @@ from typing import Any
 import torch
 
 from phalanx.base.placement import Placement
+from phalanx.base.text_table import table
 from phalanx.bench.timing import BATCH_S, Times, calls_in, measure
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.layout.grid import Grid
-from phalanx.train.plan_text import table
 
 TIMEOUT_S = 120.0
 FAST = 500e9  # bytes/s that no link exceeds by much: from it all ranks know how many calls fill a measurement
-FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}  # times (n - 1) / n: the share of the buffer on the busiest link
+FACTORS = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+}  # times (n - 1) / n: the share of the buffer on the busiest link
 
 
 def bench_comm(placement: Placement, device: str, sizes: list[float], repeats: int, out: str | None) -> None:
-    """One rank of the benchmark. sizes: MiB of the whole (gathered, or not yet scattered) buffer. Rank 0 prints and writes `out`."""
+    """One rank of the benchmark. sizes: MiB of the whole (gathered, or not yet scattered) buffer. Rank 0 prints and
+    writes `out`."""
     here = local_device(device, placement.local_rank)
     init_world(placement.rank, placement.world_size, placement.init_method, here, TIMEOUT_S, placement.secret)
     mesh = Mesh(Grid(pp=placement.world_size), placement.rank, here, TIMEOUT_S)
@@ -30,10 +35,15 @@ def bench_comm(placement: Placement, device: str, sizes: list[float], repeats: i
     rows = [row for mib in sizes for row in measure_size(mesh, round(mib * 2**20), repeats)]
     if placement.rank == 0:
         name = torch.cuda.get_device_name(here) if device == "cuda" else "CPU, gloo"
-        print(f"{placement.world_size} x {name}, torch {torch.__version__}; bf16; medians of {repeats}, the slowest rank of each")
+        print(
+            f"{placement.world_size} x {name}, torch {torch.__version__}; bf16; medians of {repeats}, the "
+            "slowest rank of each"
+        )
         print(comm_table(rows), flush=True)
         if out:
-            Path(out).write_text(json.dumps({"device": name, "ranks": placement.world_size, "rows": rows}, indent=1), encoding="utf-8")
+            Path(out).write_text(
+                json.dumps({"device": name, "ranks": placement.world_size, "rows": rows}, indent=1), encoding="utf-8"
+            )
     mesh.close()
     leave_world()
 
@@ -53,9 +63,20 @@ def measure_size(mesh: Mesh, nbytes: int, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for op, call in calls.items():
         mesh.world.barrier()
-        rows.append(_row(op, whole, slowest(mesh.world, measure(call, mesh.device, repeats=repeats, batch=batch)), FACTORS[op] * (n - 1) / n))
+        rows.append(
+            _row(
+                op,
+                whole,
+                slowest(mesh.world, measure(call, mesh.device, repeats=repeats, batch=batch)),
+                FACTORS[op] * (n - 1) / n,
+            )
+        )
     mesh.world.barrier()
-    times = measure(lambda: _send(mesh, whole), mesh.device, repeats=repeats, batch=batch) if mesh.rank < 2 else Times(0.0, 0.0, 0.0, repeats)
+    times = (
+        measure(lambda: _send(mesh, whole), mesh.device, repeats=repeats, batch=batch)
+        if mesh.rank < 2
+        else Times(0.0, 0.0, 0.0, repeats)
+    )
     return [*rows, _row("send/recv", whole, slowest(mesh.world, times), 1.0)]
 
 
@@ -81,5 +102,13 @@ def comm_table(rows: list[dict[str, Any]]) -> str:
     lines = [("op", "MiB", "ms", "min-max", "bus GB/s")]
     for r in rows:
         spread = f"{1e3 * r['low']:.3f}-{1e3 * r['high']:.3f}"
-        lines.append((r["op"], f"{r['bytes'] / 2**20:g}", f"{1e3 * r['median']:.3f}", spread, f"{r['bus_bytes_per_s'] / 1e9:.2f}"))
+        lines.append(
+            (
+                r["op"],
+                f"{r['bytes'] / 2**20:g}",
+                f"{1e3 * r['median']:.3f}",
+                spread,
+                f"{r['bus_bytes_per_s'] / 1e9:.2f}",
+            )
+        )
     return table(lines, left=(0,))

@@ -1,9 +1,11 @@
-"""`bench ops`: every op of phalanx.ops as a config's own modules call it, forward and forward+backward, against measured ceilings.
+"""`bench ops`: every op of phalanx.ops as a config's own modules call it, forward and forward+backward, against
+measured ceilings.
 
-One embedding, one layer and the head are built as one rank of the layout would hold them, and run once while the calls of ops are
-noted with their arguments. Each call is then timed by itself. So the shapes are the config's, the twin is the one that the op
-chooses on this device, and an op that is added to a model is measured without a word here. Communication is left out: over an axis
-of several ranks an op gets its own part, copied where it would be gathered.
+One embedding, one layer and the head are built as one rank of the layout would hold them, and run once while the
+calls of ops are noted with their arguments. Each call is then timed by itself. So the shapes are the config's, the
+twin is the one that the op chooses on this device, and an op that is added to a model is measured without a word
+here. Communication is left out: over an axis of several ranks an op gets its own part, copied where it would be
+gathered.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.base.batch import Batch
 from phalanx.base.dtypes import precision
+from phalanx.base.text_table import table
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.timing import Times, measure
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build, init_weights, to_device
+from phalanx.engine.step import update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
-from phalanx.ops.attention import CAUSAL, Kind
-from phalanx.train.build import build, init_weights, to_device
-from phalanx.train.config import Run
-from phalanx.train.plan import Plan, make_blocks, make_plan, num_blocks, without_layout
-from phalanx.train.plan_text import table
-from phalanx.train.step import update
+from phalanx.ops.attention.attention import CAUSAL, Kind
+from phalanx.planning.plan import Plan, make_blocks, num_blocks, without_layout
+from phalanx.sequence.batch import Batch
 
 
 class Alone(Axis):
@@ -72,9 +75,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once. computes: the device's GEMM (or
-    attention) limits it and not its memory, by its FLOP per byte (Williams et al., "Roofline", 2009); `ceiling` is the rate of that,
-    in FLOP/s or bytes/s."""
+    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once. computes: the device's
+    GEMM (or attention) limits it and not its memory, by its FLOP per byte (Williams et al., "Roofline", 2009);
+    `ceiling` is the rate of that, in FLOP/s or bytes/s."""
 
     name: str
     shape: str
@@ -94,14 +97,27 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         unit = "FLOP/s" if self.computes else "bytes/s"
-        made = {"op": self.name, "shape": self.shape, "unit": unit, "ceiling": self.ceiling, "flop": self.flop, "bytes": self.nbytes}
+        made = {
+            "op": self.name,
+            "shape": self.shape,
+            "unit": unit,
+            "ceiling": self.ceiling,
+            "flop": self.flop,
+            "bytes": self.nbytes,
+        }
         for key, times, backward in (("forward", self.forward, False), ("forward_backward", self.both, True)):
             if times is not None:
-                made[key] = {**times.as_dict(), "rate": self.rate(times, backward), "share": self.rate(times, backward) / self.ceiling}
+                made[key] = {
+                    **times.as_dict(),
+                    "rate": self.rate(times, backward),
+                    "share": self.rate(times, backward) / self.ceiling,
+                }
         return made
 
 
-def bench_ops(run: Run, ranks: int, device: torch.device, repeats: int, out: str | None, say: Callable[[str], None]) -> list[Row]:
+def bench_ops(
+    run: Run, ranks: int, device: torch.device, repeats: int, out: str | None, say: Callable[[str], None]
+) -> list[Row]:
     """Measure, print a table, and write `out` (JSON)."""
     ceilings = measure_ceilings(run, device)
     plan = make_plan(run, ranks)
@@ -109,16 +125,24 @@ def bench_ops(run: Run, ranks: int, device: torch.device, repeats: int, out: str
     rows.append(time_update(run, device, ceilings, repeats))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     t = run.train
-    say(f"{name}, torch {torch.__version__}, {t.precision}, micro-batch {t.micro_batch} x {t.seq_length} tokens, one rank of tp {plan.grid.tp}")
+    say(
+        f"{name}, torch {torch.__version__}, {t.precision}, micro-batch {t.micro_batch} x {t.seq_length} "
+        f"tokens, one rank of tp {plan.grid.tp}"
+    )
     say("\n".join(ceilings.lines()))
     say(ops_table(rows))
     if out:
-        found = {"device": name, "torch": torch.__version__, "ceilings": ceilings.as_dict(), "ops": [r.as_dict() for r in rows]}
+        found = {
+            "device": name,
+            "torch": torch.__version__,
+            "ceilings": ceilings.as_dict(),
+            "ops": [r.as_dict() for r in rows],
+        }
         Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
     return rows
 
 
-# ---- the calls -------------------------------------------------------------------------------------------------------------------
+# ---- the calls -----------------------------------------------------------------------------------
 
 
 def calls_of(plan: Plan, device: torch.device) -> list[Call]:
@@ -141,9 +165,15 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     n = num_blocks(plan.run.model)
     grid = plan.grid
     axes = ModelAxes(
-        Alone("tp", grid.tp), Alone("ep", grid.ep), Alone("etp", grid.etp), Alone("ep x etp", grid.ep * grid.etp),
-        Alone("cp", grid.cp), Alone("cp heads", grid.ulysses), Alone("cp keys", grid.cp // grid.ulysses), Alone("tp x cp", grid.tp * grid.cp),
-    )  # fmt: skip
+        Alone("tp", grid.tp),
+        Alone("ep", grid.ep),
+        Alone("etp", grid.etp),
+        Alone("ep x etp", grid.ep * grid.etp),
+        Alone("cp", grid.cp),
+        Alone("cp heads", grid.ulysses),
+        Alone("cp keys", grid.cp // grid.ulysses),
+        Alone("tp x cp", grid.tp * grid.cp),
+    )
     env = plan.env(Coords(), axes)
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
     kind = precision(plan.run.train.precision)
@@ -164,8 +194,9 @@ def random_batch(run: Run, device: torch.device) -> Batch:
     ids = torch.randint(run.model.vocab_size, (2, tokens), device=device)
     positions = torch.arange(t.seq_length, device=device).repeat(t.micro_batch)
     samples = torch.arange(t.micro_batch, device=device).repeat_interleave(t.seq_length)
-    return Batch(ids[0], ids[1], positions, samples, t.micro_batch, t.seq_length,
-                 loss_seed=torch.ones((), device=device))  # fmt: skip
+    return Batch(
+        ids[0], ids[1], positions, samples, t.micro_batch, t.seq_length, loss_seed=torch.ones((), device=device)
+    )
 
 
 @contextmanager
@@ -177,7 +208,9 @@ def noted(found: list[Call]) -> Iterator[None]:
             if is_op(thing):
                 undo.append((module, name, thing))
                 setattr(module, name, _noting(thing, found))
-            elif getattr(thing, "__name__", "").startswith("phalanx.ops."):  # `from phalanx.ops import attention as ops`
+            elif getattr(thing, "__name__", "").startswith(
+                "phalanx.ops."
+            ):  # `from phalanx.ops import attention as ops`
                 for inner, function in list(vars(thing).items()):
                     if is_op(function) and not inner.startswith("_") and function.__module__ == thing.__name__:
                         undo.append((thing, inner, function))
@@ -190,14 +223,18 @@ def noted(found: list[Call]) -> Iterator[None]:
 
 
 def is_op(thing: Any) -> bool:
-    return callable(thing) and not isinstance(thing, type) and getattr(thing, "__module__", "").startswith("phalanx.ops.")
+    return (
+        callable(thing) and not isinstance(thing, type) and getattr(thing, "__module__", "").startswith("phalanx.ops.")
+    )
 
 
 def _noting(function: Callable[..., Any], found: list[Call]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
         result = function(*args, **kwargs)
-        if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and _tensors(result):  # not what only chooses a twin
+        if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and _tensors(
+            result
+        ):  # not what only chooses a twin
             found.append(Call(function.__name__, function, *kept))
         return result
 
@@ -211,7 +248,7 @@ def _own(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad)
 
 
-# ---- their times -----------------------------------------------------------------------------------------------------------------
+# ---- their times ---------------------------------------------------------------------------------
 
 
 def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
@@ -238,14 +275,25 @@ def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, re
     computes = flop / rate >= nbytes / ceilings.copy
     ceiling = rate if computes else ceilings.copy
     times = measure(forward, device, repeats=repeats)
-    return Row(call.name, call.shape, times, measure(both, device, repeats=repeats) if backward else None, flop, nbytes, computes, ceiling,
-               (2.5 if attends else 2.0) * flop)  # fmt: skip
+    return Row(
+        call.name,
+        call.shape,
+        times,
+        measure(both, device, repeats=repeats) if backward else None,
+        flop,
+        nbytes,
+        computes,
+        ceiling,
+        (2.5 if attends else 2.0) * flop,
+    )
 
 
 def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
-    """What a step does once, after its gradients: norm, clip, AdamW, weights written back, gradients zeroed; for one layer and embeddings.
+    """What a step does once, after its gradients: norm, clip, AdamW, weights written back, gradients zeroed; for one
+    layer and embeddings.
 
-    nbytes is the least that can be moved: gradient, master and two moments read; master, moments, weight and zeroed gradient written.
+    nbytes is the least that can be moved: gradient, master and two moments read; master, moments, weight and zeroed
+    gradient written.
     """
     alone = replace(without_layout(run), model=replace(run.model, num_hidden_layers=1))
     plan = make_plan(alone, 1)
@@ -257,11 +305,14 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     wide, narrow = kind.master.itemsize, kind.compute.itemsize
     copies = 8 if wide == narrow else 8 + narrow / wide  # fp32: the weights are their own masters
     times = measure(lambda: update(state, tokens, 1e-5), device, repeats=repeats)
-    return Row("update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), False, ceilings.copy, 0.0)
+    return Row(
+        "update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), False, ceilings.copy, 0.0
+    )
 
 
 def forward_flop(call: Call, run: Run, forward: Callable[[], Any]) -> float:
-    """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square or the window."""
+    """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square or
+    the window."""
     if "attention" in call.name:
         q, _, v, *others = call.args
         kind = next((a for a in others if isinstance(a, Kind)), CAUSAL)

@@ -1,4 +1,5 @@
-"""`bench step`: a config's real training step, timed as the peers in benchmarks/peers are, with memory by kind and the step budget."""
+"""`bench step`: a config's real training step, timed as the peers in benchmarks/peers are, with memory by kind and
+the step budget."""
 
 from __future__ import annotations
 
@@ -14,34 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import Batch
 from phalanx.base.devices import find_device
 from phalanx.base.placement import Placement
 from phalanx.base.sizes import size_text
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.timing import Times
 from phalanx.comm.mesh import leave_world
+from phalanx.config.read import load_run, to_dict
+from phalanx.config.run import Run
 from phalanx.data.loader import Prefetcher, train_loader
-from phalanx.train.budget import Budget, advice, read_budget
-from phalanx.train.build import State, build, init_weights
-from phalanx.train.config import Run
-from phalanx.train.flops import flops_of, step_flops
-from phalanx.train.load import load_run, to_dict
-from phalanx.train.main import device_of, join
-from phalanx.train.meeting import identity
-from phalanx.train.oom import held, reported
-from phalanx.train.order import micro_batches
-from phalanx.train.plan import make_plan
-from phalanx.train.profile import Recording
-from phalanx.train.step import train_step
+from phalanx.engine.build import State, build, init_weights
+from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.step import train_step
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.flops import flops_of, step_flops
+from phalanx.observe.out_of_memory import held, reported
+from phalanx.observe.profile import Recording
+from phalanx.observe.step_budget import Budget, advice, read_budget
+from phalanx.planning.order import micro_batches
+from phalanx.sequence.batch import Batch
 
 LR = 1e-5  # small: made-up tokens teach nothing, and every step shall do the same work
 TRACED = 2  # steps of the budget, after one that warms the profiler up
 
 
-def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup: int, out: str | None, trace: str | None) -> None:
-    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if asked. Without warm-up the timed steps
-    are all there is: no step budget, unless its trace is asked for."""
+def bench_step(
+    placement: Placement, config: dict[str, Any], steps: int, warmup: int, out: str | None, trace: str | None
+) -> None:
+    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if asked.
+    Without warm-up the timed steps are all there is: no step budget, unless its trace is asked for."""
     budgeted = warmup > 0 or trace is not None
     run = long_enough(load_run(base=config), warmup + steps + (TRACED + 1) * budgeted)
     began = time.perf_counter()
@@ -49,8 +51,13 @@ def bench_step(placement: Placement, config: dict[str, Any], steps: int, warmup:
         built = time.perf_counter()
         ceilings = measure_ceilings(run, state.mesh.device)
         if placement.rank == 0:
-            print(f"joined and built in {built - began:.1f} s, ceilings in {time.perf_counter() - built:.1f} s", flush=True)
-        if state.mesh.device.type == "cuda":  # the warm-up counts: what CUDA graphs use afterwards is not seen as allocated
+            print(
+                f"joined and built in {built - began:.1f} s, ceilings in {time.perf_counter() - built:.1f} s",
+                flush=True,
+            )
+        if (
+            state.mesh.device.type == "cuda"
+        ):  # the warm-up counts: what CUDA graphs use afterwards is not seen as allocated
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(state.mesh.device)
         losses: list[Tensor] = []
@@ -97,9 +104,17 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
     """A function that gives a step's micro-batches, of fresh tokens each time, as the training loop gets them."""
     mesh, t = state.mesh, run.train
     count = t.global_batch // (t.micro_batch * mesh.dp.size)
-    loader = train_loader(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size, samples=t.last_step * t.global_batch)
+    loader = train_loader(
+        run.data,
+        seq_length=t.seq_length,
+        seed=t.seed,
+        vocab_size=run.model.vocab_size,
+        samples=t.last_step * t.global_batch,
+    )
     order = micro_batches(run, loader, 0, 0, mesh.dp.size, mesh.dp.index)
-    with Prefetcher(loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda", part=mesh.part) as ready:
+    with Prefetcher(
+        loader, order, depth=max(8, 2 * count), pin_memory=mesh.device.type == "cuda", part=mesh.part
+    ) as ready:
         yield lambda: [next(ready).to(mesh.device) for _ in range(count)]
 
 
@@ -113,7 +128,9 @@ def timed_steps(state: State, step: Callable[[], None], count: int) -> Times:
         step()
         wait(state)
         seconds.append(time.perf_counter() - began)
-    slowest = state.mesh.world.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=state.mesh.device), "max").wait()
+    slowest = state.mesh.world.all_reduce(
+        torch.tensor(seconds, dtype=torch.float64, device=state.mesh.device), "max"
+    ).wait()
     return Times.of(slowest.tolist())
 
 
@@ -123,7 +140,8 @@ def wait(state: State) -> None:
 
 
 def peak_bytes(state: State) -> int | None:
-    """Most bytes of tensors at once on the fullest rank, the first step included; None on a CPU, which does not count them."""
+    """Most bytes of tensors at once on the fullest rank, the first step included; None on a CPU, which does not
+    count them."""
     if state.mesh.device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(state.mesh.device) + state.mesh.shared_bytes
@@ -199,7 +217,8 @@ class Result:
             f"{self.ranks} x {self.device}, torch {torch.__version__}, {g.text}, {t.precision}, "
             f"{t.global_batch} x {t.seq_length} tokens a step, micro-batch {t.micro_batch}",
             f"step {self.times.ms} ms, median (least-most) of {self.times.repeats}; loss of the last {self.loss:.4f}",
-            f"tokens/s/GPU {rate:,.0f}, {self.flops / 1e12:.4g} TFLOP/s, MFU {mfu}, {100 * self.flops / self.ceilings.gemm:.1f} % of measured GEMM",
+            f"tokens/s/GPU {rate:,.0f}, {self.flops / 1e12:.4g} TFLOP/s, MFU {mfu}, "
+            f"{100 * self.flops / self.ceilings.gemm:.1f} % of measured GEMM",
             f"peak memory {peak}; by kind: {kinds}",
             f"FLOP per step: {flops_of(self.run).text(self.tokens)}",
             *self.ceilings.lines(),
@@ -208,8 +227,18 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "device": self.device, "torch": torch.__version__, "ranks": self.ranks, "config": to_dict(self.run), "step": self.times.as_dict(),
-            "loss": self.loss, "tokens_per_s_per_gpu": self.tokens / self.times.median / self.ranks, "flops": self.flops, "mfu": self.mfu,
-            "share_of_gemm": self.flops / self.ceilings.gemm, "peak_bytes": self.peak, "memory": self.memory(),
-            "ceilings": self.ceilings.as_dict(), "budget": None if self.budget is None else self.budget.as_dict(),
-        }  # fmt: skip
+            "device": self.device,
+            "torch": torch.__version__,
+            "ranks": self.ranks,
+            "config": to_dict(self.run),
+            "step": self.times.as_dict(),
+            "loss": self.loss,
+            "tokens_per_s_per_gpu": self.tokens / self.times.median / self.ranks,
+            "flops": self.flops,
+            "mfu": self.mfu,
+            "share_of_gemm": self.flops / self.ceilings.gemm,
+            "peak_bytes": self.peak,
+            "memory": self.memory(),
+            "ceilings": self.ceilings.as_dict(),
+            "budget": None if self.budget is None else self.budget.as_dict(),
+        }

@@ -1,4 +1,5 @@
-"""`bench sweep`: `bench step` for every combination of values, each in processes of its own; a table sorted by tokens/s."""
+"""`bench sweep`: `bench step` for every combination of values, each in processes of its own; a table sorted by
+tokens/s."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.train.plan_text import table
+from phalanx.base.text_table import table
 
 Row = dict[str, Any]
 
@@ -40,7 +41,9 @@ def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     return list(itertools.product(*(split_values(o) for o in overrides)))
 
 
-def sweep(config: str, overrides: Sequence[str], options: Sequence[str], timeout_s: float, say: Callable[[str], None]) -> list[Row]:
+def sweep(
+    config: str, overrides: Sequence[str], options: Sequence[str], timeout_s: float, say: Callable[[str], None]
+) -> list[Row]:
     """A row per combination. One that runs out of memory, or is not legal, or takes too long is a row that says so."""
     varied = {o.partition("=")[0] for o in overrides if len(split_values(o)) > 1}
     rows = []
@@ -72,12 +75,27 @@ def problem_of(said: str, code: int) -> str:
     out_of_memory = next((line for line in lines if "out of memory" in line.lower()), None)
     if out_of_memory:
         return "out of memory"
+    if does_not_fit := next((line for line in lines if line.startswith("does not fit: ")), None):
+        return does_not_fit[:120]
     named = next((line for line in lines if " error: " in f" {line}" or line.startswith("rank ")), None)
     return f"exit {code}: {(named or (lines[-1] if lines else 'nothing said'))[:120]}"
 
 
 def sweep_table(rows: Sequence[Row]) -> str:
-    lines = [("configuration", "ranks", "step ms", "min-max", "tok/s", "tok/s/GPU", "TFLOP/s/GPU", "MFU", "peak GiB", "problem")]
+    lines = [
+        (
+            "configuration",
+            "ranks",
+            "step ms",
+            "min-max",
+            "tok/s",
+            "tok/s/GPU",
+            "TFLOP/s/GPU",
+            "MFU",
+            "peak GiB",
+            "problem",
+        )
+    ]
     for r in rows:
         if "problem" in r:
             lines.append((r["name"], *[""] * 8, r["problem"]))
@@ -86,6 +104,18 @@ def sweep_table(rows: Sequence[Row]) -> str:
         mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
         peak = "n/a" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}"
         rate = r["tokens_per_s_per_gpu"]
-        lines.append((r["name"], str(r["ranks"]), f"{1e3 * s['median']:.2f}", f"{1e3 * s['low']:.2f}-{1e3 * s['high']:.2f}",
-                      f"{rate * r['ranks']:,.0f}", f"{rate:,.0f}", f"{r['flops'] / 1e12:.4g}", mfu, peak, ""))  # fmt: skip
+        lines.append(
+            (
+                r["name"],
+                str(r["ranks"]),
+                f"{1e3 * s['median']:.2f}",
+                f"{1e3 * s['low']:.2f}-{1e3 * s['high']:.2f}",
+                f"{rate * r['ranks']:,.0f}",
+                f"{rate:,.0f}",
+                f"{r['flops'] / 1e12:.4g}",
+                mfu,
+                peak,
+                "",
+            )
+        )
     return table(lines, left=(0, 9))

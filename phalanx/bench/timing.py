@@ -1,4 +1,5 @@
-"""Timing calls on a device: warm-up, repeats, and the median with its spread. CUDA events on a GPU, the clock on a CPU."""
+"""Timing calls on a device: warm-up, repeats, and the median with its spread. CUDA events on a GPU, the clock on a
+CPU."""
 
 from __future__ import annotations
 
@@ -34,10 +35,13 @@ class Times:
         return asdict(self)
 
 
-def measure(call: Callable[[], Any], device: torch.device, warmup: int = 3, repeats: int = 10, batch: int | None = None) -> Times:
+def measure(
+    call: Callable[[], Any], device: torch.device, warmup: int = 3, repeats: int = 10, batch: int | None = None
+) -> Times:
     """Times of `call()`, which must do the same work each time.
 
-    batch: calls in a row that make one measurement on a GPU; None: as many as fill BATCH_S. Ranks that communicate must agree on it.
+    batch: calls in a row that make one measurement on a GPU; None: as many as fill BATCH_S. Ranks that communicate
+    must agree on it.
     """
     for _ in range(warmup):
         call()

@@ -1,4 +1,5 @@
-"""agree: a step that all ranks must take together; if it fails on one rank, every rank raises the same error instead of waiting."""
+"""agree: a step that all ranks must take together; if it fails on one rank, every rank raises the same error instead
+of waiting."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ T = TypeVar("T")
 def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank of the axis and give each rank all results (JSON values), in rank order.
 
-    Raises CheckpointError on every rank where `work` failed on any of them: DamagedCheckpoint if all that failed found damage.
-    PeerLost if what came is no answer. Other errors than those of users and of the disk are bugs: they keep their type on their own rank.
+    Raises CheckpointError on every rank where `work` failed on any of them: DamagedCheckpoint if all that failed
+    found damage. PeerLost if what came is no answer. Other errors than those of users and of the disk are bugs: they
+    keep their type on their own rank.
     """
     failure: Exception | None = None
     try:
@@ -26,11 +28,16 @@ def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
     except PeerLost:
         raise  # the others cannot be told
     except Exception as error:
-        failure, answer = error, {"error": str(error) or type(error).__name__, "damaged": isinstance(error, DamagedCheckpoint)}
+        failure, answer = (
+            error,
+            {"error": str(error) or type(error).__name__, "damaged": isinstance(error, DamagedCheckpoint)},
+        )
     try:
         answers = [json.loads(text) for text in axis.all_gather_text(json.dumps(answer))]
     except ValueError as error:  # no rank writes what cannot be read: these are bytes of something else
-        raise PeerLost(f"what the ranks of {axis.name} told each other cannot be read: one of them went another way ({error})") from error
+        raise PeerLost(
+            f"what the ranks of {axis.name} told each other cannot be read: one of them went another way ({error})"
+        ) from error
     errors = {rank: a["error"] for rank, a in zip(axis.ranks, answers) if "error" in a}
     if failure is not None and not isinstance(failure, (PhalanxError, OSError, SafetensorError)):
         raise failure

@@ -24,7 +24,16 @@ def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
     found += at_least("checkpoint", config, 0, "keep_last")
     found += at_least("checkpoint", config, 1, "keep_every")
     if config.keep_every is not None and config.keep_last == 0:
-        found.append(problem("checkpoint", config, "keep_every", "has no effect where all are kept", {"checkpoint.keep_last": 0}, (None,)))
+        found.append(
+            problem(
+                "checkpoint",
+                config,
+                "keep_every",
+                "has no effect where all are kept",
+                {"checkpoint.keep_last": 0},
+                (None,),
+            )
+        )
     if files and config.load is not None and not is_remote(config.load) and not exists(config.load):
         found.append(missing_checkpoint("checkpoint.load", config.load))
     return found
@@ -39,7 +48,21 @@ def check_source(folder: str, family: str) -> list[Problem]:
     except CheckpointError as error:
         return [Problem("init_from", folder, f"must hold a config.json that can be read ({error})")]
     if kind is not None and kind not in FAMILIES:
-        return [Problem("init_from", folder, f"must hold a model that Phalanx has: {unknown_family(kind)}", {"model.family": family})]
+        return [
+            Problem(
+                "init_from",
+                folder,
+                f"must hold a model that Phalanx has: {unknown_family(kind)}",
+                {"model.family": family},
+            )
+        ]
     if kind not in (None, family):
-        return [Problem("init_from", folder, "must hold a model of the same family", {"its model_type": kind, "model.family": family})]
+        return [
+            Problem(
+                "init_from",
+                folder,
+                "must hold a model of the same family",
+                {"its model_type": kind, "model.family": family},
+            )
+        ]
     return []

@@ -11,7 +11,8 @@ class CheckpointConfig:
     interval: int | None = None
     """Save every so many steps; unset: only at the end and on SIGTERM."""
     dir: str | None = None
-    """Where checkpoints go: a folder, or s3://bucket/prefix (needs the extra phalanx[s3]); unset: checkpoints/ in the run's folder."""
+    """Where checkpoints go: a folder, or s3://bucket/prefix (needs the extra phalanx[s3]); unset: checkpoints/ in
+    the run's folder."""
     keep_last: int = 2
     """Newest good checkpoints to keep; 0 keeps all."""
     keep_every: int | None = None
@@ -19,7 +20,8 @@ class CheckpointConfig:
     background: bool = True
     """Write from a copy in host memory while training goes on; false: the run waits until all is on disk."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a failed save (a full disk) does: end the run (exit 4), or warn and go on; the last save of a run always ends it."""
+    """What a failed save (a full disk) does: end the run (exit 4), or warn and go on; the last save of a run always
+    ends it."""
     load: str | None = None
     """A checkpoint (or a run folder: its newest) to continue from; the run's own checkpoints, if any, go first."""
     resume: Literal["auto", "never"] = "auto"

@@ -1,4 +1,5 @@
-"""Contents: the global tensors of a checkpoint, or of a Hugging Face folder, one at a time on one process; each byte checked as in training."""
+"""Contents: the global tensors of a checkpoint, or of a Hugging Face folder, one at a time on one process; each byte
+checked as in training."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.checkpoint.boxes import KINDS
 from phalanx.checkpoint.hf_files import hf_index
-from phalanx.checkpoint.holdings import KINDS
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.load import state_index, weight_receipts
 from phalanx.checkpoint.manifest import NAME, Manifest, read_manifest
@@ -26,7 +27,8 @@ WEIGHTS = "weights"
 
 
 class Contents:
-    """Tensors by kind: `weights` as they are exported and, of a checkpoint of ours, `master`, `m` and `v`. Files stay open until `close`."""
+    """Tensors by kind: `weights` as they are exported and, of a checkpoint of ours, `master`, `m` and `v`. Files
+    stay open until `close`."""
 
     def __init__(self, path: str | Path):
         self.path, self.manifest = _meant(path)
@@ -34,12 +36,17 @@ class Contents:
         self._open = ExitStack()
         self._files: dict[Path, CheckedFile | PlainFile] = {}
         receipts = weight_receipts(self.weights) if self.manifest else None
-        self._kinds: dict[str, tuple[Path, Index, dict[str, Receipt] | None]] = {WEIGHTS: (self.weights, hf_index(self.weights, receipts), receipts)}
+        self._kinds: dict[str, tuple[Path, Index, dict[str, Receipt] | None]] = {
+            WEIGHTS: (self.weights, hf_index(self.weights, receipts), receipts)
+        }
         if self.manifest is not None:
             state, kept = state_index(self.path, self.manifest), state_index(self.path, self.manifest, "kept")
             for kind in KINDS:
                 index = {**state, **kept} if kind == KINDS[0] else state
-                keyed = {n: Stored(s.shape, [replace(p, key=key_of(kind, n, p.box)) for p in s.parts]) for n, s in index.items()}
+                keyed = {
+                    n: Stored(s.shape, [replace(p, key=key_of(kind, n, p.box)) for p in s.parts])
+                    for n, s in index.items()
+                }
                 self._kinds[kind] = (self.path / "state", keyed, self.manifest.receipts("state"))
         self.untrained = frozenset(kept) if self.manifest is not None else frozenset[str]()
 

@@ -1,7 +1,8 @@
-"""Export and import: from a checkpoint to a Hugging Face folder, and from folders of others to one; each with a report of what was compared.
+"""Export and import: from a checkpoint to a Hugging Face folder, and from folders of others to one; each with a
+report of what was compared.
 
-Nothing here runs code of a folder: safetensors and JSON are read, and of torch's distributed checkpoints the metadata through an
-unpickler that knows their own data classes and nothing else.
+Nothing here runs code of a folder: safetensors and JSON are read, and of torch's distributed checkpoints the
+metadata through an unpickler that knows their own data classes and nothing else.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.contents import WEIGHTS, Contents
-from phalanx.checkpoint.fp8 import with_scaled
 from phalanx.checkpoint.gather import Held, plan_files
 from phalanx.checkpoint.hf_files import adapt, read_config, same_values
 from phalanx.checkpoint.load import fitting
 from phalanx.checkpoint.manifest import inside
-from phalanx.checkpoint.megatron import MegatronPart, with_megatron
-from phalanx.checkpoint.mxfp4 import with_packed
 from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.readers.fp8 import with_scaled
+from phalanx.checkpoint.readers.megatron import MegatronPart, with_megatron
+from phalanx.checkpoint.readers.mxfp4 import with_packed
 from phalanx.checkpoint.save import MAX_FILE_BYTES, TOKENIZER_FILES
 from phalanx.checkpoint.storage import Storage, sum_of, write_file
 from phalanx.checkpoint.tensors import Part, PlainFile, Stored, write_tensors
@@ -41,21 +42,40 @@ from phalanx.layout.box import Box
 REPORT = "parity.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 DCP_NAMES = {
-    "torch.distributed.checkpoint.metadata": {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "Metadata", "_MEM_FORMAT_ENCODING",
-                                              "BytesStorageMetadata", "TensorStorageMetadata", "StorageMeta"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"}, "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "Metadata",
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "TensorStorageMetadata",
+        "StorageMeta",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-}  # fmt: skip
-PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}  # the second: of Python 3.13
+}
+PATHS = {
+    (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")
+}  # the second: of Python 3.13
 
 
 def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
-    """The weights of a checkpoint as a Hugging Face folder of its own, rounded once from the masters to `dtype` (default: that of the run).
+    """The weights of a checkpoint as a Hugging Face folder of its own, rounded once from the masters to `dtype`
+    (default: that of the run).
 
     Its report compares what was written, read again, with the masters.
     """
     with Contents(path) as contents:
+
         def rounded(name: str, like: Tensor) -> Tensor:
             return contents.read(contents.best, name).to(like.dtype)
 
@@ -65,28 +85,42 @@ def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
 
 
 def report(folder: Path, truth: Iterator[tuple[str, Tensor]], source: str) -> Path:
-    """Write beside the weights what they were compared with: values that differ and by how much, per tensor. CheckpointError if rounding
-    does not explain it."""
+    """Write beside the weights what they were compared with: values that differ and by how much, per tensor.
+    CheckpointError if rounding does not explain it."""
     lines, wrong = {}, []
     with Contents(folder) as written:
         for name, wanted in truth:
             found = written.read(WEIGHTS, name)
             apart = (found.double() - wanted.double()).abs()
-            lines[name] = {"shape": list(found.shape), "dtype": str(found.dtype).removeprefix("torch."), "differing": int((apart != 0).sum()),
-                           "largest": float(apart.max()) if apart.numel() else 0.0}  # fmt: skip
+            lines[name] = {
+                "shape": list(found.shape),
+                "dtype": str(found.dtype).removeprefix("torch."),
+                "differing": int((apart != 0).sum()),
+                "largest": float(apart.max()) if apart.numel() else 0.0,
+            }
             if not torch.equal(found, wanted.to(found.dtype)):
                 wrong.append(name)
     files = {path.name: sum_of(path) for path in sorted(folder.glob("*.safetensors"))}
-    text = json.dumps({"compared_with": source, "exact": not any(line["differing"] for line in lines.values()), "xxh3": files, "tensors": lines})
+    text = json.dumps(
+        {
+            "compared_with": source,
+            "exact": not any(line["differing"] for line in lines.values()),
+            "xxh3": files,
+            "tensors": lines,
+        }
+    )
     write_file(Storage(), folder / REPORT, [text.encode()])
     if wrong:
         raise CheckpointError(f"{folder} does not hold what was to be written: {', '.join(wrong[:5])}")
     return folder
 
 
-def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted: dict[str, tuple[int, ...]], prefix: str = "") -> Path:
-    """A Hugging Face folder from safetensors files, or from a torch distributed checkpoint, of whatever metadata. Weights packed as MXFP4 or
-    as FP8 with scales become plain numbers, in the dtype that the config names (bf16 holds every value of MXFP4).
+def import_weights(
+    path: str | Path, out: str | Path, config: str | Path, wanted: dict[str, tuple[int, ...]], prefix: str = ""
+) -> Path:
+    """A Hugging Face folder from safetensors files, or from a torch distributed checkpoint, of whatever metadata.
+    Weights packed as MXFP4 or as FP8 with scales become plain numbers, in the dtype that the config names (bf16
+    holds every value of MXFP4).
 
     config      a folder with config.json (and tokenizer), which the result carries
     wanted      names and shapes that the model of that config has; everything else is an error that names it
@@ -108,7 +142,9 @@ def import_weights(path: str | Path, out: str | Path, config: str | Path, wanted
         files = plan_files([held], MAX_FILE_BYTES)
         for file in files:
             tensors = (_whole(index[job.name], source).to(job.dtype) for job in file.jobs)
-            write_tensors(Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs], tensors)
+            write_tensors(
+                Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs], tensors
+            )
         if len(files) > 1:
             write_file(Storage(), folder / "model.safetensors.index.json", [index_text(files)])
         plain = {key: value for key, value in told.items() if key != "quantization_config"}
@@ -129,7 +165,9 @@ def _dtype(stored: Stored, source: SafetensorsFolder | DcpFolder, config: dict[s
     part = stored.parts[0]
     if type(part) in (Part, MegatronPart):
         return source.dtype(part.key)
-    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."), None)
+    found = getattr(
+        torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."), None
+    )
     return found if isinstance(found, torch.dtype) and found in DTYPES.values() else torch.bfloat16
 
 
@@ -146,7 +184,9 @@ class SafetensorsFolder:
                     raise CheckpointError(f"{folder}: {name} is in two files, {path.name} is one of them")
                 self.shapes[name], self._files[name] = file.shape(name), file
         if not self.shapes:
-            raise CheckpointError(f"{folder} holds no .safetensors files and no .metadata (pickled .bin and .pt files are not read)")
+            raise CheckpointError(
+                f"{folder} holds no .safetensors files and no .metadata (pickled .bin and .pt files are not read)"
+            )
 
     def dtype(self, name: str) -> torch.dtype:
         return self.read(name).dtype
@@ -170,7 +210,8 @@ class DcpFolder:
         return self._dtypes[name]
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
-        """A box of a tensor. They are stored by torch.save and read with weights_only=True, as torch's own reader does."""
+        """A box of a tensor. They are stored by torch.save and read with weights_only=True, as torch's own reader
+        does."""
         if self._stacked(name) and where and where[0].stop - where[0].start == 1:
             return self._read(f"{name}@{where[0].start}")[:, *where[1:]]
         return self._read(name)[where]
@@ -193,7 +234,8 @@ class DcpFolder:
         return found[name]
 
     def _stacked(self, name: str) -> bool:
-        """Whether a tensor was stored row by row of its first dim, such as layers of a stack: then each is made one of its own."""
+        """Whether a tensor was stored row by row of its first dim, such as layers of a stack: then each is made one
+        of its own."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
         entries, data = self._metadata.state_dict_metadata, self._metadata.storage_data
@@ -210,7 +252,8 @@ class DcpFolder:
 
 
 class _OnlyDcp(pickle.Unpickler):
-    """Knows the data classes of torch.distributed.checkpoint, sizes and dtypes; a file that asks for anything else is refused."""
+    """Knows the data classes of torch.distributed.checkpoint, sizes and dtypes; a file that asks for anything else
+    is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         of_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
@@ -237,7 +280,11 @@ def _member(kind: Any, name: Any) -> Any:
 def _dcp_metadata(path: Path) -> Any:
     try:
         metadata = _OnlyDcp(io.BytesIO(path.read_bytes())).load()
-        odd = [info.relative_path for info in metadata.storage_data.values() if not inside(info.relative_path) or "/" in info.relative_path]
+        odd = [
+            info.relative_path
+            for info in metadata.storage_data.values()
+            if not inside(info.relative_path) or "/" in info.relative_path
+        ]
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: it {error}") from error
     except Exception as error:  # whatever damaged bytes make of an unpickler

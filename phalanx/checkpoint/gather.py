@@ -1,4 +1,5 @@
-"""Bring boxes of global tensors to the ranks that write them, one tensor at a time on each: no rank ever holds the whole model."""
+"""Bring boxes of global tensors to the ranks that write them, one tensor at a time on each: no rank ever holds the
+whole model."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.holdings import Item
+from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.tensors import natural
 from phalanx.comm.axis import Axis, Work
 from phalanx.layout.box import Box
@@ -39,7 +40,8 @@ class File:
 
 
 def plan_files(held: list[list[Held]], max_bytes: int) -> list[File]:
-    """Files of a model of which rank r offers the boxes held[r]: the same on every rank, and the same files in every layout.
+    """Files of a model of which rank r offers the boxes held[r]: the same on every rank, and the same files in every
+    layout.
 
     Raises CheckpointError if the offers do not cover each tensor exactly.
     """
@@ -54,7 +56,9 @@ def plan_files(held: list[list[Held]], max_bytes: int) -> list[File]:
         groups[-1].append(job)
         size += n
     count, world = len(groups), len(held)
-    names = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = (
+        ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    )
     return [File(names[i], i * world // count if count < world else i % world, tuple(g)) for i, g in enumerate(groups)]
 
 
@@ -76,10 +80,11 @@ def _jobs(held: list[list[Held]]) -> list[Job]:
 
 
 def gather(axis: Axis, files: list[File], items: list[Item], device: torch.device) -> Iterator[tuple[File, Tensor]]:
-    """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate to the end.
+    """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate
+    to the end.
 
-    In a round each writer gets its next tensor. All ranks walk the messages of a round in one order, so that even sends which
-    wait for their receiver cannot wait in a circle.
+    In a round each writer gets its next tensor. All ranks walk the messages of a round in one order, so that even
+    sends which wait for their receiver cannot wait in a circle.
     """
     mine = {(i.name, i.box): i.view for i in items}
     queues = [[(f, job) for f in files if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
@@ -87,8 +92,9 @@ def gather(axis: Axis, files: list[File], items: list[Item], device: torch.devic
         yield from _round(axis, [entry for entry in round if entry is not None], mine, device)
 
 
-def _round(axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Box], Tensor],
-           device: torch.device) -> Iterator[tuple[File, Tensor]]:  # fmt: skip
+def _round(
+    axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Box], Tensor], device: torch.device
+) -> Iterator[tuple[File, Tensor]]:
     me, work, arriving = axis.index, list[Work](), list[tuple[Tensor, Tensor]]()
     ready: list[tuple[File, Tensor]] = []
     for file, job in entries:

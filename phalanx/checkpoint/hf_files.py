@@ -1,4 +1,5 @@
-"""Files of a Hugging Face folder: config.json, and the tensors of its safetensors files under the names that a model asks for."""
+"""Files of a Hugging Face folder: config.json, and the tensors of its safetensors files under the names that a model
+asks for."""
 
 from __future__ import annotations
 
@@ -11,21 +12,37 @@ from typing import Any
 import torch
 
 from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.fp8 import with_scaled
 from phalanx.checkpoint.manifest import inside
-from phalanx.checkpoint.mxfp4 import with_packed
 from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.readers.fp8 import with_scaled
+from phalanx.checkpoint.readers.mxfp4 import with_packed
 from phalanx.checkpoint.storage import Receipt
-from phalanx.checkpoint.tensors import CheckedFile, Index, Open, Part, PlainFile, Stored, lately, open_tensors, receipt_of
+from phalanx.checkpoint.tensors import (
+    CheckedFile,
+    Index,
+    Open,
+    Part,
+    PlainFile,
+    Stored,
+    lately,
+    open_tensors,
+    receipt_of,
+)
 from phalanx.layout.box import Box
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
-COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")  # of the embedding and the head, beside published MTP modules
+COPY = re.compile(
+    r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+)  # of the embedding and the head, beside published MTP modules
 AHEAD = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old Hugging Face files carry along
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+)  # constants that old Hugging Face files carry along
 COMPARED = 1 << 24  # numbers of two tensors that are compared at once
 
 
@@ -75,14 +92,17 @@ def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:
 
 
 def hf_files(folder: Path) -> list[str]:
-    """Names of the safetensors files: those of the index, or the single one. A name that leaves the folder is refused."""
+    """Names of the safetensors files: those of the index, or the single one. A name that leaves the folder is
+    refused."""
     if not folder.is_dir():
         raise CheckpointError(missing(folder, "folder"))
     table = folder / "model.safetensors.index.json"
     if not table.is_file():
         if (folder / "model.safetensors").is_file():
             return ["model.safetensors"]
-        raise CheckpointError(f"{folder} holds neither model.safetensors nor {table.name} (pickled .bin and .pt files are not read)")
+        raise CheckpointError(
+            f"{folder} holds neither model.safetensors nor {table.name} (pickled .bin and .pt files are not read)"
+        )
     try:
         files = sorted({str(file) for file in json.loads(table.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -94,18 +114,23 @@ def hf_files(folder: Path) -> list[str]:
 
 
 def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool]) -> Index:
-    """The index under the model's names: a missing base prefix added, constants, copies and empty tensors dropped, the head settled.
+    """The index under the model's names: a missing base prefix added, constants, copies and empty tensors dropped,
+    the head settled.
 
     where   the folder with the config.json, for messages
     same    whether two stored tensors hold the same numbers
     """
     kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS) and not COPY.fullmatch(name)}
-    kept = {name: s for name, s in kept.items() if name in wanted or 0 not in s.shape}  # transformers writes shared experts of width 0
+    kept = {
+        name: s for name, s in kept.items() if name in wanted or 0 not in s.shape
+    }  # transformers writes shared experts of width 0
     prefix = next((p for p in PREFIXES if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}
     if HEAD in wanted and HEAD not in kept:
-        raise CheckpointError(f"{where} has no {HEAD}: it uses the input embedding as head; set model.tie_word_embeddings=true")
+        raise CheckpointError(
+            f"{where} has no {HEAD}: it uses the input embedding as head; set model.tie_word_embeddings=true"
+        )
     if HEAD in kept and HEAD not in wanted:
         head = kept.pop(HEAD)
         _check_tied(where)
@@ -153,7 +178,8 @@ def same_values(a: Stored, b: Stored, files: Open) -> bool:
 
 
 def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
-    """Whether the files of a folder whose config ties head and embedding have two different ones: then transformers ties them not."""
+    """Whether the files of a folder whose config ties head and embedding have two different ones: then transformers
+    ties them not."""
     names = [*EMBEDDINGS, *(name.removeprefix(prefix) for name in EMBEDDINGS for prefix in PREFIXES)]
     embedding = next((index[name] for name in names if name in index), None)
     return HEAD in index and embedding is not None and not same(embedding, index[HEAD])

@@ -1,4 +1,5 @@
-"""HostCopies: memory of the host that tensors are copied to, so that training can go on while they are written. Knows nothing of files."""
+"""HostCopies: memory of the host that tensors are copied to, so that training can go on while they are written.
+Knows nothing of files."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of a save, made beside the computation: on a GPU in a stream of their own, which runs after what was computed so far.
+    """Copies of a save, made beside the computation: on a GPU in a stream of their own, which runs after what was
+    computed so far.
 
-    Until `release` nothing of what is copied may change; reading it is fine, so the next forward and backward go on meanwhile. `wait`
-    waits for the copies. The memory is kept for the next save; of a GPU it is pinned. The first save pays for the memory (every page is
-    touched), later ones only for the copies.
+    Until `release` nothing of what is copied may change; reading it is fine, so the next forward and backward go on
+    meanwhile. `wait` waits for the copies. The memory is kept for the next save; of a GPU it is pinned. The first
+    save pays for the memory (every page is touched), later ones only for the copies.
     """
 
     def __init__(self, device: torch.device):
@@ -23,8 +25,8 @@ class HostCopies:
         self._beside = True
 
     def begin(self, fresh: int = 0) -> None:
-        """Nobody reads the earlier copies any more. `fresh`: bytes of the device that tensors made for this save alone take. Where the
-        device has no room for all of them, copies of such are waited for by the computation."""
+        """Nobody reads the earlier copies any more. `fresh`: bytes of the device that tensors made for this save
+        alone take. Where the device has no room for all of them, copies of such are waited for by the computation."""
         self._used = 0
         if self.device.type == "cuda":
             idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -60,7 +62,8 @@ class HostCopies:
             self._event = self._stream.record_event()
 
     def release(self) -> None:
-        """What comes after this in the current stream, which changes what is copied, runs after the copies. The host does not wait."""
+        """What comes after this in the current stream, which changes what is copied, runs after the copies. The host
+        does not wait."""
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
 

@@ -1,4 +1,5 @@
-"""Which checkpoints a folder holds, which is the newest good one, and which are removed: committed ones only ever go by a rename."""
+"""Which checkpoints a folder holds, which is the newest good one, and which are removed: committed ones only ever go
+by a rename."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.manifest import NAME, missing, parse, read_manifest
 from phalanx.checkpoint.places import is_remote, place
 from phalanx.checkpoint.storage import Storage, remove_tree
+from phalanx.checkpoint.unreachable import Unreachable
 
 COMMITTED = re.compile(r"step-(\d{8,})")
 LEFTOVER = re.compile(r"step-\d{8,}\.tmp-.+")
@@ -19,7 +21,8 @@ PIN = ".pin"
 
 @dataclass(frozen=True)
 class Keep:
-    """What retention spares: the newest `last` good ones (0: all), those whose step is a multiple of `every`, and pinned ones."""
+    """What retention spares: the newest `last` good ones (0: all), those whose step is a multiple of `every`, and
+    pinned ones."""
 
     last: int = 2
     every: int | None = None
@@ -37,8 +40,8 @@ def step_of(path: Path) -> int:
 def list_checkpoints(root: str | Path) -> list[Path]:
     """Committed checkpoints in a folder, oldest step first. They may be damaged; half-written ones have other names.
 
-    A folder that was renamed, or a link, whose manifest is of another step than its name is left out: `misnamed` tells of it.
-    In object storage, where nothing can be renamed, one without a manifest is half-written.
+    A folder that was renamed, or a link, whose manifest is of another step than its name is left out: `misnamed`
+    tells of it. In object storage, where nothing can be renamed, one without a manifest is half-written.
     """
     return [path for path in _named(root) if held_step(path) in (None, step_of(path))]
 
@@ -50,7 +53,10 @@ def misnamed(root: str | Path) -> list[str]:
         held = held_step(path)
         if held not in (None, step_of(path)):
             linked = f", a link to {path.readlink()}," if not is_remote(path) and path.is_symlink() else ""
-            told.append(f"{path}{linked} is not used: its manifest is of step {held}; to use it, rename it to {step_name(held or 0)}")
+            told.append(
+                f"{path}{linked} is not used: its manifest is of step {held}; to use it, rename it to "
+                f"{step_name(held or 0)}"
+            )
     return told
 
 
@@ -64,6 +70,8 @@ def held_step(path: Path) -> int | None:
     """The step that a checkpoint's manifest is of; None if that cannot be read."""
     try:
         return parse(path).step
+    except Unreachable:
+        raise
     except CheckpointError:
         return None
 
@@ -75,7 +83,8 @@ def _named(root: str | Path) -> list[Path]:
 
 
 def newest_first(root: str | Path) -> list[Path]:
-    """The checkpoints that a run may continue from. CheckpointError if there are only such as have another step's name."""
+    """The checkpoints that a run may continue from. CheckpointError if there are only such as have another step's
+    name."""
     found = list_checkpoints(root)[::-1]
     if not found and (told := misnamed(root)):
         raise CheckpointError(f"no checkpoint in {root} can be used:\n" + "\n".join(told))
@@ -86,6 +95,8 @@ def problem_of(path: Path) -> str | None:
     """What a quick look (manifest, sizes) finds wrong with a checkpoint."""
     try:
         read_manifest(path)
+    except Unreachable:
+        raise
     except CheckpointError as error:
         return str(error)
     return None
@@ -94,7 +105,8 @@ def problem_of(path: Path) -> str | None:
 def latest(root: str | Path) -> Path | None:
     """The newest checkpoint whose manifest and sizes are good; None if there are none at all.
 
-    Raises CheckpointError if there are checkpoints but none is good: a run must not start again from nothing because of that.
+    Raises CheckpointError if there are checkpoints but none is good: a run must not start again from nothing because
+    of that.
     """
     problems = []
     for path in reversed(list_checkpoints(root)):
@@ -113,7 +125,8 @@ def none_good(root: str | Path, problems: list[str]) -> CheckpointError:
 
 
 def candidates(path: str | Path) -> list[Path]:
-    """The checkpoints that a user means, the best first: one itself, or those of a run's folder or of its `checkpoints` folder, newest first."""
+    """The checkpoints that a user means, the best first: one itself, or those of a run's folder or of its
+    `checkpoints` folder, newest first."""
     path = place(path)
     if (path / NAME).exists() or (COMMITTED.fullmatch(path.name) and path.exists()):
         return [path]
@@ -124,7 +137,8 @@ def candidates(path: str | Path) -> list[Path]:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a user means: one itself, or the newest of a run's folder whose manifest and sizes are good."""
+    """The checkpoint that a user means: one itself, or the newest of a run's folder whose manifest and sizes are
+    good."""
     found = candidates(path)
     if len(found) == 1 and found[0] == place(path):
         return found[0]
@@ -149,7 +163,8 @@ def spared(root: Path, keep: Keep, protect: Iterable[Path] = ()) -> list[Path]:
 
 
 def retain(root: Path, keep: Keep, storage: Storage, protect: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
-    """Remove the checkpoints that are older than the newest `keep.last` good ones and not spared: which went, and what failed.
+    """Remove the checkpoints that are older than the newest `keep.last` good ones and not spared: which went, and
+    what failed.
 
     A damaged one counts for nothing: it neither is kept in place of a good one nor, if newer than these, removed.
     """
@@ -160,7 +175,9 @@ def retain(root: Path, keep: Keep, storage: Storage, protect: Iterable[Path] = (
     names = {_same(p) for p in (*kept, *spared(root, keep, protect))}
     old = [p for p in there[: there.index(kept[0])] if _same(p) not in names] if kept else []
     problems = {str(p): _remove(p, storage) for p in old}
-    return [path for path, problem in problems.items() if problem is None], [problem for problem in problems.values() if problem is not None]
+    return [path for path, problem in problems.items() if problem is None], [
+        problem for problem in problems.values() if problem is not None
+    ]
 
 
 def _same(path: Path) -> str:
@@ -176,7 +193,8 @@ def _remove(path: Path, storage: Storage) -> str | None:
 
 
 def remove_leftovers(root: Path, storage: Storage) -> list[str]:
-    """What killed saves and removals left behind; what fails is told. Only the holder of the run's lock may call this."""
+    """What killed saves and removals left behind; what fails is told. Only the holder of the run's lock may call
+    this."""
     problems = []
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if _is_leftover(path) and path.is_dir() and not path.is_symlink():

@@ -1,4 +1,5 @@
-"""Load a checkpoint, or a Hugging Face folder, into any layout: every rank reads the boxes that it holds, and nothing else."""
+"""Load a checkpoint, or a Hugging Face folder, into any layout: every rank reads the boxes that it holds, and
+nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.boxes import KINDS, Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.hf import ModelConfig, differences
 from phalanx.checkpoint.hf_files import AHEAD, HEAD, Shapes, adapt, folder_of, same_in, stored_in
-from phalanx.checkpoint.holdings import KINDS, Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
@@ -32,14 +33,22 @@ from phalanx.optim.scaler import LossScaler
 SHOWN = 200  # lines of problems of tensors in one error; names that differ in numbers alone share a line
 
 
-def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh,
-               model: ModelConfig | None = None, more: Mapping[str, Tensor] | None = None) -> dict[str, Any]:  # fmt: skip
-    """Masters, moments, the optimizer's step and the loss scale, bit for bit as saved in any layout; then weights = cast of masters.
+def load_state(
+    path: str | Path,
+    buffers: Buffers,
+    optimizer: AdamW,
+    scaler: LossScaler,
+    mesh: Mesh,
+    model: ModelConfig | None = None,
+    more: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Masters, moments, the optimizer's step and the loss scale, bit for bit as saved in any layout; then weights =
+    cast of masters.
 
-    Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of them if the
-    checkpoint is missing, or is of another model (given `model`, every differing field is listed, old -> new); DamagedCheckpoint
-    if a byte that a rank reads is not what was saved. more: small tensors that were saved along;
-    those of one owner (what stands before the dot) are zero if any of them does not fit.
+    Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of
+    them if the checkpoint is missing, or is of another model (given `model`, every differing field is listed, old ->
+    new); DamagedCheckpoint if a byte that a rank reads is not what was saved. more: small tensors that were saved
+    along; those of one owner (what stands before the dot) are zero if any of them does not fit.
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
@@ -52,9 +61,14 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
         x.zero_()  # padding is zero, whatever was there
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
-    had = {kind: [i for i in items[kind] if i.name in moving] for kind in KINDS[1:]}  # what was frozen then starts with moments of zero
+    had = {
+        kind: [i for i in items[kind] if i.name in moving] for kind in KINDS[1:]
+    }  # what was frozen then starts with moments of zero
     threads = threads_of_rank(mesh.world)
-    agree(mesh.world, lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state"), threads))
+    agree(
+        mesh.world,
+        lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state"), threads),
+    )
     for kind in KINDS:
         for shard, x in zip(optimizer.shards, values[kind]):
             shard.keep(kind, x)
@@ -62,9 +76,13 @@ def load_state(path: str | Path, buffers: Buffers, optimizer: AdamW, scaler: Los
     optimizer.step.fill_(numbers["optimizer.step"][0])
     for name, value in scaler.state().items():
         value.fill_(numbers[f"scaler.{name}"][0])
-    unfit = {name.partition(".")[0] for name, value in (more or {}).items() if len(numbers.get(name, [])) != value.numel()}
+    unfit = {
+        name.partition(".")[0] for name, value in (more or {}).items() if len(numbers.get(name, [])) != value.numel()
+    }
     for name, value in (more or {}).items():
-        saved = torch.tensor(numbers[name] if name.partition(".")[0] not in unfit else [0.0] * value.numel(), dtype=torch.float64)
+        saved = torch.tensor(
+            numbers[name] if name.partition(".")[0] not in unfit else [0.0] * value.numel(), dtype=torch.float64
+        )
         value.copy_(saved.view(value.shape))
     agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size, threads))
     _publish(buffers)
@@ -88,26 +106,38 @@ def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:
 
 def wanted_names(mesh: Mesh, items: list[Item]) -> Shapes:
     """Names and shapes of the whole model's tensors: those that any rank holds a part of."""
-    return {name: tuple(shape) for rank in agree(mesh.world, lambda: {i.name: i.shape for i in items}) for name, shape in rank.items()}
+    return {
+        name: tuple(shape)
+        for rank in agree(mesh.world, lambda: {i.name: i.shape for i in items})
+        for name, shape in rank.items()
+    }
 
 
 def fitting(index: Index, wanted: Shapes, where: str) -> Index:
-    """The index, if it holds exactly the tensors that are wanted, in their shapes. Else CheckpointError with every one that differs."""
+    """The index, if it holds exactly the tensors that are wanted, in their shapes. Else CheckpointError with every
+    one that differs."""
     problems = folded(mismatches(index, wanted))
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise CheckpointError(f"{where} does not fit the model:\n" + "\n".join(problems[:SHOWN] + more + _depths(index, wanted)))
+        raise CheckpointError(
+            f"{where} does not fit the model:\n" + "\n".join(problems[:SHOWN] + more + _depths(index, wanted))
+        )
     return index
 
 
 def _depths(index: Index, wanted: Shapes) -> list[str]:
     """What to set if the model predicts more or fewer tokens ahead than the folder."""
     have, want = ({m[1] for name in names if (m := AHEAD.fullmatch(name))} for names in (index, wanted))
-    return [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"] if have != want else []
+    return (
+        [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"]
+        if have != want
+        else []
+    )
 
 
 def check_weights(path: Path, manifest: Manifest, part: int, parts: int, threads: int) -> None:
-    """Compare this part of the files that a resume does not read (weights/), so that no damage stays in a checkpoint unseen."""
+    """Compare this part of the files that a resume does not read (weights/), so that no damage stays in a checkpoint
+    unseen."""
     mine = list(manifest.receipts("weights").items())[part::parts]
     check_files({path / "weights" / name: receipt for name, receipt in mine}, threads)
 
@@ -133,7 +163,11 @@ def mismatches(index: Index, wanted: Shapes) -> list[str]:
     for name, shape in wanted.items():
         have = index[name].shape if name in index else shape
         if have != shape:
-            size = f" (vocabulary of {have[0]} instead of {shape[0]})" if _is_vocabulary(name) and have[1:] == shape[1:] else ""
+            size = (
+                f" (vocabulary of {have[0]} instead of {shape[0]})"
+                if _is_vocabulary(name) and have[1:] == shape[1:]
+                else ""
+            )
             found.append(f"another shape: {name} has {have}, the model wants {shape}{size}")
     return found
 
@@ -142,11 +176,16 @@ def _is_vocabulary(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", HEAD))
 
 
-def _fill_state(wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt], threads: int) -> None:
+def _fill_state(
+    wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt], threads: int
+) -> None:
     """All kinds together: a box has each of them in the same file."""
     pairs = list[tuple[Item, Stored]]()
     for kind, items in wanted.items():
-        keyed = {name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts]) for name, s in index.items()}
+        keyed = {
+            name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts])
+            for name, s in index.items()
+        }
         pairs += [(item, keyed[item.name]) for item in items]
     fill(pairs, folder, receipts, threads)
 
@@ -156,9 +195,9 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
 
     Of any dtype, MXFP4, or FP8 with scales of blocks.
 
-    Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing, unexpected or
-    of another shape: nothing is ever left at random values. Moments are not touched. What one of our checkpoints holds is compared
-    with its checksums; a folder of others has none.
+    Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing,
+    unexpected or of another shape: nothing is ever left at random values. Moments are not touched. What one of our
+    checkpoints holds is compared with its checksums; a folder of others has none.
     """
     folder = folder_of(path)
     items = masters_to_load(buffers)
@@ -178,7 +217,8 @@ def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | 
 
 
 def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
-    """Receipts of the weights folder of one of our checkpoints, whose small files are compared at once; None: a folder of others."""
+    """Receipts of the weights folder of one of our checkpoints, whose small files are compared at once; None: a
+    folder of others."""
     if folder.name != "weights" or not (folder.parent / NAME).is_file():
         return None
     receipts = read_manifest(folder.parent).receipts("weights")

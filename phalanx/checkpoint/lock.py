@@ -17,7 +17,8 @@ NAME = ".lock"
 
 
 class FolderLock:
-    """Held from creation until `release` (or the end of `with`). Raises FolderInUse that names the holder's host and process.
+    """Held from creation until `release` (or the end of `with`). Raises FolderInUse that names the holder's host and
+    process.
 
     Unless `keep` was called, the folder is then as it was found: gone, if there was none.
 
@@ -34,13 +35,17 @@ class FolderLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path, note)
             if not lock.acquire():
-                raise FolderInUse(f"another run writes to {folder}: {_holder(lock.holder())}; wait for it or choose another `dir`")
+                raise FolderInUse(
+                    f"another run writes to {folder}: {_holder(lock.holder())}; wait for it or choose another `dir`"
+                )
         except FolderInUse:
             _close(lock)
             raise
         except OSError as error:
             _close(lock)
-            raise CheckpointError(f"{self.path} cannot be locked: {error.strerror or error}; choose a `dir` that can be written to") from error
+            raise CheckpointError(
+                f"{self.path} cannot be locked: {error.strerror or error}; choose a `dir` that can be written to"
+            ) from error
         self._lock, self._held = lock, True
         self._before = lock.before
         self.took_over = _holder(lock.before) if lock.before else None
@@ -50,14 +55,19 @@ class FolderLock:
         """CheckpointError if the folder is no longer the one that was locked: another run may have that of its name."""
         if self._lock.is_lost():
             folder = self.path.parent
-            raise CheckpointError(f"another run took over {folder} while this one stood still: nothing is written there any more")
+            raise CheckpointError(
+                f"another run took over {folder} while this one stood still: nothing is written there any more"
+            )
         try:
             there, mine = os.stat(self.path), os.fstat(self._lock.file)
         except FileNotFoundError:
             there = None
         if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
             what = "was moved or removed" if there is None else "was replaced by another of its name"
-            raise CheckpointError(f"the run's folder {self.path.parent} {what} while the run was going on: nothing is written there any more")
+            raise CheckpointError(
+                f"the run's folder {self.path.parent} {what} while the run was going on: nothing is written "
+                "there any more"
+            )
 
     def keep(self) -> None:
         """The run begins: the folder stays, with what is written there."""
@@ -98,8 +108,10 @@ def _close(lock: FileLock | None) -> None:
 
 def _without_locks(folder: str | Path, why: str) -> str:
     return (
-        f"the file system of {folder} has no locks ({why}): the run changes {NAME}.beat every second in place of one, and a run that finds "
-        f"one that was not removed waits {PATIENCE_S:g} s to see whether it changes. Better: a file system with flock (Lustre: mount with "
+        f"the file system of {folder} has no locks ({why}): the run changes {NAME}.beat every second in "
+        "place of one, and a run that finds "
+        f"one that was not removed waits {PATIENCE_S:g} s to see whether it changes. Better: a file system "
+        "with flock (Lustre: mount with "
         "-o flock; NFS: without nolock)"
     )
 

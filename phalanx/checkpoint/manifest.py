@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: its files with sizes and checksums, and what must be known before any tensor is read."""
+"""The manifest of a checkpoint: its files with sizes and checksums, and what must be known before any tensor is
+read."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.storage import Receipt, sum_of
 from phalanx.checkpoint.tensors import CheckedFile
+from phalanx.checkpoint.unreachable import Unreachable
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -23,11 +25,14 @@ SEAL = ',\n "sha256": "'
 
 @dataclass(frozen=True)
 class Manifest:
-    """step, consumed_samples   where the run stands: applied and skipped steps together, sequences taken from the data
+    """step, consumed_samples   where the run stands: applied and skipped steps together, sequences taken from the
+    data
     parent                      step of the checkpoint before this one in the same run; None: the run began from none
-    model, config, layout       dicts of the configs that made it; the layout is for people, loading never looks at it
+    model, config, layout       dicts of the configs that made it; the layout is for people, loading never looks at
+    it
     scalars                     exact JSON values (floats in their shortest exact form): the loop's counters
-    optimizer                   numbers of the optimizer, the loss scaler and the guard, as `float.hex`, separated by spaces
+    optimizer                   numbers of the optimizer, the loss scaler and the guard, as `float.hex`, separated by
+    spaces
     files                       path inside the checkpoint -> receipt
     """
 
@@ -45,7 +50,9 @@ class Manifest:
 
     def text(self) -> str:
         """JSON with a hash of the config and, last, a checksum of everything before it."""
-        return seal(json.dumps({**dataclasses.asdict(self), "config_sha256": digest(self.config)}, indent=1).removesuffix("\n}"))
+        return seal(
+            json.dumps({**dataclasses.asdict(self), "config_sha256": digest(self.config)}, indent=1).removesuffix("\n}")
+        )
 
     def receipts(self, folder: str) -> dict[str, Receipt]:
         """Receipts of the files in a folder of the checkpoint, by their names in it."""
@@ -64,8 +71,8 @@ def digest(value: Any) -> str:
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest, after a quick look at the files: their sizes are compared, their bytes when they are read.
 
-    Raises CheckpointError if there is no such folder (with names like it) or its format is another; DamagedCheckpoint if the
-    manifest is missing or damaged, or a file is missing or of another size.
+    Raises CheckpointError if there is no such folder (with names like it) or its format is another;
+    DamagedCheckpoint if the manifest is missing or damaged, or a file is missing or of another size.
     """
     path = place(path)
     if not path.is_dir():
@@ -81,6 +88,8 @@ def parse(path: Path) -> Manifest:
     """The manifest alone, without a look at the files."""
     try:
         text = (path / NAME).read_bytes().decode()
+    except Unreachable:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise DamagedCheckpoint(f"{path} is not a complete checkpoint: {NAME} cannot be read ({reason})") from error
@@ -91,7 +100,10 @@ def parse(path: Path) -> Manifest:
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: {type(error).__name__}: {error}") from error
     if version != FORMAT:
-        known = f"{path / NAME} has format {version!r}; this version of phalanx reads format {FORMAT}{way_out(version, path)}"
+        known = (
+            f"{path / NAME} has format {version!r}; this version of phalanx reads format "
+            f"{FORMAT}{way_out(version, path)}"
+        )
         raise CheckpointError(known) if good else DamagedCheckpoint(f"{known} (and its checksum is wrong)")
     if not good:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: its checksum is wrong")
@@ -110,17 +122,24 @@ def way_out(version: Any, path: Path) -> str:
     """What can be done with a checkpoint of another format."""
     if type(version) is int and version > FORMAT:
         return ": continue with the newer version that wrote it"
-    return f": its weights are a Hugging Face folder all the same: copy {path / 'weights'} elsewhere, and begin a new run with init_from=THE COPY"
+    return (
+        f": its weights are a Hugging Face folder all the same: copy {path / 'weights'} elsewhere, and "
+        "begin a new run with init_from=THE COPY"
+    )
 
 
 def read_checked(path: Path, receipt: Receipt | None) -> bytes:
     """A small file of a checkpoint, compared with its receipt."""
     try:
         data = path.read_bytes()
+    except Unreachable:
+        raise
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
     if receipt is None or xxhash.xxh3_128_hexdigest(data) != receipt.xxh3:
-        raise DamagedCheckpoint(f"{path} is damaged: " + ("it is not in the manifest" if receipt is None else "its checksum is wrong"))
+        raise DamagedCheckpoint(
+            f"{path} is damaged: " + ("it is not in the manifest" if receipt is None else "its checksum is wrong")
+        )
     return data
 
 
@@ -142,7 +161,8 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, every byte read: manifest, sizes, checksums, files that nobody wrote. [] = good."""
+    """Everything that is wrong with a checkpoint, every byte read: manifest, sizes, checksums, files that nobody
+    wrote. [] = good."""
     path = place(path)
     try:
         manifest = parse(path) if path.is_dir() else None
@@ -156,7 +176,11 @@ def verify(path: str | Path) -> list[str]:
         found += _damage(path / name, name, manifest.files[name])
     known = {*manifest.files, NAME}
     there = (p for p in sorted(path.rglob("*")) if p.is_symlink() or not p.is_dir())
-    return sorted(found) + [f"{name} is not in the manifest" for name in (p.relative_to(path).as_posix() for p in there) if name not in known]
+    return sorted(found) + [
+        f"{name} is not in the manifest"
+        for name in (p.relative_to(path).as_posix() for p in there)
+        if name not in known
+    ]
 
 
 def _damage(file: Path, name: str, receipt: Receipt) -> list[str]:

@@ -1,4 +1,5 @@
-"""Many names of tensors in few lines: those that differ in numbers alone are told as runs, so that none has to be left out."""
+"""Many names of tensors in few lines: those that differ in numbers alone are told as runs, so that none has to be
+left out."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ Numbers = tuple[tuple[int, ...], ...]  # for each place in a name the numbers th
 
 
 def folded(lines: list[str]) -> list[str]:
-    """Lines that hold a name, with those that differ in the numbers between its dots as one: `layers.0-3.experts.0-1,7.up (12 tensors)`.
+    """Lines that hold a name, with those that differ in the numbers between its dots as one:
+    `layers.0-3.experts.0-1,7.up (12 tensors)`.
 
     Nothing else is said than in the lines themselves; the order is that of the first of each.
     """
@@ -21,7 +23,8 @@ def folded(lines: list[str]) -> list[str]:
 
 
 def _merged(found: list[Numbers], places: int) -> list[Numbers]:
-    """Fewer sets of combinations that make up the same names: place after place from the last, those that differ there alone become one."""
+    """Fewer sets of combinations that make up the same names: place after place from the last, those that differ
+    there alone become one."""
     for place in reversed(range(places)):
         alike: dict[Numbers, list[int]] = defaultdict(list)
         for numbers in found:

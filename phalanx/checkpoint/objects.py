@@ -1,20 +1,20 @@
-"""Object storage (S3 and what speaks its protocol) as a Storage, through fsspec. Reading goes through the paths of `places`.
+"""Object storage (S3 and what speaks its protocol) as a Storage, through fsspec. Reading goes through the paths of
+`places`.
 
-An object appears whole when its upload is completed, and lasts from then on; there are no folders and no renames. So files are
-written where they belong, and the manifest, which comes last, is what makes a checkpoint of them; it is also what goes first.
+An object appears whole when its upload is completed, and lasts from then on; there are no folders and no renames. So
+files are written where they belong, and the manifest, which comes last, is what makes a checkpoint of them; it is
+also what goes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from phalanx.checkpoint.manifest import NAME
 from phalanx.checkpoint.places import is_remote
 from phalanx.checkpoint.storage import Storage, remove_tree
-
-T = TypeVar("T")
+from phalanx.checkpoint.unreachable import ask
 
 
 def storage_for(root: Path) -> Storage:
@@ -22,7 +22,7 @@ def storage_for(root: Path) -> Storage:
 
 
 class ObjectStorage(Storage):
-    """Each operation asks the server and waits; what its client raises becomes OSError."""
+    """Each operation asks the server and waits; what its client raises becomes Unreachable, an OSError."""
 
     def begin(self, final: Path) -> Path:
         if final.is_dir():  # the rest of a killed save, or a damaged checkpoint
@@ -41,19 +41,19 @@ class ObjectStorage(Storage):
         """Folders are parts of names."""
 
     def create(self, path: Path) -> Any:
-        return _told(lambda: path.open("wb"))
+        return path.open("wb")
 
     def write(self, file: Any, data: memoryview) -> int:
-        return _told(lambda: file.write(data))
+        return ask(file.path, lambda: file.write(data))
 
     def sync(self, file: Any) -> None:
         """Complete the upload."""
-        _told(file.close)
+        ask(file.path, file.close)
 
     def close(self, file: Any) -> None:
         """Give up an upload that was not completed: nothing of it is seen."""
         if not file.closed:
-            _told(file.discard)
+            ask(file.path, file.discard)
             file.closed = True
 
     def sync_folder(self, path: Path) -> None:
@@ -63,19 +63,10 @@ class ObjectStorage(Storage):
         raise OSError(f"object storage cannot rename {old}")
 
     def remove_file(self, path: Path) -> None:
-        _told(path.unlink)
+        path.unlink()
 
     def remove_folder(self, path: Path) -> None:
         """Folders are parts of names."""
 
     def free(self, path: Path) -> int | None:
         return None
-
-
-def _told(work: Callable[[], T]) -> T:
-    try:
-        return work()
-    except OSError:
-        raise
-    except Exception as error:  # the client's own kinds: no connection, refused, ...
-        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,4 +1,5 @@
-"""Places: where a checkpoint lies, a folder or a prefix of object storage, as a path that can be read; and what is near a mistyped one."""
+"""Places: where a checkpoint lies, a folder or a prefix of object storage, as a path that can be read; and what is
+near a mistyped one."""
 
 from __future__ import annotations
 
@@ -15,15 +16,14 @@ def is_remote(path: Any) -> bool:
 
 
 def place(path: str | Path) -> Path:
-    """A path to read from. For object storage one with the methods of `Path` (universal_pathlib), which asks anew each time."""
+    """A path to read from. For object storage one with the methods of `Path` (universal_pathlib), which asks anew
+    each time."""
     if not is_remote(path):
         return Path(path)
-    if not isinstance(path, str):
-        return path
     try:
-        from upath import UPath
+        from phalanx.checkpoint.remote_path import RemotePath
 
-        return cast(Path, UPath(path, use_listings_cache=False))
+        return cast(Path, path if isinstance(path, RemotePath) else RemotePath(path))
     except ImportError as error:
         raise CheckpointError(f"{path} needs a package: pip install 'phalanx[s3]' ({error})") from error
 

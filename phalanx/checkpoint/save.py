@@ -1,7 +1,9 @@
-"""Save a checkpoint: all ranks write into a temporary folder, rank 0 seals it with a manifest and renames it. Before that it is nothing.
+"""Save a checkpoint: all ranks write into a temporary folder, rank 0 seals it with a manifest and renames it. Before
+that it is nothing.
 
-A crash at any point leaves the earlier checkpoints untouched and at most a temporary folder, which the next save removes.
-`collect` needs the run's memory, `write` only what was collected: with a copy of it (`copied`) training goes on meanwhile.
+A crash at any point leaves the earlier checkpoints untouched and at most a temporary folder, which the next save
+removes. `collect` needs the run's memory, `write` only what was collected: with a copy of it (`copied`) training
+goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree
+from phalanx.checkpoint.boxes import KINDS, Item, kept_to_save, state_to_save, weights_to_save
 from phalanx.checkpoint.gather import File, Held, gather, plan_files
 from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
-from phalanx.checkpoint.holdings import KINDS, Item, kept_to_save, state_to_save, weights_to_save
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
@@ -41,11 +43,21 @@ from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
 
 MAX_FILE_BYTES = 4 << 30
-STATE_FILE_BYTES = 1 << 30  # one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
+STATE_FILE_BYTES = (
+    1 << 30
+)  # one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,8 @@ class Snapshot:
     tokenizer   a tokenizer.json or a folder with tokenizer files, copied beside the weights
     token_ids   bos_token_id, eos_token_id, pad_token_id, as far as there are any
     parent      step of the run's checkpoint before this one
-    source      the Hugging Face folder that the model comes from: its generation settings and chat template are copied too
+    source      the Hugging Face folder that the model comes from: its generation settings and chat template are
+    copied too
     """
 
     step: int
@@ -73,7 +86,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Saved:
-    """Where the checkpoint is; `written` is false if a good one of that step was already there; `warnings` of its upkeep.
+    """Where the checkpoint is; `written` is false if a good one of that step was already there; `warnings` of its
+    upkeep.
 
     removed     older checkpoints that went for it (checkpoint.keep_last)
     write_s     seconds until every file of every rank was on disk; read_s: and until each was read again and compared
@@ -109,11 +123,14 @@ class Content:
     """This rank's part of a checkpoint.
 
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
-    copied      they are all there; else each is gathered when it is asked for, and all ranks must ask for all of theirs
-    state       this rank's boxes of masters and moments, by kind, the same boxes of each; kept: those of what is not trained
+    copied      they are all there; else each is gathered when it is asked for, and all ranks must ask for all of
+    theirs
+    state       this rank's boxes of masters and moments, by kind, the same boxes of each; kept: those of what is not
+    trained
     file_bytes  of a file of the state, unless a single box is larger
     scalars     of the optimizer, the scaler and others, small: on the device until they are copied
-    needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for the save
+    needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for
+    the save
     """
 
     snapshot: Snapshot
@@ -130,36 +147,69 @@ class Content:
     copied: bool = False
 
 
-def save(root: str | Path, snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, *, keep: Keep | None = None,
-         protect: Iterable[str | Path] = (), storage: Storage | None = None, max_file_bytes: int = MAX_FILE_BYTES,
-         threads: int | None = None) -> Saved:  # fmt: skip
+def save(
+    root: str | Path,
+    snapshot: Snapshot,
+    buffers: Buffers,
+    optimizer: AdamW,
+    scaler: LossScaler,
+    mesh: Mesh,
+    *,
+    keep: Keep | None = None,
+    protect: Iterable[str | Path] = (),
+    storage: Storage | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    threads: int | None = None,
+) -> Saved:
     """Save to `root/step-XXXXXXXX/`. Called by all ranks together, on one shared file system, after the step's update.
 
     Raises CheckpointError on every rank if any rank could not write; what was there before is then still there.
     """
     root = place(root)
-    target = Target(root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect), threads=threads)
+    target = Target(
+        root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect), threads=threads
+    )
     return write(collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes), target, mesh.world)
 
 
-def collect(snapshot: Snapshot, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, max_file_bytes: int,
-            more: Mapping[str, Tensor] | None = None, files: list[File] | None = None) -> Content:  # fmt: skip
-    """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are asked for.
+def collect(
+    snapshot: Snapshot,
+    buffers: Buffers,
+    optimizer: AdamW,
+    scaler: LossScaler,
+    mesh: Mesh,
+    max_file_bytes: int,
+    more: Mapping[str, Tensor] | None = None,
+    files: list[File] | None = None,
+) -> Content:
+    """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are
+    asked for.
 
-    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`. files: of an earlier save, if ranks need not agree anew.
+    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`. files: of an earlier save, if
+    ranks need not agree anew.
     """
     buffers.ready()
-    weights, state, kept = weights_to_save(buffers, mesh), state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
+    weights, state, kept = (
+        weights_to_save(buffers, mesh),
+        state_to_save(optimizer.shards, mesh),
+        kept_to_save(buffers, mesh),
+    )
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
     files = files or _plan(mesh.world, weights, max_file_bytes)
     jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
     return Content(
-        snapshot, {**dataclasses.asdict(mesh.grid), "world": mesh.world.size}, dtype, files,
-        gather(mesh.world, files, weights, mesh.device), state, kept,
+        snapshot,
+        {**dataclasses.asdict(mesh.grid), "world": mesh.world.size},
+        dtype,
+        files,
+        gather(mesh.world, files, weights, mesh.device),
+        state,
+        kept,
         {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
         sum(i.box.numel * i.dtype.itemsize for items in (weights, kept, *state.values()) for i in items),
-        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs), min(max_file_bytes, STATE_FILE_BYTES),
-    )  # fmt: skip
+        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
+        min(max_file_bytes, STATE_FILE_BYTES),
+    )
 
 
 def copied(content: Content, host: HostCopies) -> Content:
@@ -168,7 +218,10 @@ def copied(content: Content, host: HostCopies) -> Content:
     made = dataclasses.replace(
         content,
         weights=[(file, host.copy(tensor, fresh=True)) for file, tensor in content.weights],
-        state={kind: [dataclasses.replace(item, view=host.copy(item.view)) for item in items] for kind, items in content.state.items()},
+        state={
+            kind: [dataclasses.replace(item, view=host.copy(item.view)) for item in items]
+            for kind, items in content.state.items()
+        },
         kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},
         copied=True,
@@ -180,12 +233,15 @@ def copied(content: Content, host: HostCopies) -> Content:
 def _plan(world: Axis, items: list[Item], max_file_bytes: int) -> list[File]:
     """Ranks tell each other which boxes they offer; each then makes the same list of files and writers."""
     offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.dtype]) for i in items])
-    held: list[list[Held]] = [[(name, tuple(shape), Box(tuple(a), tuple(b)), DTYPES[t]) for name, shape, a, b, t in rank] for rank in offers]
+    held: list[list[Held]] = [
+        [(name, tuple(shape), Box(tuple(a), tuple(b)), DTYPES[t]) for name, shape, a, b, t in rank] for rank in offers
+    ]
     return plan_files(held, max_file_bytes)
 
 
 def write(content: Content, target: Target, axis: Axis) -> Saved:
-    """Write what every rank of the axis collected, and tidy up. Of a copy this may be called in another thread, with an axis of its own."""
+    """Write what every rank of the axis collected, and tidy up. Of a copy this may be called in another thread, with
+    an axis of its own."""
     final, storage = target.root / step_name(content.snapshot.step), target.storage
     folder, warnings = _begin(final, content.needed, target, axis)
     if folder is None:
@@ -215,7 +271,8 @@ def _tidy(target: Target) -> tuple[list[str], list[str]]:
 
 
 def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path | None, list[str]]:
-    """Make the temporary folder (none if a good checkpoint of this step is there already); what could not be tidied up first."""
+    """Make the temporary folder (none if a good checkpoint of this step is there already); what could not be tidied
+    up first."""
     needed = sum(agree(axis, lambda: needed))
     name, warnings = agree(axis, lambda: _make_folder(final, needed, target) if axis.index == 0 else None)[0]
     if name is None:
@@ -224,19 +281,24 @@ def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path |
 
     def look() -> None:
         if not is_remote(folder) and not (folder / "weights").is_dir():
-            raise CheckpointError(f"{folder}, which rank 0 made, is not there: checkpoints need a folder that all nodes share")
+            raise CheckpointError(
+                f"{folder}, which rank 0 made, is not there: checkpoints need a folder that all nodes share"
+            )
 
     agree(axis, look)
     return folder, warnings
 
 
 def _put_aside(final: Path, storage: Storage) -> str:
-    """A checkpoint of another step, or a link, that has the name of the one to be written; CheckpointError where nothing can be renamed."""
+    """A checkpoint of another step, or a link, that has the name of the one to be written; CheckpointError where
+    nothing can be renamed."""
     aside = final.with_name(f"{final.name}.holds-{step_name(held_step(final) or 0)}")
     try:
         storage.rename(final, aside)
     except OSError as error:
-        raise CheckpointError(f"{final} holds step {held_step(final)}: move it away, so that step {step_of(final)} can be saved ({error})") from error
+        raise CheckpointError(
+            f"{final} holds step {held_step(final)}: move it away, so that step {step_of(final)} can be saved ({error})"
+        ) from error
     return f"{final} held another step: it is {aside.name} now"
 
 
@@ -261,7 +323,8 @@ Receipts = dict[str, Receipt]  # of files, by their names in the checkpoint
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file of tensors that this rank writes. boxes, kept: of the state, which lie in it (all kinds of each), for the index."""
+    """A file of tensors that this rank writes. boxes, kept: of the state, which lie in it (all kinds of each), for
+    the index."""
 
     name: str
     entries: list[Entry]
@@ -275,7 +338,8 @@ class NewFile:
 
 
 def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, threads: int) -> list[Receipts]:
-    """All files but the manifest, on disk: their receipts by rank. Weights that are still to be gathered come before the rest."""
+    """All files but the manifest, on disk: their receipts by rank. Weights that are still to be gathered come before
+    the rest."""
     state, receipts, failed = _state_files(content, axis.index), Receipts(), list[CheckpointError]()
     for file in () if content.copied else _weight_files(content):
         try:
@@ -291,15 +355,21 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
         for error in failed:
             raise error
         files = [*(_weight_files(content) if content.copied else ()), *state]
-        in_threads(sorted(files, key=lambda f: -f.size), worker, threads)  # the largest first: no thread is left with one at the end
+        in_threads(
+            sorted(files, key=lambda f: -f.size), worker, threads
+        )  # the largest first: no thread is left with one at the end
         if axis.index == 0:
-            receipts.update(_write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage))
+            receipts.update(
+                _write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage)
+            )
         tables = {what: {f.name: [_place(i) for i in getattr(f, what)] for f in state} for what in ("boxes", "kept")}
         return {"receipts": {name: dataclasses.asdict(r) for name, r in receipts.items()}, **tables}
 
     answers = agree(axis, rest)
     found = [{name: Receipt(**r) for name, r in answer["receipts"].items()} for answer in answers]
-    index = agree(axis, lambda: dataclasses.asdict(_write_index(folder, answers, storage)) if axis.index == 0 else None)[0]
+    index = agree(
+        axis, lambda: dataclasses.asdict(_write_index(folder, answers, storage)) if axis.index == 0 else None
+    )[0]
     found[0]["state/index.json"] = Receipt(**index)
     return found
 
@@ -314,7 +384,8 @@ def _weight_files(content: Content) -> Iterator[NewFile]:
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:
-    """Masters and moments, and what is not trained, in files of this rank's own: whole boxes, all kinds of a box in the same file."""
+    """Masters and moments, and what is not trained, in files of this rank's own: whole boxes, all kinds of a box in
+    the same file."""
     boxes = [[(kind, content.state[kind][n]) for kind in KINDS] for n in range(len(content.state[KINDS[0]]))]
     boxes += [[(KINDS[0], item)] for item in content.kept]
     files, size = list[list[tuple[str, Item]]](), 0
@@ -325,25 +396,37 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
             size = 0
         files[-1] += box
         size += more
-    return [_state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content.kept) for n, items in enumerate(files)]
+    return [
+        _state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content.kept)
+        for n, items in enumerate(files)
+    ]
 
 
 def _state_file(name: str, items: list[tuple[str, Item]], kept: list[Item]) -> NewFile:
     items = sorted(items, key=lambda pair: KINDS.index(pair[0]))
     entries = [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items]
     masters, apart = [i for kind, i in items if kind == KINDS[0]], {id(i) for i in kept}
-    return NewFile(f"{name}.safetensors", entries, [i.view for _, i in items],
-                   [i for i in masters if id(i) not in apart], [i for i in masters if id(i) in apart])  # fmt: skip
+    return NewFile(
+        f"{name}.safetensors",
+        entries,
+        [i.view for _, i in items],
+        [i for i in masters if id(i) not in apart],
+        [i for i in masters if id(i) in apart],
+    )
 
 
-def _write_beside_weights(folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage) -> dict[str, Receipt]:
+def _write_beside_weights(
+    folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage
+) -> dict[str, Receipt]:
     """What makes a Hugging Face folder of the weights: configs, index of a sharded model, tokenizer."""
     texts: dict[str, bytes] = {
         "generation_config.json": _json(generation_config(snapshot.token_ids)),
         **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
     }
-    texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))  # that of the source is of another dtype
+    texts["config.json"] = _json(
+        to_hf(snapshot.model, dtype, snapshot.token_ids)
+    )  # that of the source is of another dtype
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
         size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
@@ -362,7 +445,8 @@ def source_files(folder: Path | None) -> dict[str, bytes]:
 
 
 def tokenizer_files(path: str | None) -> dict[str, bytes]:
-    """Contents of the tokenizer's files by name. A lone tokenizer.json gets the config that `AutoTokenizer` asks for."""
+    """Contents of the tokenizer's files by name. A lone tokenizer.json gets the config that `AutoTokenizer` asks
+    for."""
     if path is None:
         return {}
     given = Path(path)
@@ -382,8 +466,13 @@ def key_of(kind: str, name: str, box: Box) -> str:
 
 def _write_index(folder: Path, answers: list[dict[str, Any]], storage: Storage) -> Receipt:
     """Which boxes of which tensors lie in which file of the state."""
-    tables = {table: {file: found for a in answers for file, found in a[what].items()} for table, what in (("files", "boxes"), ("kept", "kept"))}
-    return write_file(storage, folder / "state/index.json", [json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()])
+    tables = {
+        table: {file: found for a in answers for file, found in a[what].items()}
+        for table, what in (("files", "boxes"), ("kept", "kept"))
+    }
+    return write_file(
+        storage, folder / "state/index.json", [json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()]
+    )
 
 
 def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -391,7 +480,8 @@ def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int
 
 
 def _read_back(folder: Path, receipts: Receipts, threads: int) -> None:
-    """What a rank wrote is what it meant to write. Of object storage the size is asked: its client sends checksums along."""
+    """What a rank wrote is what it meant to write. Of object storage the size is asked: its client sends checksums
+    along."""
     try:
         for name, receipt in receipts.items():
             if (size := (folder / name).stat().st_size) != receipt.size:
@@ -399,16 +489,24 @@ def _read_back(folder: Path, receipts: Receipts, threads: int) -> None:
         if not is_remote(folder):
             check_files({folder / name: receipt for name, receipt in receipts.items()}, threads)
     except DamagedCheckpoint as error:
-        raise CheckpointError(f"{folder} does not read back as it was written: the disk or the memory is bad ({error})") from error
+        raise CheckpointError(
+            f"{folder} does not read back as it was written: the disk or the memory is bad ({error})"
+        ) from error
 
 
 def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:
     snapshot = content.snapshot
     return Manifest(
-        step=snapshot.step, consumed_samples=snapshot.consumed_samples, parent=snapshot.parent, model=dataclasses.asdict(snapshot.model),
-        config=snapshot.config, layout=content.layout, scalars=snapshot.scalars,
-        optimizer={name: hex_of(value) for name, value in content.scalars.items()}, files=dict(sorted(files.items())),
-    )  # fmt: skip
+        step=snapshot.step,
+        consumed_samples=snapshot.consumed_samples,
+        parent=snapshot.parent,
+        model=dataclasses.asdict(snapshot.model),
+        config=snapshot.config,
+        layout=content.layout,
+        scalars=snapshot.scalars,
+        optimizer={name: hex_of(value) for name, value in content.scalars.items()},
+        files=dict(sorted(files.items())),
+    )
 
 
 def hex_of(values: Tensor) -> str:

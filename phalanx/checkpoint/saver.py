@@ -28,7 +28,8 @@ SPARE = 0.8  # of the memory that is free on a host, what copies may take
 
 @dataclass(frozen=True)
 class Outcome:
-    """A save that is over: what was saved, seconds that the run waited for it, and seconds from its beginning to its end."""
+    """A save that is over: what was saved, seconds that the run waited for it, and seconds from its beginning to its
+    end."""
 
     saved: Saved
     waited_s: float
@@ -36,27 +37,43 @@ class Outcome:
 
 
 class Saver:
-    """`start` begins a save and, in the background, returns once the copy is under way; `finished` and `wait` give what became of it.
-    `release` is to be called before what was saved changes.
+    """`start` begins a save and, in the background, returns once the copy is under way; `finished` and `wait` give
+    what became of it. `release` is to be called before what was saved changes.
 
     axis        for agreements of the ranks while they write (comm.host); one thread uses it at a time
-    background  write in a thread. Where host memory has no room for the copies, saves wait all the same; `why_not` says so
-    A save that failed raises CheckpointError from `finished`, `wait` or the next `start`, on every rank. A process that ends in
-    mid-save leaves a temporary folder and no checkpoint.
+    background  write in a thread. Where host memory has no room for the copies, saves wait all the same; `why_not`
+    says so A save that failed raises CheckpointError from `finished`, `wait` or the next `start`, on every rank. A
+    process that ends in mid-save leaves a temporary folder and no checkpoint.
     """
 
-    def __init__(self, buffers: Buffers, optimizer: AdamW, scaler: LossScaler, mesh: Mesh, target: Target, axis: Axis, *,
-                 background: bool = False, max_file_bytes: int = MAX_FILE_BYTES, more: Mapping[str, Tensor] | None = None):  # fmt: skip
-        self._collect = lambda snapshot: collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more, self._files)
+    def __init__(
+        self,
+        buffers: Buffers,
+        optimizer: AdamW,
+        scaler: LossScaler,
+        mesh: Mesh,
+        target: Target,
+        axis: Axis,
+        *,
+        background: bool = False,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        more: Mapping[str, Tensor] | None = None,
+    ):
+        self._collect = lambda snapshot: collect(
+            snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more, self._files
+        )
         self._files: list[File] = []  # the same at every save
         self.target, self.axis, self.background, self.why_not = target, axis, background, ""
         self._host, self._device = HostCopies(mesh.device), mesh.device
         self._asked_for_room = False
         self._under_way: _Thread | None = None
-        self.look: Callable[[], None] = lambda: None  # asked now and then while a save is waited for; raises where that is of no use
+        self.look: Callable[[], None] = lambda: (
+            None
+        )  # asked now and then while a save is waited for; raises where that is of no use
 
     def start(self, snapshot: Snapshot) -> Outcome | None:
-        """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under way is waited for first."""
+        """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under
+        way is waited for first."""
         began = time.monotonic()
         self.wait()
         content = self._collect(snapshot)
@@ -71,7 +88,8 @@ class Saver:
         return None
 
     def _write_at_once(self, content: Content) -> Saved:
-        """In a thread too, so that the run can see meanwhile whether the others are there; the device is a thread's own choice."""
+        """In a thread too, so that the run can see meanwhile whether the others are there; the device is a thread's
+        own choice."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return write(content, self.target, self.axis)
@@ -102,7 +120,10 @@ class Saver:
             free = next(free for name, _, free in told if name == host)
             if free is not None and needed > SPARE * free:
                 self.background = False
-                self.why_not = f"copies of {needed} bytes do not fit into {SPARE:.0%} of the {free} bytes of memory that are free on {host}"
+                self.why_not = (
+                    f"copies of {needed} bytes do not fit into {SPARE:.0%} of the {free} bytes of "
+                    f"memory that are free on {host}"
+                )
 
 
 class _Thread:

@@ -47,7 +47,8 @@ class Storage:
         return folder
 
     def commit(self, folder: Path, final: Path) -> None:
-        """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older goes."""
+        """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older
+        goes."""
         for made in (*(folder / name for name in FOLDERS), folder):
             self.sync_folder(made)
         if final.exists():  # a damaged one: the saver has looked
@@ -105,7 +106,8 @@ class Storage:
 class Receipt:
     """What was written: size in bytes and XXH3-128 of a file.
 
-    parts   of a safetensors file: XXH3-64 of its header (under "") and of every CHUNK of each tensor's bytes, by its key
+    parts   of a safetensors file: XXH3-64 of its header (under "") and of every CHUNK of each tensor's bytes, by its
+    key
     """
 
     size: int
@@ -124,10 +126,13 @@ class Output:
         self._file = self._try(lambda: storage.create(path))
 
     def write(self, data: Data, part: str | None = None) -> None:
-        """`part`: the key whose bytes these are; all but the last of a part are a multiple of CHUNK. Of nothing there is one sum."""
+        """`part`: the key whose bytes these are; all but the last of a part are a multiple of CHUNK. Of nothing
+        there is one sum."""
         whole = memoryview(data).cast("B")
         sums = self._parts.setdefault(part, []) if part is not None else []
-        for at in range(0, max(1, len(whole)), CHUNK):  # small enough to stay in a core's cache while it is hashed twice and copied
+        for at in range(
+            0, max(1, len(whole)), CHUNK
+        ):  # small enough to stay in a core's cache while it is hashed twice and copied
             rest = whole[at : at + CHUNK]
             self._hash.update(rest)
             self._size += len(rest)
@@ -152,12 +157,17 @@ class Output:
         try:
             return work()
         except OSError as error:
-            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}{self._room(error)}") from error
+            raise CheckpointError(
+                f"could not write {self.path}: {error.strerror or error}{self._room(error)}"
+            ) from error
 
     def _room(self, error: OSError) -> str:
         if error.errno != ENOSPC:
             return ""
-        return f" ({self._size} bytes of it were to be written so far, {self.storage.free(self.path.parent)} bytes are free there)"
+        return (
+            f" ({self._size} bytes of it were to be written so far, {self.storage.free(self.path.parent)} "
+            "bytes are free there)"
+        )
 
 
 def write_file(storage: Storage, path: Path, parts: Iterable[Data]) -> Receipt:

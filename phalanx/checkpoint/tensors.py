@@ -1,4 +1,5 @@
-"""Safetensors files: written as a stream of tensors (nothing is held twice), read by box, each byte checked. Never pickle."""
+"""Safetensors files: written as a stream of tensors (nothing is held twice), read by box, each byte checked. Never
+pickle."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
-from phalanx.checkpoint.holdings import Item
-from phalanx.checkpoint.landing import Landing, Landings
+from phalanx.checkpoint.boxes import Item
+from phalanx.checkpoint.staging import Landing, Landings
 from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
 from phalanx.checkpoint.threads import in_threads
+from phalanx.checkpoint.unreachable import Unreachable
 from phalanx.layout.box import Box
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,7 +72,8 @@ class TensorFile:
 
 
 def write_tensors(storage: Storage, path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> Receipt:
-    """A file of these tensors, on disk. All of `tensors` are taken, also where writing fails: they may be on their way from other ranks."""
+    """A file of these tensors, on disk. All of `tensors` are taken, also where writing fails: they may be on their
+    way from other ranks."""
     output = TensorFile(storage, path, entries)
     try:
         for tensor in tensors:
@@ -101,7 +104,8 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A stored box of a global tensor: `key` in `file`. A part that is stored in another form reads it as plain numbers."""
+    """A stored box of a global tensor: `key` in `file`. A part that is stored in another form reads it as plain
+    numbers."""
 
     file: str
     key: str
@@ -111,7 +115,9 @@ class Part:
         """A box of this part."""
         found = files(self.file).read(self.key, where)
         if not found.is_floating_point() or found.dtype.itemsize < 2:
-            raise CheckpointError(f"{self.key} is stored as {found.dtype} without scales that we know: not plain numbers")
+            raise CheckpointError(
+                f"{self.key} is stored as {found.dtype} without scales that we know: not plain numbers"
+            )
         return found
 
 
@@ -127,8 +133,11 @@ Index = dict[str, Stored]
 Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stays open while more of it is read
 
 
-def fill(wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[str, Receipt] | None, threads: int) -> None:
-    """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody stored is an error.
+def fill(
+    wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[str, Receipt] | None, threads: int
+) -> None:
+    """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody
+    stored is an error.
 
     receipts    by file name: what is read is compared with them. None: files of others, which have no checksums.
     """
@@ -138,10 +147,14 @@ def fill(wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[
         for part in stored.parts:
             common = part.box.intersect(item.box)
             if not common.empty:
-                jobs.setdefault(part.file, []).append((part, common.within(part.box), item.view[common.within(item.box)]))
+                jobs.setdefault(part.file, []).append(
+                    (part, common.within(part.box), item.view[common.within(item.box)])
+                )
                 found += common.numel
         if found != item.box.numel:
-            raise DamagedCheckpoint(f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored")
+            raise DamagedCheckpoint(
+                f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored"
+            )
 
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(folder / name, receipt_of(receipts, folder, name))
@@ -163,7 +176,8 @@ F = TypeVar("F", bound="CheckedFile | PlainFile")
 
 @contextmanager
 def lately(opener: Callable[[K], F]) -> Iterator[Callable[[K], F]]:
-    """Files for one thread, which keeps those open that it asked for last: a checkpoint may have more files than a process may open."""
+    """Files for one thread, which keeps those open that it asked for last: a checkpoint may have more files than a
+    process may open."""
     there: dict[K, F] = {}
 
     def file(which: K) -> F:
@@ -207,11 +221,17 @@ Job = tuple[Part, tuple[slice, ...], Tensor]  # a stored box, the box of it that
 
 
 def _runs(jobs: list[Job]) -> list[list[Job]]:
-    """Boxes of the same stored tensor whose rows touch or overlap, in order: parts of a flat range that ends in the middle of rows."""
+    """Boxes of the same stored tensor whose rows touch or overlap, in order: parts of a flat range that ends in the
+    middle of rows."""
     found: list[list[Job]] = []
     for job in sorted(jobs, key=lambda j: (j[0].key, j[1][0].start if j[1] else 0)):
         last = found[-1][-1] if found else None
-        together = last is not None and last[0].key == job[0].key and bool(job[1]) and job[1][0].start <= max(j[1][0].stop for j in found[-1])
+        together = (
+            last is not None
+            and last[0].key == job[0].key
+            and bool(job[1])
+            and job[1][0].start <= max(j[1][0].stop for j in found[-1])
+        )
         found[-1].append(job) if together else found.append([job])
     return found
 
@@ -232,8 +252,8 @@ def _read_once(jobs: list[Job], files: Open, memory: Landing) -> None:
 
 
 def _hand(jobs: list[Job], at: int, rows: Tensor) -> None:
-    """Copy from `rows`, those from number `at` on of the stored box, what each job wants of them. Rows go to a device as they lie in memory;
-    what is picked of them and how it is laid out there is the device's work."""
+    """Copy from `rows`, those from number `at` on of the stored box, what each job wants of them. Rows go to a
+    device as they lie in memory; what is picked of them and how it is laid out there is the device's work."""
     for _, where, target in jobs:
         first, stop = max(where[0].start, at), min(where[0].stop, at + len(rows))
         if first < stop:
@@ -255,7 +275,8 @@ def open_tensors(path: Path, receipt: Receipt | None = None) -> CheckedFile | Pl
 
 
 class CheckedFile:
-    """A file of a checkpoint of ours. A read takes whole chunks and compares each with its checksum before anything of it is used.
+    """A file of a checkpoint of ours. A read takes whole chunks and compares each with its checksum before anything
+    of it is used.
 
     Nothing is memory-mapped: a file that is cut short while it is read gives an error, not SIGBUS.
     """
@@ -264,6 +285,8 @@ class CheckedFile:
         self.path, self.receipt = path, receipt
         try:
             self._file = path.open("rb")
+        except Unreachable:
+            raise
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
         try:
@@ -309,7 +332,8 @@ class CheckedFile:
         return found[(slice(None), *where[1:])] if where and shape else found
 
     def pieces(self, key: str, first: int, stop: int, memory: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Rows first..stop of a tensor, as (number of the first, rows) of about PIECE bytes; each byte of the file is read once.
+        """Rows first..stop of a tensor, as (number of the first, rows) of about PIECE bytes; each byte of the file
+        is read once.
 
         memory    gives room for so many bytes (uint8); a piece lies there until room is asked for again twice.
         """
@@ -317,7 +341,9 @@ class CheckedFile:
         dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
         row = prod(shape[1:]) * dtype.itemsize
         at, stop_at = first * row // CHUNK * CHUNK, min(end - start, -(-stop * row // CHUNK) * CHUNK)
-        begun = torch.empty(0, dtype=torch.uint8)  # a row whose end comes with the next piece, after what is before the first row
+        begun = torch.empty(
+            0, dtype=torch.uint8
+        )  # a row whose end comes with the next piece, after what is before the first row
         while at < stop_at:
             more = min(max(PIECE, -(-row // CHUNK) * CHUNK), stop_at - at)
             data = memory(len(begun) + more)[: len(begun) + more]
@@ -341,14 +367,16 @@ class CheckedFile:
             raise DamagedCheckpoint(f"{self.path} does not hold {key}") from None
 
     def _checked(self, key: str, start: int, length: int, lo: int, hi: int) -> Tensor:
-        """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: read as whole chunks, each compared."""
+        """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: read as whole chunks, each
+        compared."""
         first, stop = lo // CHUNK * CHUNK, min(length, -(-hi // CHUNK) * CHUNK)
         data = torch.empty(stop - first, dtype=torch.uint8)
         self._read_checked(key, start, data, first)
         return data[lo - first : hi - first]
 
     def _read_checked(self, key: str, start: int, data: Tensor, first: int) -> None:
-        """Fill `data` with the bytes from number `first` on, where a chunk begins, of a tensor that begins at `start`."""
+        """Fill `data` with the bytes from number `first` on, where a chunk begins, of a tensor that begins at
+        `start`."""
         for at in range(0, max(1, len(data)), CHUNK):
             chunk, where = data[at : at + CHUNK].numpy().data, self._data + start + first + at
             self._read_into(chunk, where)
@@ -363,6 +391,8 @@ class CheckedFile:
                 if not more:
                     raise DamagedCheckpoint(f"{self.path} is damaged: it ends at byte {at + have}")
                 have += more
+        except Unreachable:
+            raise
         except OSError as error:
             raise DamagedCheckpoint(f"{self.path} cannot be read: {error.strerror or error}") from error
 
@@ -370,11 +400,14 @@ class CheckedFile:
         sums = self.receipt.parts.get(key, [])
         if number >= len(sums) or xxhash.xxh3_64_hexdigest(data) != sums[number]:
             what = f"tensor {key}" if key else "header"
-            raise DamagedCheckpoint(f"{self.path} is damaged: the {what} has a wrong checksum in bytes {at} to {at + len(data)} of the file")
+            raise DamagedCheckpoint(
+                f"{self.path} is damaged: the {what} has a wrong checksum in bytes {at} to {at + len(data)} of the file"
+            )
 
 
 class PlainFile:
-    """A file of others, memory-mapped. A damaged one raises CheckpointError, as far as the format lets damage be seen."""
+    """A file of others, memory-mapped. A damaged one raises CheckpointError, as far as the format lets damage be
+    seen."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,4 +1,5 @@
-"""Threads of one rank that read, hash, copy and write at the same time: how many, and how they share out work. Knows nothing of files."""
+"""Threads of one rank that read, hash, copy and write at the same time: how many, and how they share out work. Knows
+nothing of files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ T = TypeVar("T")
 
 
 def threads_of_rank(axis: Axis) -> int:
-    """This rank's share of the cores that it may use, within bounds. Ranks call it together: those of a host share its cores."""
+    """This rank's share of the cores that it may use, within bounds. Ranks call it together: those of a host share
+    its cores."""
     return share_of(cores(), agree(axis, socket.gethostname).count(socket.gethostname()))
 
 
@@ -33,7 +35,8 @@ def cores() -> int:
 
 
 def in_threads(tasks: Iterable[T], worker: Callable[[Iterator[T]], None], threads: int) -> None:
-    """Every task by one of the threads, roughly in order: `worker` is called once in each and takes what is next until nothing is left.
+    """Every task by one of the threads, roughly in order: `worker` is called once in each and takes what is next
+    until nothing is left.
 
     The first error ends them all as soon as they ask for their next task, and is raised once they have ended.
     """

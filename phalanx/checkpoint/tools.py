@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.boxes import KINDS
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.gather import File, Held, plan_files
-from phalanx.checkpoint.holdings import KINDS
 from phalanx.checkpoint.keep import step_name
 from phalanx.checkpoint.manifest import NAME, read_checked
 from phalanx.checkpoint.objects import storage_for
@@ -35,7 +35,8 @@ def changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 
 def diff(a: str | Path, b: str | Path) -> Iterator[str]:
-    """Every difference between two checkpoints (or Hugging Face folders), in words; nothing if their contents are equal."""
+    """Every difference between two checkpoints (or Hugging Face folders), in words; nothing if their contents are
+    equal."""
     with Contents(a) as first, Contents(b) as second:
         if first.manifest and second.manifest:
             x, y = first.manifest, second.manifest
@@ -58,14 +59,18 @@ def _tensors(first: Contents, second: Contents, kind: str) -> Iterator[str]:
             yield f"{kind} {name}: {x.dtype} -> {y.dtype}"
         if x.dtype != y.dtype or not torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x != y:
             apart = (x.double() - y.double()).abs()
-            yield f"{kind} {name}: {int((apart != 0).sum())} of {x.numel()} values differ, by up to {float(apart.max()):.3g}"
+            yield (
+                f"{kind} {name}: {int((apart != 0).sum())} of {x.numel()} values differ, by up to "
+                f"{float(apart.max()):.3g}"
+            )
 
 
 def average(paths: list[str], out: str | Path) -> Path:
-    """A Hugging Face folder with the mean of the weights of several checkpoints of one model (their masters, where there are any).
+    """A Hugging Face folder with the mean of the weights of several checkpoints of one model (their masters, where
+    there are any).
 
-    The mean is taken in float64, tensor by tensor, and rounded once to the dtype of the first one's weights. For such means see
-    Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018.
+    The mean is taken in float64, tensor by tensor, and rounded once to the dtype of the first one's weights. For
+    such means see Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018.
     """
     if len(paths) < 2:
         raise CheckpointError("an average needs at least two checkpoints")
@@ -93,7 +98,8 @@ def _listed(contents: Contents) -> dict[str, list[int]]:
 
 
 def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.dtype | None = None) -> Path:
-    """A Hugging Face folder like that of `contents`: its small files copied, each tensor replaced by `value(name, tensor)`.
+    """A Hugging Face folder like that of `contents`: its small files copied, each tensor replaced by `value(name,
+    tensor)`.
 
     dtype: of the tensors written (those that stay in a wider dtype than the model's, such as router biases, stay so).
     """
@@ -105,10 +111,16 @@ def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.
         made = {name: contents.read(WEIGHTS, name) for name in names}
         kinds = {name: dtype if dtype is not None and t.dtype == model else t.dtype for name, t in made.items()}
         entries = [(name, tuple(t.shape), kinds[name]) for name, t in made.items()]
-        write_tensors(storage, folder / file, entries, (value(name, tensor.to(kinds[name])) for name, tensor in made.items()))
+        write_tensors(
+            storage, folder / file, entries, (value(name, tensor.to(kinds[name])) for name, tensor in made.items())
+        )
     for path in sorted(contents.weights.iterdir()):
         if path.is_file() and path.name not in files.values():
-            data = path.read_bytes() if contents.manifest is None else read_checked(path, contents.manifest.files.get(f"{WEIGHTS}/{path.name}"))
+            data = (
+                path.read_bytes()
+                if contents.manifest is None
+                else read_checked(path, contents.manifest.files.get(f"{WEIGHTS}/{path.name}"))
+            )
             write_file(storage, folder / path.name, [_with_dtype(path.name, data, dtype)])
     return folder
 
@@ -130,22 +142,33 @@ def new_folder(out: str | Path) -> Path:
 
 
 def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
-    """The same checkpoint in `files` state files of about equal size and weight files of at most `max_file_bytes`, in the folder `out`.
+    """The same checkpoint in `files` state files of about equal size and weight files of at most `max_file_bytes`,
+    in the folder `out`.
 
-    Loading never needs this: any layout reads any files. It helps where another number of readers is to read whole files.
+    Loading never needs this: any layout reads any files. It helps where another number of readers is to read whole
+    files.
     """
     with Contents(path) as contents:
         manifest = contents.manifest
         if manifest is None:
-            raise CheckpointError(f"{contents.path} is no checkpoint of a run, only weights: there is no state to write anew")
+            raise CheckpointError(
+                f"{contents.path} is no checkpoint of a run, only weights: there is no state to write anew"
+            )
         root = place(out)
         final, storage = root / step_name(manifest.step), storage_for(root)
         if final.exists():
             raise CheckpointError(f"{final} is there already")
         folder = storage.begin(final)
         try:
-            receipts = {**_weights_anew(contents, folder, storage, max_file_bytes), **_state_anew(contents, folder, storage, files)}
-            write_file(storage, folder / NAME, [dataclasses.replace(manifest, files=dict(sorted(receipts.items()))).text().encode()])
+            receipts = {
+                **_weights_anew(contents, folder, storage, max_file_bytes),
+                **_state_anew(contents, folder, storage, files),
+            }
+            write_file(
+                storage,
+                folder / NAME,
+                [dataclasses.replace(manifest, files=dict(sorted(receipts.items()))).text().encode()],
+            )
             storage.commit(folder, final)
         except BaseException:
             if not final.exists():
@@ -155,7 +178,9 @@ def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int =
 
 
 def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_bytes: int) -> dict[str, Receipt]:
-    held: list[Held] = [(name, tuple(t.shape), Box.full(tuple(t.shape)), t.dtype) for name, t in contents.pairs(WEIGHTS)]
+    held: list[Held] = [
+        (name, tuple(t.shape), Box.full(tuple(t.shape)), t.dtype) for name, t in contents.pairs(WEIGHTS)
+    ]
     files = plan_files([held], max_file_bytes)
     found = {}
     for file in files:
@@ -163,10 +188,17 @@ def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_b
         tensors = (contents.read(WEIGHTS, job.name) for job in file.jobs)
         found[f"{WEIGHTS}/{file.name}"] = write_tensors(storage, folder / WEIGHTS / file.name, entries, tensors)
     small = {name: r for name, r in contents.manifest.receipts(WEIGHTS).items() if not r.parts}  # type: ignore[union-attr]
-    texts = {name: read_checked(contents.weights / name, receipt) for name, receipt in small.items() if not name.endswith(".index.json")}
+    texts = {
+        name: read_checked(contents.weights / name, receipt)
+        for name, receipt in small.items()
+        if not name.endswith(".index.json")
+    }
     if len(files) > 1:
         texts["model.safetensors.index.json"] = index_text(files)
-    return {**found, **{f"{WEIGHTS}/{name}": write_file(storage, folder / WEIGHTS / name, [text]) for name, text in texts.items()}}
+    return {
+        **found,
+        **{f"{WEIGHTS}/{name}": write_file(storage, folder / WEIGHTS / name, [text]) for name, text in texts.items()},
+    }
 
 
 def index_text(files: list[File]) -> bytes:
@@ -191,8 +223,13 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
         keys = [(kind, name) for kind in KINDS for name in names if kind == KINDS[0] or name not in contents.untrained]
         dtype = contents.read(KINDS[0], names[0]).dtype
         entries = [(key_of(kind, name, Box.full(shapes[name])), shapes[name], dtype) for kind, name in keys]
-        found[file] = write_tensors(storage, folder / file, entries, (contents.read(kind, name).to(dtype) for kind, name in keys))
-        for table, mine in (("files", [n for n in names if n not in contents.untrained]), ("kept", [n for n in names if n in contents.untrained])):
+        found[file] = write_tensors(
+            storage, folder / file, entries, (contents.read(kind, name).to(dtype) for kind, name in keys)
+        )
+        for table, mine in (
+            ("files", [n for n in names if n not in contents.untrained]),
+            ("kept", [n for n in names if n in contents.untrained]),
+        ):
             tables[table][file] = [(n, shapes[n], (0,) * len(shapes[n]), shapes[n]) for n in mine]
     text = json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()
     return {**found, "state/index.json": write_file(storage, folder / "state/index.json", [text])}

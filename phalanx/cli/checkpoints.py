@@ -55,7 +55,8 @@ def verify(path: str) -> None:
 @click.argument("a")
 @click.argument("b")
 def diff(a: str, b: str) -> None:
-    """Print every difference between the checkpoints A and B: config, counters, tensors. Exits with 1 if there is one."""
+    """Print every difference between the checkpoints A and B: config, counters, tensors. Exits with 1 if there is
+    one."""
     from phalanx.checkpoint.tools import diff as differences
 
     tell_ignored(a, b)
@@ -83,7 +84,9 @@ def average(paths: tuple[str, ...], out: str) -> None:
 @click.argument("path")
 @OUT
 @click.option("--files", type=click.IntRange(min=1), required=True, help="Number of state files.")
-@click.option("--file-mb", type=click.IntRange(min=1), default=4096, show_default=True, help="Largest weight file in MiB.")
+@click.option(
+    "--file-mb", type=click.IntRange(min=1), default=4096, show_default=True, help="Largest weight file in MiB."
+)
 def reshard(path: str, out: str, files: int, file_mb: int) -> None:
     """Write the checkpoint PATH anew, as FOLDER/step-..., in another number of files. (Loading never needs it.)"""
     from phalanx.checkpoint.tools import reshard as write_anew
@@ -111,9 +114,15 @@ def pin(path: str, remove: bool) -> None:
 @click.command(short_help="Write a checkpoint's weights for others.")
 @click.argument("path")
 @OUT
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]), default=None, help="Of the weights (default: that of the run).")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
+    default=None,
+    help="Of the weights (default: that of the run).",
+)
 def export(path: str, out: str, dtype: str | None) -> None:
-    """Write the weights of a checkpoint as a Hugging Face folder, rounded once from the masters, with a report of what was compared."""
+    """Write the weights of a checkpoint as a Hugging Face folder, rounded once from the masters, with a report of
+    what was compared."""
     from phalanx.checkpoint.convert import REPORT
     from phalanx.checkpoint.convert import export as write
 
@@ -124,14 +133,16 @@ def export(path: str, out: str, dtype: str | None) -> None:
 @click.command("import", short_help="Make a Hugging Face folder of weights of others.")
 @click.argument("path")
 @OUT
-@click.option("--config", required=True, metavar="FOLDER", help="A folder with config.json (and the tokenizer) of the model.")
+@click.option(
+    "--config", required=True, metavar="FOLDER", help="A folder with config.json (and the tokenizer) of the model."
+)
 @click.option("--prefix", default="", help="What the names in PATH begin with and the model's do not.")
 def import_(path: str, out: str, config: str, prefix: str) -> None:
-    """Turn safetensors files, or a checkpoint of torch.distributed.checkpoint (Megatron-Core's torch_dist too), into a folder that `init_from`
-    (and everybody else) reads."""
+    """Turn safetensors files, or a checkpoint of torch.distributed.checkpoint (Megatron-Core's torch_dist too), into
+    a folder that `init_from` (and everybody else) reads."""
     from phalanx.checkpoint.convert import REPORT, import_weights
     from phalanx.checkpoint.hf import model_config_from_hf
-    from phalanx.train.plan import exported_shapes
+    from phalanx.planning.plan import exported_shapes
 
     wanted = exported_shapes(model_config_from_hf(config))
     click.echo(f"{import_weights(path, out, config, wanted, prefix)} compared with {path}: {REPORT}")

@@ -1,6 +1,6 @@
 """Completion in shells: verbs by click, config keys and their values here.
 
-    eval "$(_PHALANX_COMPLETE=bash_source phalanx)"
+eval "$(_PHALANX_COMPLETE=bash_source phalanx)"
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class Bash(BashComplete):
     """bash, with no blank after `key=`, where a value is to follow."""
 
     source_template = BashComplete.source_template.replace(
-        "    return 0\n", "    [[ ${COMPREPLY[0]} == *= || ${COMPREPLY[0]} == *. ]] && compopt -o nospace\n\n    return 0\n", 1
+        "    return 0\n",
+        "    [[ ${COMPREPLY[0]} == *= || ${COMPREPLY[0]} == *. ]] && compopt -o nospace\n\n    return 0\n",
+        1,
     )
 
 
@@ -35,7 +37,7 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """For `explain`: keys and sections."""
     from phalanx.base import tree
-    from phalanx.train.config import Run
+    from phalanx.config.run import Run
 
     names = dict.fromkeys(k.path for k in tree.keys(Run))
     return _next_steps(incomplete, list(names))
@@ -44,7 +46,8 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Co
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """`key=`, and after it the values that the key takes.
 
-    bash cuts words at `=`: what is complete then ends in a key or in `=`, and only the value is asked for. Other shells ask for the whole word.
+    bash cuts words at `=`: what is complete then ends in a key or in `=`, and only the value is asked for. Other
+    shells ask for the whole word.
     """
     before: Sequence[str] = ctx.params.get("overrides") or ()
     key, equals, start = incomplete.partition("=")
@@ -61,13 +64,15 @@ def _next_steps(incomplete: str, names: Sequence[str]) -> list[CompletionItem[st
     """Names that begin so; of many, how they go on as far as the next dot."""
     fitting = [name for name in names if name.startswith(incomplete)]
     dots = incomplete.count(".")
-    sections = dict.fromkeys(".".join(name.split(".")[: dots + 1]) + "." if name.count(".") > dots else name for name in fitting)
+    sections = dict.fromkeys(
+        ".".join(name.split(".")[: dots + 1]) + "." if name.count(".") > dots else name for name in fitting
+    )
     return [CompletionItem(name) for name in (sections if len(sections) > 1 else fitting)]
 
 
 def _leaves() -> list[str]:
     from phalanx.base import tree
-    from phalanx.train.config import Run
+    from phalanx.config.run import Run
 
     return list(dict.fromkeys(k.path for k in tree.leaves(Run)))
 
@@ -75,7 +80,7 @@ def _leaves() -> list[str]:
 def values_of(key: str) -> list[str]:
     """The values that a key can take, where they can be listed: words, yes or no, names of files in this folder."""
     from phalanx.base import tree
-    from phalanx.train.config import Run
+    from phalanx.config.run import Run
 
     found: list[str] = []
     for k in (k for k in tree.leaves(Run) if k.path == key.removeprefix("--")):

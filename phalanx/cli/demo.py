@@ -1,10 +1,12 @@
-"""`make train`: a small Llama learns a real text on whatever this machine has, then says something and shows its report.
+"""`make train`: a small Llama learns a real text on whatever this machine has, then says something and shows its
+report.
 
 python -m phalanx.cli.demo [--text PATH] [--dir FOLDER] [a.b=c ...]
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -14,11 +16,12 @@ from typing import Any
 import click
 
 from phalanx.base.errors import DataError
-from phalanx.cli.main import guarded, run_ranks
+from phalanx.cli.main import guarded
+from phalanx.cli.ranks import run_ranks
 from phalanx.cli.setup import arguments, prepare
+from phalanx.config.run import Run, TrainConfig
 from phalanx.data.loader import valid_loaders
 from phalanx.launch.env import describe_machine
-from phalanx.train.config import Run, TrainConfig
 
 PROMPT = "def main(argv=None):\n"
 VOCABULARY = 4096
@@ -34,12 +37,26 @@ def settings(gpu: bool, ranks: int) -> dict[str, Any]:
     layout = layout_for(ranks)
     if gpu:
         sizes = (768, 2048, 12, 12, 4)
-        train: dict[str, Any] = {"steps": 600, "global_batch": 64, "micro_batch": 8, "seq_length": 512, "precision": "bf16", "device": "cuda"}
+        train: dict[str, Any] = {
+            "steps": 600,
+            "global_batch": 64,
+            "micro_batch": 8,
+            "seq_length": 512,
+            "precision": "bf16",
+            "device": "cuda",
+        }
         dp = ranks // (layout["tp"] * layout["pp"])
         train["global_batch"] = -(-64 // (8 * dp)) * 8 * dp
     else:
         sizes = (128, 384, 6, 4, 2)
-        train = {"steps": 250, "global_batch": 16, "micro_batch": 4, "seq_length": 128, "precision": "fp32", "device": "cpu"}
+        train = {
+            "steps": 250,
+            "global_batch": 16,
+            "micro_batch": 4,
+            "seq_length": 128,
+            "precision": "fp32",
+            "device": "cpu",
+        }
     every = train["steps"] // 5
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     model = dict(zip(names, sizes))
@@ -54,12 +71,14 @@ def settings(gpu: bool, ranks: int) -> dict[str, Any]:
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--text", default=None, help="A file or folder of text; without it, the source of Python's standard library.")
+@click.option(
+    "--text", default=None, help="A file or folder of text; without it, the source of Python's standard library."
+)
 @click.option("--dir", "folder", default="runs/demo", show_default=True, help="The run's folder.")
 @click.argument("overrides", nargs=-1)
 def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
-    from phalanx.data.prepare import demo_data
-    from phalanx.train.load import load_run, save_run
+    from phalanx.config.read import load_run, save_run
+    from phalanx.text.prepare import demo_data
 
     machine = describe_machine("auto")
     gpu = machine.device == "cuda"
@@ -68,11 +87,16 @@ def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
     click.echo(f"prepare {text or 'the source of the standard library of this Python'}")
     prefix, tokenizer = demo_data(Path(folder) / "data", [text] if text else None, vocab_size=VOCABULARY)
     click.echo(f"prepared {prefix} in {time.perf_counter() - began:.1f} s")
-    values = {**settings(gpu, ranks), "dir": folder, "data": {"paths": [str(prefix)], "split": "99,1,0", "tokenizer": str(tokenizer)}}
+    values = {
+        **settings(gpu, ranks),
+        "dir": folder,
+        "data": {"paths": [str(prefix)], "split": "99,1,0", "tokenizer": str(tokenizer)},
+    }
     config = Path(folder) / "demo.yaml"
     save_run(with_validation_if_possible(load_run(base=values)), config)
     ready = prepare(str(config), overrides, ranks)
-    run_ranks("phalanx.cli.jobs:train", ready, arguments(ready.run), None)
+    command = shlex.join(["python", "-m", "phalanx.cli.demo", *sys.argv[1:]])
+    run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": command}, None)
     finish(Path(folder))
 
 
@@ -89,8 +113,8 @@ def with_validation_if_possible(run: Run) -> Run:
 
 def finish(folder: Path) -> None:
     """A sample of the model's text, and where the report is."""
-    from phalanx.train.generate import generate
-    from phalanx.train.report import write_report
+    from phalanx.inference.generate import generate
+    from phalanx.observe.report import write_report
 
     text = generate(str(folder), PROMPT, tokens=96)
     click.echo(f"\n--- text made by the model ---\n{text}\n---")

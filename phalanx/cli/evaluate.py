@@ -17,30 +17,58 @@ from phalanx.cli.options import JSON, OVERRIDES, RANKS
 from phalanx.cli.verbs import ConfigVerb
 
 if TYPE_CHECKING:
-    from phalanx.train.config import Run
+    from phalanx.config.run import Run
 
 
 @click.command("eval", cls=ConfigVerb, short_help="Measure loss and perplexity of a checkpoint.")
 @click.argument("checkpoint", metavar="CHECKPOINT|RUN", shell_complete=configs)
 @OVERRIDES
-@click.option("--data", "data", multiple=True, metavar="[NAME=]PREFIX|TEXT", help="Token files or text (default: the run's own validation sets).")
-@click.option("--samples", type=click.IntRange(min=1), default=None, metavar="N", help="Sequences of each set (default: all of --data).")
+@click.option(
+    "--data",
+    "data",
+    multiple=True,
+    metavar="[NAME=]PREFIX|TEXT",
+    help="Token files or text (default: the run's own validation sets).",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="N",
+    help="Sequences of each set (default: all of --data).",
+)
 @RANKS
 @JSON
-def evaluate(checkpoint: str, overrides: tuple[str, ...], data: tuple[str, ...], samples: int | None, ranks: int | None, out: str | None) -> None:
-    """Evaluate CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder, on any prepared set and at any layout.
+def evaluate(
+    checkpoint: str,
+    overrides: tuple[str, ...],
+    data: tuple[str, ...],
+    samples: int | None,
+    ranks: int | None,
+    out: str | None,
+) -> None:
+    """Evaluate CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder, on any prepared set
+    and at any layout.
 
     \b
       phalanx eval runs/first                           the run's own validation sets once more
       phalanx eval runs/first --data data/wiki          token files data/wiki.bin and .idx
       phalanx eval runs/first --data notes.txt layout.tp=2 --ranks 2
     """
-    from phalanx.cli.main import prepare_text, run_ranks
+    from phalanx.cli.ranks import prepare_text, run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
+    from phalanx.config.read import read
+    from phalanx.evaluation.perplexity import (
+        Evaluation,
+        base_config,
+        check_folder,
+        check_sets,
+        for_evaluation,
+        need_sets,
+        tokenizer_of,
+    )
+    from phalanx.inference.generate import weights_folder
     from phalanx.launch.env import describe_machine
-    from phalanx.train.evaluate_run import Evaluation, base_config, check_folder, check_sets, for_evaluation, need_sets, tokenizer_of
-    from phalanx.train.generate import weights_folder
-    from phalanx.train.load import read
 
     weights = weights_folder(checkpoint)
     check_folder(weights)
@@ -58,7 +86,12 @@ def evaluate(checkpoint: str, overrides: tuple[str, ...], data: tuple[str, ...],
             prepare_text(ready)
         what = Evaluation(str(weights), sets, samples, out)
         check_sets(what, tokenizer_of(weights))
-        values = {"weights": what.weights, "sets": {name: list(given) for name, given in sets.items()}, "samples": samples, "out": out}
+        values = {
+            "weights": what.weights,
+            "sets": {name: list(given) for name, given in sets.items()},
+            "samples": samples,
+            "out": out,
+        }
         run_ranks("phalanx.cli.jobs:evaluate", ready, {**arguments(ready.run), **values}, None)
 
 
@@ -88,8 +121,14 @@ def prepared(data: Sequence[str], run: Run, weights: Path) -> Iterator[dict[str,
         for text in data:
             name, given = _named(text)
             if name in sets:
-                raise click.BadParameter(f"two sets are called {name}: give them names, --data first={given}", param_hint="--data")
-            sets[name] = (given,) if Path(f"{given}.idx").exists() or not Path(given).exists() else _from_text(given, run, weights, cache)
+                raise click.BadParameter(
+                    f"two sets are called {name}: give them names, --data first={given}", param_hint="--data"
+                )
+            sets[name] = (
+                (given,)
+                if Path(f"{given}.idx").exists() or not Path(given).exists()
+                else _from_text(given, run, weights, cache)
+            )
         yield sets
 
 
@@ -110,12 +149,15 @@ def _from_text(given: str, run: Run, weights: Path, cache: str) -> tuple[str, ..
     from phalanx.base.errors import DataError
     from phalanx.cli.progress import progress
     from phalanx.data.config import DataConfig
-    from phalanx.data.text import use_text
-    from phalanx.train.evaluate_run import tokenizer_of
+    from phalanx.evaluation.perplexity import tokenizer_of
+    from phalanx.text.cache import use_text
 
     tokenizer = tokenizer_of(weights)
     if tokenizer is None:
-        raise DataError(f"{given} is text, and {weights} holds no tokenizer to read it with: prepare it first (phalanx data prepare)")
+        raise DataError(
+            f"{given} is text, and {weights} holds no tokenizer to read it with: prepare it first (phalanx "
+            "data prepare)"
+        )
     with progress("prepare") as show:
         config = DataConfig(text=(given,), tokenizer=tokenizer, cache=cache)
         made = use_text(config, cache, run.model.vocab_size, say=lambda line: None, progress=show)

@@ -5,24 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.base.placement import Placement
-from phalanx.train.load import load_run
+from phalanx.config.read import load_run
 
 
 def train(placement: Placement, config: dict[str, Any], command: str = "") -> None:
-    from phalanx.train.main import train as run_training
+    from phalanx.training.main import train_rank
 
-    run_training(load_run(base=config), placement, command)
+    train_rank(load_run(base=config), placement, command)
 
 
 def verify(placement: Placement, config: dict[str, Any], steps: int) -> None:
-    from phalanx.train.verify import verify_rank
+    from phalanx.verifying.compare import verify_rank
 
     verify_rank(load_run(base=config), placement, steps)
 
 
 def evaluate(
-    placement: Placement, config: dict[str, Any], weights: str, sets: dict[str, list[str]], samples: int | None, out: str | None
+    placement: Placement,
+    config: dict[str, Any],
+    weights: str,
+    sets: dict[str, list[str]],
+    samples: int | None,
+    out: str | None,
 ) -> None:
-    from phalanx.train.evaluate_run import Evaluation, evaluate_rank
+    from phalanx.evaluation.perplexity import Evaluation, evaluate_rank
 
     evaluate_rank(load_run(base=config), placement, Evaluation(weights, sets, samples, out))

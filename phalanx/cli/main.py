@@ -1,4 +1,5 @@
-"""The `phalanx` program: verbs, options, and errors without tracebacks. Each verb imports what it needs when it is called."""
+"""The `phalanx` program: verbs, options, and errors without tracebacks. Each verb imports what it needs when it is
+called."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import gc
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
 from phalanx.cli.completion import configs, keys, use_bash
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
+from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
-from phalanx.launch.early import deaf, listen_early
-
-ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # that a process may open
+from phalanx.launch.early import listen_early
 
 INVITATION = f"""\
 Phalanx {__version__}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
@@ -38,6 +38,9 @@ Phalanx {__version__}: train transformer language models, on one CPU or on thous
   phalanx explain --search warmup                 which config key does that
 
 `phalanx --help` lists every verb."""
+
+
+FORCE = click.option("--force", is_flag=True, help="Start even if memory cannot hold the run by the forecast.")
 
 
 @click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,19 +56,21 @@ def cli(ctx: click.Context) -> None:
 @CONFIG
 @OVERRIDES
 @RANKS
-@click.option("--logs", type=click.Path(file_okay=False), default=None, help="Write each rank's output to files in this folder.")
-@click.option("--force", is_flag=True, help="Start even if memory cannot hold the run by the forecast.")
+@click.option(
+    "--logs", type=click.Path(file_okay=False), default=None, help="Write each rank's output to files in this folder."
+)
+@FORCE
 def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str | None, force: bool) -> None:
     """Train the run that CONFIG (.yaml, or .py with `def run()`) describes; continue it if its folder has checkpoints.
 
-    Results go to the config's `dir`. Ctrl-C or SIGTERM saves and exits with 75. Under torchrun or srun it joins their ranks.
-    Any key of the config can be set here: layout.tp=2 optim.lr=1e-4 (`phalanx explain KEY` says what it means).
+    Results go to the config's `dir`. Ctrl-C or SIGTERM saves and exits with 75. Under torchrun or srun it joins
+    their ranks. Any key of the config can be set here: layout.tp=2 optim.lr=1e-4 (`phalanx explain KEY` says what it
+    means).
     """
     listen_early()
     from phalanx.cli.setup import arguments, check_memory, prepare
 
-    ready = prepare(config, overrides, ranks)
-    check_memory(ready, force)
+    ready = check_memory(prepare(config, overrides, ranks), force)
     prepare_text(ready)
     run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": typed()}, logs)
 
@@ -73,17 +78,6 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
 def typed() -> str:
     """What a person typed to start this program, with its name as they know it."""
     return shlex.join(["phalanx", *sys.argv[1:]])
-
-
-def prepare_text(ready: Any) -> None:
-    """Make token files of data.text before any rank starts; the ranks then find them. Of ranks that others started one speaks per machine."""
-    from phalanx.cli.progress import progress
-    from phalanx.data.text import use_text
-
-    run = ready.run
-    speaks = ready.placement is None or ready.placement.local_rank == 0
-    with progress("prepare") as show:
-        use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text) if speaks else None, progress=show)
 
 
 @cli.command(short_help="Compare a layout with one process.")
@@ -94,13 +88,13 @@ def prepare_text(ready: Any) -> None:
 def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int) -> None:
     """Compare the run's layout with one process: losses and every gradient, in float64.
 
-    The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits with 1. Ends with the
-    structures of the run that the small copies had, and those that they lacked.
+    The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits
+    with 1. Ends with the structures of the run that the small copies had, and those that they lacked.
     """
     from phalanx.cli.setup import Ready, arguments, prepare_elsewhere
 
     ready = prepare_elsewhere(config, overrides, ranks)
-    from phalanx.train.verify import verify as compare
+    from phalanx.verifying.compare import verify as compare
 
     def start(run: Any, world: int, steps: int) -> None:
         run_ranks("phalanx.cli.jobs:verify", Ready(run, world), {**arguments(run), "steps": steps}, None)
@@ -112,7 +106,12 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
 @CONFIG
 @OVERRIDES
 @RANKS
-@click.option("--device", default=None, metavar="NAME", help="The GPU it is to fit on, such as H100 (default: says which would do).")
+@click.option(
+    "--device",
+    default=None,
+    metavar="NAME",
+    help="The GPU it is to fit on, such as H100 (default: says which would do).",
+)
 def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None) -> None:
     """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data."""
     from phalanx.base.devices import DEVICES, find_device
@@ -122,7 +121,7 @@ def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str
     wanted = find_device(device) if device else None
     if device and wanted is None:
         raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
-    from phalanx.train.plan_text import plan_report
+    from phalanx.forecast.text import plan_report
 
     gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
     report = plan_report(ready.run, ready.ranks, wanted)
@@ -135,14 +134,18 @@ def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str
 @click.argument("checkpoint", shell_complete=configs)
 @click.option("--prompt", required=True, help="The text to continue.")
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to make.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: always the likeliest token.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: always the likeliest token."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
 def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Continue a prompt with the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder.
+    """Continue a prompt with the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face
+    folder.
 
-    Text appears as it is made; Ctrl-C ends it (exit code 130). It ends early with the document, or where the model has no more positions.
+    Text appears as it is made; Ctrl-C ends it (exit code 130). It ends early with the document, or where the model
+    has no more positions.
     """
-    from phalanx.train.generate import TextStream
+    from phalanx.inference.generate import TextStream
 
     tell_ignored(checkpoint)
     stream = TextStream(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed)
@@ -159,7 +162,7 @@ def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed
 @cli.command()
 def doctor() -> None:
     """Say what this machine can do, and what is missing."""
-    from phalanx.train.doctor import report
+    from phalanx.cli.doctor import report
 
     click.echo(report())
 
@@ -167,13 +170,18 @@ def doctor() -> None:
 @cli.command(short_help="Explain config keys: one, a section, or all.")
 @click.argument("key", required=False, shell_complete=keys)
 @click.option("--all", "everything", is_flag=True, help="Every key of every section.")
-@click.option("--search", default=None, metavar="WORD", help="Keys whose name or meaning has this word, or another framework's name for one.")
+@click.option(
+    "--search",
+    default=None,
+    metavar="WORD",
+    help="Keys whose name or meaning has this word, or another framework's name for one.",
+)
 @click.option("--schema", is_flag=True, help="A JSON schema of config files, for editors.")
 def explain(key: str | None, everything: bool, search: str | None, schema: bool) -> None:
     """Explain a config KEY (such as layout.tp), or a section; without one, list the sections."""
-    from phalanx.train.explain import all_text, search_text, sections_text
-    from phalanx.train.load import explain as explain_key
-    from phalanx.train.schema import schema_text
+    from phalanx.config.explain import all_text, search_text, sections_text
+    from phalanx.config.read import explain as explain_key
+    from phalanx.config.schema import schema_text
 
     if sum((key is not None, everything, search is not None, schema)) > 1:
         raise click.UsageError("give one of KEY, --all, --search WORD and --schema")
@@ -192,7 +200,10 @@ def data() -> None:
     """Prepare token files and look into them."""
 
 
-TOKENIZER_HELP = "A tokenizer.json, GPT-2's two files, SentencePiece .model, .tiktoken file, a folder that holds one; `bytes`; `null:N`."
+TOKENIZER_HELP = (
+    "A tokenizer.json, GPT-2's two files, SentencePiece .model, .tiktoken file, a folder that "
+    "holds one; `bytes`; `null:N`."
+)
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token files of this name.")
 
 
@@ -200,26 +211,68 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token 
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Prefix of the .bin and .idx files to write.")
 @click.option("--tokenizer", required=True, help=TOKENIZER_HELP)
-@click.option("--json-keys", "--key", "keys", default="text", show_default=True, help="Fields of a line (a.b: inside a), or columns; a,b: both.")
-@click.option("--errors", type=click.Choice(["strict", "replace", "skip"]), default="strict", show_default=True, help="Documents that are not text.")
+@click.option(
+    "--json-keys",
+    "--key",
+    "keys",
+    default="text",
+    show_default=True,
+    help="Fields of a line (a.b: inside a), or columns; a,b: both.",
+)
+@click.option(
+    "--errors",
+    type=click.Choice(["strict", "replace", "skip"]),
+    default="strict",
+    show_default=True,
+    help="Documents that are not text.",
+)
 @click.option("--append-eod/--no-append-eod", default=True, show_default=True, help="End each document with its token.")
-@click.option("--workers", type=click.IntRange(min=1), default=None, help="Processes (default: all cores); any number gives the same files.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Processes (default: all cores); any number gives the same files.",
+)
 @click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle documents by this seed.")
 @click.option("--split", default="", metavar="NAME=SHARE,...", help="Write OUT-NAME for each: train=0.98,valid=0.02.")
-@click.option("--shard", default="0/1", show_default=True, metavar="I/N", help="Do the I-th of N parts (from 0); data merge joins them.")
+@click.option(
+    "--shard",
+    default="0/1",
+    show_default=True,
+    metavar="I/N",
+    help="Do the I-th of N parts (from 0); data merge joins them.",
+)
 @OVERWRITE
 def data_prepare(
-    inputs: tuple[str, ...], out: str, tokenizer: str, keys: str, errors: Any, append_eod: bool, workers: int | None, shuffle: int | None,
-    split: str, shard: str, overwrite: bool,
-) -> None:  # fmt: skip
-    """Turn text files, .jsonl or .parquet files (.gz, .zst), Hugging Face datasets, folders or globs of them into token files."""
+    inputs: tuple[str, ...],
+    out: str,
+    tokenizer: str,
+    keys: str,
+    errors: Any,
+    append_eod: bool,
+    workers: int | None,
+    shuffle: int | None,
+    split: str,
+    shard: str,
+    overwrite: bool,
+) -> None:
+    """Turn text files, .jsonl or .parquet files (.gz, .zst), Hugging Face datasets, folders or globs of them into
+    token files."""
     from phalanx.cli.progress import progress
-    from phalanx.data.prepare import prepare
-    from phalanx.data.tokenizers import load_tokenizer
+    from phalanx.cli.show import prepared_text
+    from phalanx.text.prepare import prepare
+    from phalanx.text.tokenizers import load_tokenizer
 
     i, _, n = shard.partition("/")
     if not (i.isdigit() and n.isdigit()):
         raise click.BadParameter(f"{shard!r} is not I/N, such as 0/4", param_hint="--shard")
+    started, worked = time.monotonic(), False
+
+    def work(done: int, total: int) -> None:
+        nonlocal worked
+        worked = True
+        show(done, total)
+
     with progress("prepare") as show:
         summary = prepare(
             inputs,
@@ -233,9 +286,10 @@ def data_prepare(
             split=_shares(split),
             shard=(int(i), int(n)),
             overwrite=overwrite,
-            progress=show,
+            progress=work,
         )
-    _print_summary(summary)
+    for line in prepared_text(summary, out, time.monotonic() - started if worked else None):
+        click.echo(line)
 
 
 def _cores() -> int:
@@ -261,29 +315,27 @@ def _shares(split: str) -> dict[str, float]:
 @data.command("merge", short_help="Join token files.")
 @click.argument("out")
 @click.argument("shards", nargs=-1, required=True)
-@click.option("--copy", is_flag=True, help="Copy the tokens into one .bin, which Megatron needs, rather than refer to those of SHARDS.")
+@click.option(
+    "--copy",
+    is_flag=True,
+    help="Copy the tokens into one .bin, which Megatron needs, rather than refer to those of SHARDS.",
+)
 @OVERWRITE
 def data_merge(out: str, shards: tuple[str, ...], copy: bool, overwrite: bool) -> None:
     """Join the token files SHARDS, in the order given, into OUT."""
-    from phalanx.data.prepare import merge_shards
+    from phalanx.cli.show import files_text
+    from phalanx.text.prepare import merge_shards
 
-    _print_summary(merge_shards(out, shards, copy=copy, overwrite=overwrite))
-
-
-def _print_summary(summary: Any) -> None:
-    from phalanx.base.log import pairs
-
-    shown = {k: v for k, v in vars(summary).items() if isinstance(v, int | str) and v != ""}
-    click.echo(pairs(**shown, **{f"skipped[{reason}]": n for reason, n in summary.skipped_by.items()}))
-    for name, (documents, tokens) in summary.parts.items():
-        click.echo(pairs(part=name, documents=documents, tokens=tokens))
+    summary = merge_shards(out, shards, copy=copy, overwrite=overwrite)
+    click.echo(files_text(summary.documents, summary.tokens, out))
 
 
 @data.command("pack", short_help="Pack documents into sequences, once.")
 @CONFIG
 @OVERRIDES
 def data_pack(config: str, overrides: tuple[str, ...]) -> None:
-    """Pack the documents of CONFIG's token files into sequences, longest first, and store that beside them for data.packing=offline."""
+    """Pack the documents of CONFIG's token files into sequences, longest first, and store that beside them for
+    data.packing=offline."""
     from phalanx.cli.show import pack_text
 
     for line in pack_text(config, overrides):
@@ -293,15 +345,29 @@ def data_pack(config: str, overrides: tuple[str, ...]) -> None:
 @data.command("train-tokenizer", short_help="Train a tokenizer on text.")
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, help="Folder for tokenizer.json and tokenizer_config.json.")
-@click.option("--vocab-size", type=click.IntRange(min=257), required=True, help="Tokens, the end of a document included.")
-@click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True, help="bpe and unigram work on bytes.")
-@click.option("--json-keys", "--key", default="text", show_default=True, help="Fields of a line (a.b: inside a), or columns; a,b: both.")
+@click.option(
+    "--vocab-size", type=click.IntRange(min=257), required=True, help="Tokens, the end of a document included."
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["bpe", "wordpiece", "unigram"]),
+    default="bpe",
+    show_default=True,
+    help="bpe and unigram work on bytes.",
+)
+@click.option(
+    "--json-keys",
+    "--key",
+    default="text",
+    show_default=True,
+    help="Fields of a line (a.b: inside a), or columns; a,b: both.",
+)
 def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kind: str, json_keys: str) -> None:
     """Train a tokenizer on text files, .jsonl or .parquet files (.gz, .zst), folders or globs of them."""
     from collections import Counter
 
-    from phalanx.data.readers import Reading, cut, find_files, texts
-    from phalanx.data.tokenizers import TRAINERS
+    from phalanx.text.readers import Reading, cut, find_files, texts
+    from phalanx.text.tokenizers import TRAINERS
 
     reading = Reading(keys=tuple(json_keys.split(",")))
     parts = (part for piece in cut(list(find_files(inputs)), 1 << 23, lambda before: True) for part in piece)
@@ -313,21 +379,39 @@ def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kin
 @click.argument("what", metavar="PREFIX|CONFIG")
 @OVERRIDES
 @click.option("--tokenizer", default=None, help="Show text rather than token numbers (default: the config's).")
-@click.option("--documents", type=click.IntRange(min=0), default=2, show_default=True, help="Documents of PREFIX to show.")
+@click.option(
+    "--documents", type=click.IntRange(min=0), default=2, show_default=True, help="Documents of PREFIX to show."
+)
 @click.option("--start", type=click.IntRange(min=0), default=0, show_default=True, help="The first of them.")
-@click.option("--step", type=int, default=None, metavar="K", help="Which tokens make step K of CONFIG (default: a table of its sources).")
+@click.option(
+    "--step",
+    type=int,
+    default=None,
+    metavar="K",
+    help="Which tokens make step K of CONFIG (default: a table of its sources).",
+)
 @click.option("--rank", type=int, default=None, metavar="R", help="Only what this rank reads in step K.")
 @RANKS
 def data_show(
-    what: str, overrides: tuple[str, ...], tokenizer: str | None, documents: int, start: int, step: int | None, rank: int | None, ranks: int | None
+    what: str,
+    overrides: tuple[str, ...],
+    tokenizer: str | None,
+    documents: int,
+    start: int,
+    step: int | None,
+    rank: int | None,
+    ranks: int | None,
 ) -> None:
-    """Show what is in the token files PREFIX.bin and PREFIX.idx, or what a run of CONFIG (or a run's folder) trains on."""
+    """Show what is in the token files PREFIX.bin and PREFIX.idx, or what a run of CONFIG (or a run's folder) trains
+    on."""
     from phalanx.cli.show import data_text, is_config, run_data_text
 
     if is_config(what):
         click.echo(run_data_text(what, overrides, step=step, ranks=ranks, rank=rank, tokenizer=tokenizer))
     elif overrides or step is not None or rank is not None or ranks is not None:
-        raise click.UsageError(f"--step, --rank, --ranks and a.b=c belong to a CONFIG; {what} is a PREFIX of token files")
+        raise click.UsageError(
+            f"--step, --rank, --ranks and a.b=c belong to a CONFIG; {what} is a PREFIX of token files"
+        )
     else:
         click.echo(data_text(what, tokenizer, documents, start))
 
@@ -335,7 +419,8 @@ def data_show(
 @data.command("verify", short_help="Compare token files with their checksums.")
 @click.argument("what", nargs=-1, required=True, metavar="PREFIX...|CONFIG [a.b=c]...")
 def data_verify(what: tuple[str, ...]) -> None:
-    """Compare token files with the checksums that were written with them, byte for byte; exits with 3 and names the bytes if any are damaged.
+    """Compare token files with the checksums that were written with them, byte for byte; exits with 3 and names the
+    bytes if any are damaged.
 
     PREFIX: files of PREFIX.bin and PREFIX.idx. CONFIG (or a run's folder): all token files that the run reads.
     """
@@ -356,7 +441,9 @@ def bench() -> None:
     """Measure speed: ops, links between ranks, whole steps."""
 
 
-REPEATS = click.option("--repeats", type=click.IntRange(min=1), default=10, show_default=True, help="Measurements; the median is shown.")
+REPEATS = click.option(
+    "--repeats", type=click.IntRange(min=1), default=10, show_default=True, help="Measurements; the median is shown."
+)
 
 
 @bench.command("step", short_help="Time a config's training step, and say where it goes.")
@@ -364,15 +451,38 @@ REPEATS = click.option("--repeats", type=click.IntRange(min=1), default=10, show
 @OVERRIDES
 @RANKS
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed steps.")
-@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them; 0: no step budget.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them; 0: no step budget."
+)
 @JSON
-@click.option("--trace", type=click.Path(dir_okay=False), default=None, help="Keep the trace of rank 0 here (.json or .json.gz, for Perfetto).")
-def bench_step(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int, warmup: int, out: str | None, trace: str | None) -> None:
-    """Time the real training step of CONFIG: ms, tokens/s, MFU, memory by kind, and the step budget. Without data: made-up tokens."""
-    from phalanx.cli.setup import arguments, prepare
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    default=None,
+    help="Keep the trace of rank 0 here (.json or .json.gz, for Perfetto).",
+)
+@FORCE
+def bench_step(
+    config: str,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    steps: int,
+    warmup: int,
+    out: str | None,
+    trace: str | None,
+    force: bool,
+) -> None:
+    """Time the real training step of CONFIG: ms, tokens/s, MFU, memory by kind, and the step budget. Without data:
+    made-up tokens."""
+    from phalanx.cli.setup import arguments, check_memory, prepare
 
-    ready = prepare(config, _with_tokens(config, overrides), ranks)
-    run_ranks("phalanx.bench.step:bench_step", ready, {**arguments(ready.run), "steps": steps, "warmup": warmup, "out": out, "trace": trace}, None)
+    ready = check_memory(prepare(config, _with_tokens(config, overrides), ranks), force)
+    run_ranks(
+        "phalanx.bench.step:bench_step",
+        ready,
+        {**arguments(ready.run), "steps": steps, "warmup": warmup, "out": out, "trace": trace},
+        None,
+    )
 
 
 @bench.command("ops", short_help="Time each op at a config's shapes.")
@@ -382,18 +492,32 @@ def bench_step(config: str, overrides: tuple[str, ...], ranks: int | None, steps
 @REPEATS
 @JSON
 def bench_ops(config: str, overrides: tuple[str, ...], ranks: int | None, repeats: int, out: str | None) -> None:
-    """Time each op at the shapes of one rank of CONFIG, forward and forward+backward, against ceilings measured in the same run."""
+    """Time each op at the shapes of one rank of CONFIG, forward and forward+backward, against ceilings measured in
+    the same run."""
     from phalanx.bench.ops import bench_ops as measure
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.comm.mesh import local_device
     from phalanx.launch.env import describe_machine
 
     ready = prepare_elsewhere(config, _with_tokens(config, overrides), ranks)
-    measure(ready.run, ready.ranks, local_device(describe_machine(ready.run.train.device).device, 0), repeats, out, click.echo)
+    measure(
+        ready.run,
+        ready.ranks,
+        local_device(describe_machine(ready.run.train.device).device, 0),
+        repeats,
+        out,
+        click.echo,
+    )
 
 
 @bench.command("comm", short_help="Measure the links between ranks.")
-@click.option("--ranks", type=click.IntRange(min=2), default=None, metavar="N", help="Number of ranks (default: all GPUs; on a CPU 2).")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=2),
+    default=None,
+    metavar="N",
+    help="Number of ranks (default: all GPUs; on a CPU 2).",
+)
 @click.option("--sizes", default=None, metavar="MIB,...", help="Sizes in MiB (default: 1,8,64,512; on a CPU 1,8).")
 @REPEATS
 @JSON
@@ -405,9 +529,16 @@ def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | No
     machine, (placement, problems) = describe_machine("auto"), read_placement(os.environ)
     gpu = machine.device == "cuda"
     world = placement.world_size if placement else ranks or (machine.device_count or 1 if gpu else 2)
-    if problems or world < 2 or (placement and ranks not in (None, world)) or (gpu and placement is None and world > (machine.device_count or 0)):
+    if (
+        problems
+        or world < 2
+        or (placement and ranks not in (None, world))
+        or (gpu and placement is None and world > (machine.device_count or 0))
+    ):
         there = f"{machine.device_count} GPUs here" if gpu else "no GPU here"
-        raise click.BadParameter(f"{world} ranks, but it takes at least 2, one per GPU where there are GPUs ({there})", param_hint="--ranks")
+        raise click.BadParameter(
+            f"{world} ranks, but it takes at least 2, one per GPU where there are GPUs ({there})", param_hint="--ranks"
+        )
     try:
         mib = [float(s) for s in (sizes or ("1,8,64,512" if gpu else "1,8")).split(",")]
     except ValueError:
@@ -424,8 +555,11 @@ def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | No
 @click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Steps before them.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for each.")
 @JSON
-def bench_sweep(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int, warmup: int, timeout: float, out: str | None) -> None:
-    """`bench step` for every combination of values: layout.tp=1,2,4 train.micro_batch=1,2. Sorted by tokens/s; out of memory is a row."""
+def bench_sweep(
+    config: str, overrides: tuple[str, ...], ranks: int | None, steps: int, warmup: int, timeout: float, out: str | None
+) -> None:
+    """`bench step` for every combination of values: layout.tp=1,2,4 train.micro_batch=1,2. Sorted by tokens/s; out
+    of memory is a row."""
     import json
 
     from phalanx.bench.sweep import sweep, sweep_table
@@ -439,53 +573,25 @@ def bench_sweep(config: str, overrides: tuple[str, ...], ranks: int | None, step
 
 def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     """Overrides by which a config that names no data gets made-up tokens: speed does not depend on them."""
+    from phalanx.config.read import read
     from phalanx.data.config import DataConfig
-    from phalanx.train.load import read
 
     run = read(config, overrides).run
     return (*overrides, "data.mock=true") if run is not None and run.data == DataConfig() else overrides
 
 
-def allow_files(ranks: int) -> None:
-    """Raise this process's limit of open files as far as it may. PhalanxError where ranks could not even meet."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    needed = FEWEST_FILES + FILES_PER_RANK * ranks
-    if max(soft, most) < needed and soft != resource.RLIM_INFINITY:
-        way_out = f"raise the limit with `ulimit -n {ENOUGH_FILES}`"
-        raise PhalanxError(f"a process may open only {most} files here, and {ranks} ranks need {needed}: {way_out}")
-
-
-def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
-    """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
-    from phalanx.base.placement import Placement
-    from phalanx.launch.bus import BusErrors
-    from phalanx.launch.local import Alone, start
-    from phalanx.launch.network import settle
-    from phalanx.launch.worker import find
-
-    listen_early()
-    allow_files(ready.ranks)
-    if ready.placement is None and ready.ranks > 1:
-        start(target, values, ready.ranks, logs)
-    else:
-        word = Alone()
-        placement = settle(ready.placement or Placement(), os.environ)
-        with BusErrors(word.died):
-            find(target)(replace(placement, word=word), **values)
-    deaf()
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own stages otherwise
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # why: comm.mesh.many_queues; here, before CUDA is looked at
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # keep its compiled kernels, as Triton and quack do
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+    )  # why: comm.mesh.many_queues; here, before CUDA is looked at
+    os.environ.setdefault(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
+    )  # keep its compiled kernels, as Triton and quack do
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/phalanx/flash-attn"))
     if "_PHALANX_COMPLETE" in os.environ:
         use_bash()

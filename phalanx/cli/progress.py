@@ -36,7 +36,11 @@ def _lines(name: str) -> Callable[[int, int], None]:
         if now - last >= EVERY and done:
             last = now
             left = (now - start) * max(total - done, 0) / done
-            click.echo(f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {done / 1e6 / (now - start):.1f} MB/s, {left:.0f} s left", err=True)
+            click.echo(
+                f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {done / 1e6 / (now - start):.1f} MB/s, "
+                f"{left:.0f} s left",
+                err=True,
+            )
 
     return show
 

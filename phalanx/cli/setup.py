@@ -1,4 +1,5 @@
-"""From a command line to a checked Run and the world it runs in. Everything here happens before any rank or file exists."""
+"""From a command line to a checked Run and the world it runs in. Everything here happens before any rank or file
+exists."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from phalanx.base.errors import PhalanxError, Problem
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli.torchrun import explain_end
+from phalanx.config.read import COMMAND_LINE, Loaded, read, to_dict
+from phalanx.config.run import Run
+from phalanx.forecast.capacity import DoesNotFit
+from phalanx.forecast.check import Facts, check, raise_problems
 from phalanx.launch.env import describe_machine, read_placement
-from phalanx.launch.host import gpu_memory, host_memory
-from phalanx.train.capacity import DoesNotFit, MachineMemory, check_capacity
-from phalanx.train.checks import Facts, check, raise_problems
-from phalanx.train.config import Run
-from phalanx.train.load import COMMAND_LINE, Loaded, read, to_dict
+from phalanx.training.machine import fit_here
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Ready:
 
 
 def prepare(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> Ready:
-    """Read and check a run for this machine. Raises every problem at once; other ranks than 0 of a foreign world raise them silently."""
+    """Read and check a run for this machine. Raises every problem at once; other ranks than 0 of a foreign world
+    raise them silently."""
     return prepare_loaded(read(config, overrides), ranks)
 
 
@@ -92,32 +94,23 @@ def default_ranks(run: Run, machine: Facts) -> int:
     return max(1, run.layout.tp * run.layout.cp * run.layout.pp)
 
 
-def check_memory(ready: Ready, force: bool = False) -> None:
-    """Refuse a run that the memory of this machine cannot hold, warn where it is tight; of ranks that others started one speaks per machine."""
-    placement = ready.placement
-    speaks = placement is None or placement.local_rank == 0
+def check_memory(ready: Ready, force: bool = False) -> Ready:
+    """Refuse a run that the memory of this machine cannot hold, warn where it is tight; of ranks that others started
+    one speaks per machine.
+
+    The run as it is to start: where ranks of other machines wait for those here, the refusal goes to their meeting.
+    """
+    speaks = ready.placement is None or ready.placement.local_rank == 0
     try:
-        warning = check_capacity(ready.run, ready.ranks, memory_here(ready), force)
+        fit = fit_here(ready.run, ready.ranks, ready.placement, force)
     except DoesNotFit as error:
         if not speaks:
             explain_end(describe(error))
             raise SystemExit(error.exit_code) from None
         raise
-    if warning is not None and speaks:
-        click.echo(f"warning: {warning}", err=True)
-
-
-def memory_here(ready: Ready) -> MachineMemory:
-    """What the ranks on this machine may take. Of a world that others started, ranks of one machine follow each other."""
-    placement = ready.placement
-    machine = describe_machine(ready.run.train.device)
-    gpus = machine.device_count or 0 if machine.device == "cuda" else 0
-    first, count = 0, ready.ranks
-    if placement is not None and placement.world_size > 1:
-        first = max(0, placement.rank - placement.local_rank)
-        count = placement.local_size or max(placement.local_rank + 1, min(gpus, ready.ranks - first))
-    started = placement is not None or ready.ranks == 1  # one rank runs in this process
-    return MachineMemory(range(first, first + count), gpu_memory(min(gpus, count)), host_memory(), started)
+    if fit.warning is not None and speaks:
+        click.echo(f"warning: {fit.warning}", err=True)
+    return replace(ready, placement=fit.placement)
 
 
 def local_ranks(placement: Placement | None, world: int) -> int:
@@ -131,10 +124,14 @@ def _rank_problems(ranks: int | None, placement: Placement | None, machine: Fact
         return []
     if ranks is not None and ranks != placement.world_size:
         rule = "has no effect where the ranks are already started"
-        return [Problem("--ranks", ranks, rule, {"world size": placement.world_size}, (placement.world_size,), COMMAND_LINE)]
+        return [
+            Problem("--ranks", ranks, rule, {"world size": placement.world_size}, (placement.world_size,), COMMAND_LINE)
+        ]
     if machine.device == "cuda" and machine.device_count and placement.local_rank >= machine.device_count:
         because = {"GPUs": machine.device_count, "host": socket.gethostname()}
-        return [Problem("LOCAL_RANK", placement.local_rank, "must be < the number of GPUs", because, (), "the environment")]
+        return [
+            Problem("LOCAL_RANK", placement.local_rank, "must be < the number of GPUs", because, (), "the environment")
+        ]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Texts of `data show` and `checkpoint list`."""
+"""Texts of `data prepare`, `data show` and `checkpoint list`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.base.errors import CheckpointError, DataError
+from phalanx.cli.progress import decimal_bytes
 
 if TYPE_CHECKING:
     from phalanx.data.index import Corpus
-    from phalanx.data.tokenizer_base import Tokenizer
+    from phalanx.text.prepare import Summary
+    from phalanx.text.tokenizer_base import Tokenizer
 
 
 MANY = 100_000  # documents that are looked at for lengths and duplicates ...
@@ -31,7 +33,7 @@ def is_config(what: str) -> bool:
 def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0) -> str:
     """What is in a pair of token files: counts, lengths, duplicates, and some documents."""
     from phalanx.data.index import Corpus
-    from phalanx.data.tokenizers import load_tokenizer
+    from phalanx.text.tokenizers import load_tokenizer
 
     corpus = Corpus(prefix)
     names = load_tokenizer(tokenizer) if tokenizer else None
@@ -40,14 +42,61 @@ def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0
         first, stop = corpus.document_start(d), corpus.document_start(d + 1)
         ids = corpus.tokens(first, min(stop, first + 200)).tolist()
         more = " ..." if stop - first > 200 else ""
-        lines.append(f"tokens {first}..{stop - 1}: document {d}, {stop - first} tokens: {names.decode(ids) if names else ids}{more}")
+        lines.append(
+            f"tokens {first}..{stop - 1}: document {d}, {stop - first} tokens: "
+            f"{names.decode(ids) if names else ids}{more}"
+        )
     return "\n".join(lines)
 
 
 def _checksums(corpus: Corpus) -> list[str]:
     if corpus.is_checked:
         return []
-    return [f"unchecked: there are no checksums of {', '.join(str(file.path) for file in corpus.bin_files if file.segments is None)}"]
+    return [
+        "unchecked: there are no checksums of "
+        f"{', '.join(str(file.path) for file in corpus.bin_files if file.segments is None)}"
+    ]
+
+
+def prepared_text(summary: Summary, prefix: str, seconds: float | None) -> Iterator[str]:
+    """What `data prepare` wrote, a line for each set of token files, and what it left out. seconds: None if it was
+    there already."""
+    from phalanx.data.index import strip_suffix
+
+    if summary.parts:
+        for name, (documents, tokens) in summary.parts.items():
+            yield files_text(documents, tokens, f"{strip_suffix(prefix)}-{name}")
+    text = decimal_bytes(summary.text_bytes)
+    how = (
+        "there already, of the same inputs and settings"
+        if seconds is None
+        else f"{seconds:.1f} s, {_speed(summary.text_bytes, seconds)}"
+    )
+    if summary.parts:
+        yield f"{text} of text; {how}"
+    else:
+        yield files_text(
+            summary.documents, summary.tokens, prefix, f" ({text})", f" in {how}" if seconds is not None else f"; {how}"
+        )
+    for reason, count in summary.skipped_by.items():
+        yield f"skipped: {count:,} ({reason})"
+    if summary.empty:
+        yield f"left out: {summary.empty:,} without text"
+    if summary.replaced:
+        yield f"bad bytes replaced in {summary.replaced:,}"
+
+
+def files_text(documents: int, tokens: int, prefix: str, size: str = "", how: str = "") -> str:
+    """`19 documents, 77,681 tokens -> data/own.bin`, or .idx where the tokens stay in the files that were merged."""
+    from phalanx.data.index import strip_suffix
+
+    prefix = strip_suffix(prefix)
+    suffix = ".bin" if os.path.exists(f"{prefix}.bin") else ".idx"
+    return f"{documents:,} document{'s' * (documents != 1)}, {tokens:,} tokens{size} -> {prefix}{suffix}{how}"
+
+
+def _speed(size: int, seconds: float) -> str:
+    return f"{decimal_bytes(size / max(seconds, 1e-3))}/s"
 
 
 def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
@@ -56,14 +105,17 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.data.check import check_files
     from phalanx.data.config import prefixes_of
-    from phalanx.data.text import find_text
-    from phalanx.train.checks import raise_problems
+    from phalanx.forecast.check import raise_problems
+    from phalanx.text.cache import find_text
 
     run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
     data = None if problems else find_text(run.data, run.dir)
     if data is None and not problems:
-        rule = "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data show CONFIG` prepare it"
+        rule = (
+            "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data "
+            "show CONFIG` prepare it"
+        )
         problems = [Problem("data.text", list(run.data.text), rule)]
     raise_problems(problems)
     return prefixes_of(data or run.data)
@@ -96,13 +148,15 @@ def _compared(corpus: Corpus) -> tuple[list[str], list[str]]:
         found = compare(files, min(4, os.cpu_count() or 1), lambda done: show(done, total))
     lines = _checksums(corpus)
     if files and not found:
-        lines.append(f"{corpus.prefix}: good: {corpus.num_tokens:,} tokens, {decimal_bytes(total)} compared with checksums")
+        lines.append(
+            f"{corpus.prefix}: good: {corpus.num_tokens:,} tokens, {decimal_bytes(total)} compared with checksums"
+        )
     return found, lines
 
 
 def _other_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> list[str]:
     """A warning where texts of these tokens would not be what was read."""
-    from phalanx.data.prepare import check_tokenizer
+    from phalanx.text.prepare import check_tokenizer
 
     try:
         if tokenizer is not None:
@@ -124,9 +178,16 @@ def _glance(corpus: Corpus) -> list[str]:
         lengths.append(stop - start)
     if not lengths:
         return []
-    seen = "all documents" if len(lengths) == corpus.num_documents else f"the first {len(lengths):,} of {corpus.num_documents:,} documents"
+    seen = (
+        "all documents"
+        if len(lengths) == corpus.num_documents
+        else f"the first {len(lengths):,} of {corpus.num_documents:,} documents"
+    )
     again = [found for found in places.values() if len(found) > 1]
-    lines = [f"tokens per document, {seen}: min {min(lengths):,}, median {int(median(lengths)):,}, max {max(lengths):,}, empty {lengths.count(0):,}"]
+    lines = [
+        f"tokens per document, {seen}: min {min(lengths):,}, median {int(median(lengths)):,}, max "
+        f"{max(lengths):,}, empty {lengths.count(0):,}"
+    ]
     copies = sum(len(found) - 1 for found in again)
     lines.append(f"duplicates, {seen}: {copies:,} repeat an earlier one token for token ({copies / len(lengths):.1%})")
     for found in sorted(again, key=len, reverse=True)[:3]:
@@ -136,36 +197,54 @@ def _glance(corpus: Corpus) -> list[str]:
 
 
 def run_data_text(
-    config: str, overrides: tuple[str, ...], *, step: int | None, ranks: int | None, rank: int | None, tokenizer: str | None
+    config: str,
+    overrides: tuple[str, ...],
+    *,
+    step: int | None,
+    ranks: int | None,
+    rank: int | None,
+    tokenizer: str | None,
 ) -> str:
     """Of a config: the table of its sources, or with a step the tokens that make it (of all ranks, or of one)."""
     from phalanx.base.errors import Problem
     from phalanx.cli.progress import progress
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.data.check import check_files
-    from phalanx.data.prepare import check_tokenizers
-    from phalanx.data.text import use_text
-    from phalanx.data.tokenizers import load_tokenizer
-    from phalanx.train.checks import raise_problems
-    from phalanx.train.data_text import data_table, open_loaders, step_data, step_text
-    from phalanx.train.plan import grid_of
+    from phalanx.forecast.check import raise_problems
+    from phalanx.forecast.data_table import data_table, open_loaders, step_data, step_text
+    from phalanx.planning.plan import grid_of
+    from phalanx.text.cache import use_text
+    from phalanx.text.prepare import check_tokenizers
+    from phalanx.text.tokenizers import load_tokenizer
 
     ready = prepare_elsewhere(config, overrides, ranks)
     run, grid, wrong = ready.run, grid_of(ready.run, ready.ranks), []
     if step is not None and not 1 <= step <= run.train.last_step:
-        wrong.append(Problem("--step", step, "must be a step of the run", {"train.steps": run.train.last_step}, (1, run.train.last_step)))
+        wrong.append(
+            Problem(
+                "--step",
+                step,
+                "must be a step of the run",
+                {"train.steps": run.train.last_step},
+                (1, run.train.last_step),
+            )
+        )
     if rank is not None and not 0 <= rank < grid.world:
         wrong.append(Problem("--rank", rank, "must be one of the ranks", {"--ranks": grid.world}, (0, grid.world - 1)))
     raise_problems([*wrong, *check_files(run.data)])
     with progress("prepare") as show:
-        data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show)
+        data = use_text(
+            run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show
+        )
     check_tokenizers(data)
     loader, valid = open_loaders(run, data)
     if step is None:
         return data_table(run, loader, valid)
     names = tokenizer or run.data.tokenizer
     which = None if rank is None else [grid.coords(rank).dp]
-    return step_text(run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None)
+    return step_text(
+        run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None
+    )
 
 
 def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
@@ -175,13 +254,15 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
     from phalanx.data.check import check_files
     from phalanx.data.packing import make_packing, packing_path, write_packing
     from phalanx.data.sources import corpus_parts
-    from phalanx.data.text import use_text
-    from phalanx.train.checks import raise_problems
+    from phalanx.forecast.check import raise_problems
+    from phalanx.text.cache import use_text
 
     run = prepare_elsewhere(config, (*overrides, "data.packing=offline"), None).run
     raise_problems(check_files(run.data))
     with progress("prepare") as show:
-        data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show)
+        data = use_text(
+            run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show
+        )
     length = run.train.seq_length
     for corpus, start, stop in corpus_parts(data, valid=run.train.eval_interval is not None):
         packing = make_packing(corpus, start, stop, length, decreasing=True)
@@ -203,7 +284,9 @@ def checkpoints_text(run: str) -> str:
     if not found:
         return "\n".join([f"no checkpoint in {folder / 'checkpoints'}", *told])
     lines = [f"{path}  {_size(path):.1f} MiB  {problem_of(path) or 'good'}" for path in found]
-    return "\n".join([*(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found)), *told])
+    return "\n".join(
+        [*(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found)), *told]
+    )
 
 
 def _size(folder: Path) -> float:

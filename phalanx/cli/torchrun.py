@@ -11,7 +11,8 @@ FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the reason of a ran
 
 
 def explain_end(text: str) -> None:
-    """Leave `text` where torchrun reads it, in the form of torch.distributed.elastic's error files; elsewhere nothing happens."""
+    """Leave `text` where torchrun reads it, in the form of torch.distributed.elastic's error files; elsewhere
+    nothing happens."""
     name = os.environ.get(FILE)
     if not name:
         return

@@ -20,7 +20,8 @@ class ConfigVerb(click.Command):
 
 
 def as_overrides(args: list[str]) -> list[str]:
-    """The arguments with options whose name has a dot as overrides. No option of ours has one. A usage error where the value is missing."""
+    """The arguments with options whose name has a dot as overrides. No option of ours has one. A usage error where
+    the value is missing."""
     made: list[str] = []
     rest = list(args)
     while rest:
@@ -40,26 +41,50 @@ def as_overrides(args: list[str]) -> list[str]:
 
 
 class Verbs(click.Group):
-    """A group that lists its verbs in the order of use with whole lines of help, and says what a mistyped one may have meant."""
+    """A group that lists its verbs in the order of use with whole lines of help, and says what a mistyped one may
+    have meant."""
 
     command_class = ConfigVerb
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        order = ("doctor", "data", "plan", "train", "verify", "bench", "eval", "generate", "checkpoint", "export", "import", "explain")
+        order = (
+            "doctor",
+            "data",
+            "plan",
+            "train",
+            "verify",
+            "bench",
+            "eval",
+            "generate",
+            "checkpoint",
+            "export",
+            "import",
+            "explain",
+        )
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """As click does, but nothing is cut off."""
-        rows = [(name, one_line(command)) for name in self.list_commands(ctx) if (command := self.get_command(ctx, name)) and not command.hidden]
+        rows = [
+            (name, one_line(command))
+            for name in self.list_commands(ctx)
+            if (command := self.get_command(ctx, name)) and not command.hidden
+        ]
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = difflib.get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(close)}?" if close else f" There are: {', '.join(self.list_commands(ctx))}."
+            hint = (
+                f" Did you mean {' or '.join(close)}?"
+                if close
+                else f" There are: {', '.join(self.list_commands(ctx))}."
+            )
             ctx.fail(f"No such verb: {name}.{hint}")
         return super().resolve_command(ctx, args)
 

@@ -1,10 +1,11 @@
-"""Axis: one communicator as one rank sees it, with the collectives on plain tensors. Over an axis of size 1 each is the identity."""
+"""Axis: one communicator as one rank sees it, with the collectives on plain tensors. Over an axis of size 1 each is
+the identity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,7 @@ from torch import Tensor
 
 from phalanx.base.errors import PeerLost
 from phalanx.comm.debug import Watch
-from phalanx.comm.shared import Shared
-from phalanx.comm.symmetric import PulledParts, PushedParts, PushedRows, Symmetric
-from phalanx.comm.waits import timed
+from phalanx.comm.health.waits import timed
 
 
 class Work:
@@ -32,7 +31,9 @@ class Work:
             try:
                 self._handle.wait()
             except RuntimeError as error:
-                raise PeerLost(f"a collective failed, so another rank died or did not answer in time: {error}") from error
+                raise PeerLost(
+                    f"a collective failed, so another rank died or did not answer in time: {error}"
+                ) from error
             self._handle = None
         if self._finish is not None:
             self._finish()
@@ -44,7 +45,8 @@ SMALL = 2**16  # bytes of a part
 
 
 def _at_once(part: Tensor) -> bool:
-    """Whether an all-to-all does it faster: gloo passes parts round a ring, one exchange after the other; there all are under way at once.
+    """Whether an all-to-all does it faster: gloo passes parts round a ring, one exchange after the other; there all
+    are under way at once.
 
     Of small parts on 4 ranks that takes a quarter of the time; of large ones it would take memory for nothing.
     """
@@ -66,6 +68,41 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
 
 def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
+
+
+class Arriving(Protocol):
+    """What is gathered or scattered in parts, while a matmul works on others."""
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]: ...
+
+    def wait(self) -> Tensor: ...
+
+
+class Overlap(Protocol):
+    """Exchanges that overlap with matmuls, through memory that the ranks share (symmetric.Symmetric)."""
+
+    nbytes: int
+    turn: int
+
+    def fits(self, whole: int) -> bool: ...
+
+    def take_turn(self) -> int: ...
+
+    def back_to(self, turn: int) -> None: ...
+
+    def pulled(self, x: Tensor) -> Arriving: ...
+
+    def pushed(self, tokens: int, width: int, like: Tensor) -> Arriving: ...
+
+    def rows(self, tokens: int, width: int, like: Tensor, back: bool) -> Any: ...
+
+
+class Sharing(Protocol):
+    """Memory of buckets that the ranks share (shared.Shared): where parts are pulled from, and what sums go through."""
+
+    parts: Any
+    sums: Any
+    nbytes: int
 
 
 class Parts:
@@ -92,7 +129,11 @@ class Sums:
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows of the product, where to write them); the caller must have written them when it asks for the next."""
         yield slice(0, len(self.buffer)), self.buffer
-        self.work = Work(self.axis.own_rows(self.buffer)) if self.local else self.axis.reduce_scatter(self.buffer, async_op=True)
+        self.work = (
+            Work(self.axis.own_rows(self.buffer))
+            if self.local
+            else self.axis.reduce_scatter(self.buffer, async_op=True)
+        )
 
     def wait(self) -> Tensor:
         """This rank's rows of the sum over ranks."""
@@ -112,7 +153,9 @@ class SwappedRows:
         """(size,) int64: from where row `first` is the start of the part for each rank."""
         whole = self._buffer
         distance = self.tokens * whole.shape[1] * whole.element_size()
-        return torch.arange(self.axis.size, device=whole.device) * distance + (whole.data_ptr() - self.axis.index * distance)
+        return torch.arange(self.axis.size, device=whole.device) * distance + (
+            whole.data_ptr() - self.axis.index * distance
+        )
 
     def part(self, rank: int) -> Tensor:
         """(tokens, width) this rank's part on `rank`, to write to."""
@@ -136,13 +179,15 @@ class SwappedRows:
 class Axis:
     """`size` ranks, of which this one is number `index`; `ranks` are their numbers in the world."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...] = (0,), index: int = 0, group: Any = None, watch: Watch | None = None):
+    def __init__(
+        self, name: str, ranks: tuple[int, ...] = (0,), index: int = 0, group: Any = None, watch: Watch | None = None
+    ):
         self.name, self.ranks, self.index, self.group = name, ranks, index, group
         self.size = len(ranks)
         self.watch = watch or Watch()
         self._title = f"{name} of {self.size} ranks from {ranks[0]}"
-        self.memory: Symmetric | None = None  # where set, matmuls overlap with their exchanges
-        self.shared: Shared | None = None  # where set, what lies there is pulled by the others, and sums go through it
+        self.memory: Overlap | None = None  # where set, matmuls overlap with their exchanges
+        self.shared: Sharing | None = None  # where set, what lies there is pulled by the others, and sums go through it
 
     def _local(self, op: str, x: Tensor) -> bool:
         """Whether the call is to stay on this rank: size 1, or a test drops it."""
@@ -168,7 +213,9 @@ class Axis:
             return timed(waits.around(call), waits) if waits.on else call()
         except RuntimeError as error:
             ranks = ", ".join(map(str, self.ranks))
-            raise PeerLost(f"a collective over {self.name} (ranks {ranks}) failed, so one of them died or timed out: {error}") from error
+            raise PeerLost(
+                f"a collective over {self.name} (ranks {ranks}) failed, so one of them died or timed out: {error}"
+            ) from error
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Sum (or max) of x over the axis, in place."""
@@ -186,31 +233,38 @@ class Axis:
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         return Work(out, self._run(lambda: _all_gather(out, x, self.group, async_op)))
 
-    def gather(self, x: Tensor) -> Parts | PulledParts:
+    def gather(self, x: Tensor) -> Arriving:
         """As all_gather, in parts that a matmul can start on as they arrive."""
         memory = self.memory
         if memory is None or not memory.fits(x.nbytes * self.size):
             return Parts(self.all_gather(x, async_op=True))
-        return Parts(Work(self._repeated(x))) if self._local("all_gather", x) else PulledParts(memory, x)
+        return Parts(Work(self._repeated(x))) if self._local("all_gather", x) else memory.pulled(x)
 
-    def scatter(self, tokens: int, width: int, like: Tensor) -> Sums | PushedParts:
-        """As reduce_scatter of a product (tokens, width) with the dtype of `like`, in parts that are sent as they are filled in."""
+    def scatter(self, tokens: int, width: int, like: Tensor) -> Arriving:
+        """As reduce_scatter of a product (tokens, width) with the dtype of `like`, in parts that are sent as they
+        are filled in."""
         memory = self.memory
         if memory is None or not memory.fits(tokens * width * like.element_size()):
             return Sums(self, tokens, width, like)
-        return Sums(self, tokens, width, like, local=True) if self._local("reduce_scatter", like) else PushedParts(memory, tokens, width, like)
+        return (
+            Sums(self, tokens, width, like, local=True)
+            if self._local("reduce_scatter", like)
+            else memory.pushed(tokens, width, like)
+        )
 
-    def push(self, tokens: int, width: int, like: Tensor, back: bool, share: float = 1.0) -> SwappedRows | PushedRows:
-        """(size * tokens, width) with the dtype of `like`, of which each rank writes its `tokens` rows on all, or those that are needed there.
+    def push(self, tokens: int, width: int, like: Tensor, back: bool, share: float = 1.0) -> Any:
+        """(size * tokens, width) with the dtype of `like`, of which each rank writes its `tokens` rows on all, or
+        those that are needed there.
 
         share   of the rows that a rank needs, as a forecast may assume
+        Returns SwappedRows, or what the overlap has for it (symmetric.PushedRows).
         """
         memory, rows = self.memory, torch.empty(tokens, width, dtype=like.dtype, device="meta")
         if self._local("push", rows):
             return SwappedRows(self, tokens, width, like, local=True)
         if memory is None or not memory.fits(rows.nbytes * self.size):
             return SwappedRows(self, tokens, width, like)
-        return PushedRows(memory, tokens, width, like, back)
+        return memory.rows(tokens, width, like, back)
 
     def all_gather_into(self, out: Tensor, async_op: bool = False) -> Work:
         """Fill `out` (size * n,) from each rank's own n elements of it, in place."""
@@ -250,8 +304,8 @@ class Axis:
         return Work(out, handle, finish=lambda: _copy(out, parts.view(self.size, *out.shape).sum(0)))
 
     def reduce_scatter_within(self, x: Tensor, async_op: bool = False, onto: Tensor | None = None) -> Work:
-        """Sum of x (size * n,) over the axis; each rank gets its own n elements, in place, or added to `onto` (n,): the result says which.
-        The rest of x is undefined."""
+        """Sum of x (size * n,) over the axis; each rank gets its own n elements, in place, or added to `onto` (n,):
+        the result says which. The rest of x is undefined."""
         n = x.numel() // self.size
         own = x[self.index * n : (self.index + 1) * n]
         if self._local("reduce_scatter", x):
@@ -268,7 +322,8 @@ class Axis:
         return work if async_op else Work(work.wait())
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
-        """Rows of x, cut into runs of `send` rows, one run to each rank -> the runs of `receive` rows that each rank sent, in rank order.
+        """Rows of x, cut into runs of `send` rows, one run to each rank -> the runs of `receive` rows that each rank
+        sent, in rank order.
 
         Without sizes all runs are equal.
         """
@@ -306,7 +361,8 @@ class Axis:
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def barrier(self) -> None:
-        """Until every rank is here. It is not watched: it moves nothing, and what its absence would do depends on who is faster."""
+        """Until every rank is here. It is not watched: it moves nothing, and what its absence would do depends on
+        who is faster."""
         with self.watch.paused():
             self.all_reduce(torch.zeros(1, device=self.device)).wait().cpu()  # on a GPU the host waits too
 
@@ -318,14 +374,19 @@ class Axis:
 
     def recv(self, out: Tensor, source: int) -> Work:
         """Post the receive of `out` from the axis' rank number `source`."""
-        if self.watch.on and self.watch.drop is not None and self.watch.drop.op == "send" and self.watch.drop.axis == self.name:
+        if (
+            self.watch.on
+            and self.watch.drop is not None
+            and self.watch.drop.op == "send"
+            and self.watch.drop.axis == self.name
+        ):
             return Work(out.zero_())
         return Work(out, self._run(lambda: dist.irecv(out, src=self.ranks[source], group=self.group)))
 
-
     def hop(self, x: Tensor | None, to: int, out: Tensor | None, source: int) -> Work:
-        """Post at once the send of x to the axis' rank number `to` and the receive of `out` from its rank number `source`; None: nothing
-        goes that way. All ranks of the axis must do so, in the same order. The result is `out`."""
+        """Post at once the send of x to the axis' rank number `to` and the receive of `out` from its rank number
+        `source`; None: nothing goes that way. All ranks of the axis must do so, in the same order. The result is
+        `out`."""
         nothing = torch.empty(0)
         if self._local("hop", nothing if x is None else x):
             return Work(nothing if out is None else out.zero_())
@@ -351,9 +412,10 @@ class Handles:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """The axes that modules communicate over: tp and cp of the dense view; of cp the neighbours that exchange heads (`heads`) and those that
-    read each other's keys (`keys`), and the same of fewer neighbours, who share a document (`groups`, by their number); tp x cp, the ranks that
-    share a micro-batch (`sharing`); ep, etp and both together (`experts`) of the expert view."""
+    """The axes that modules communicate over: tp and cp of the dense view; of cp the neighbours that exchange heads
+    (`heads`) and those that read each other's keys (`keys`), and the same of fewer neighbours, who share a document
+    (`groups`, by their number); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together
+    (`experts`) of the expert view."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
@@ -371,4 +433,3 @@ class ModelAxes:
             return self
         heads, keys = self.groups.get(degree) or (Axis("cp heads"), Axis("cp keys"))
         return replace(self, heads=heads, keys=keys)
-

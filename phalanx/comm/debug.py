@@ -1,4 +1,5 @@
-"""Watching communication: a rank's last calls; counts of calls and bytes per axis, and faults for tests that prove that each collective matters."""
+"""Watching communication: a rank's last calls; counts of calls and bytes per axis, and faults for tests that prove
+that each collective matters."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.comm.calls import Calls
-from phalanx.comm.waits import Waits
+from phalanx.comm.health.calls import Calls
+from phalanx.comm.health.waits import Waits
 
 
 class Site(NamedTuple):

@@ -1,4 +1,5 @@
-"""DryAxis: an axis of any size without process groups; its collectives only give tensors of the right shape and count bytes."""
+"""DryAxis: an axis of any size without process groups; its collectives only give tensors of the right shape and
+count bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from phalanx.comm.axis import Axis, SwappedRows, Work
 
 
 def ring_bytes(op: str, nbytes: int, size: int) -> float:
-    """Bytes that each rank sends in a ring collective over `size` ranks of a whole (gathered, or not yet scattered) tensor of `nbytes`."""
+    """Bytes that each rank sends in a ring collective over `size` ranks of a whole (gathered, or not yet scattered)
+    tensor of `nbytes`."""
     hops = 2 if op == "all_reduce" else 1
     return hops * nbytes * (size - 1) / size
 

@@ -1,4 +1,5 @@
-"""The world once more, for threads that talk beside the training: on gloo, so that nothing of theirs waits for a device or for a step."""
+"""The world once more, for threads that talk beside the training: on gloo, so that nothing of theirs waits for a
+device or for a step."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_tim
 
 
 def host_axis(world: Axis, meet_s: float, wait_s: float) -> Axis:
-    """All ranks of the world, with a communicator of their own. Called by all of them together; one thread of each rank uses it at a time.
+    """All ranks of the world, with a communicator of their own. Called by all of them together; one thread of each
+    rank uses it at a time.
 
     meet_s, wait_s   seconds that ranks wait for each other to make it, and then in each agreement
     """

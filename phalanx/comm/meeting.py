@@ -1,15 +1,17 @@
 """Where ranks meet: torch's store, bound to one address, and texts in it that ranks of this run signed.
 
-torch's store asks nobody who they are. So nothing of ours that comes out of it is unpickled, and nothing is believed that was not signed with
-the run's secret: `SignedStore` puts an HMAC before each text, over its key and its text, with a key that belongs to this start of this run.
-That key is agreed upon in `recognise`, before ranks connect to each other:
+torch's store asks nobody who they are. So nothing of ours that comes out of it is unpickled, and nothing is believed
+that was not signed with the run's secret: `SignedStore` puts an HMAC before each text, over its key and its text,
+with a key that belongs to this start of this run. That key is agreed upon in `recognise`, before ranks connect to
+each other:
 
-    rank r             -> nonce/r    a number of its own, and whether it has a secret
-    rank 0             -> session    a hash of all nonces, and who has no secret
-                       -> welcome/r  r's nonce, signed: rank r knows that rank 0 has the secret and that nothing is replayed
-    rank r             -> here/r     the session, signed: rank 0 knows the same of rank r
-    rank 0             -> verdict    signed: who has another secret
-    rank r, if refused -> left/r     so that rank 0, whose store it may be, ends last
+    rank r             -> nonce/r    a number of its own, and whether it has a secret rank 0             -> session
+    a hash of all nonces, and who has no secret
+                       -> welcome/r  r's nonce, signed: rank r knows that rank 0 has the secret and that nothing is
+                       replayed
+    rank r             -> here/r     the session, signed: rank 0 knows the same of rank r rank 0             ->
+    verdict    signed: who has another secret rank r, if refused -> left/r     so that rank 0, whose store it may be,
+    ends last
 
 Where no rank has a secret there is no SignedStore, and ranks say nothing to each other beside collectives.
 """
@@ -40,7 +42,9 @@ SHOWN = 8  # ranks in one message
 
 def listen(address: str, port: int = 0) -> socket.socket:
     """A socket that listens at this address and at no other. OSError where it cannot."""
-    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024)
+    return socket.create_server(
+        (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024
+    )
 
 
 def serve(listener: socket.socket) -> dist.TCPStore:
@@ -81,7 +85,8 @@ def _serve_at(host: str, port: int) -> dist.TCPStore:
 
 
 class SignedStore:
-    """Texts under keys of a torch store. What this run's ranks did not write is as good as not there; `refused` counts it."""
+    """Texts under keys of a torch store. What this run's ranks did not write is as good as not there; `refused`
+    counts it."""
 
     def __init__(self, store: dist.Store, key: bytes):
         self._store, self._key = store, key
@@ -101,7 +106,8 @@ class SignedStore:
         return self.read([key]).get(key)
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """What ranks wrote under those of the keys that they wrote: asked for all at once where all are there and the store can."""
+        """What ranks wrote under those of the keys that they wrote: asked for all at once where all are there and
+        the store can."""
         if self._store.has_extended_api() and self._store.check(list(keys)):  # type: ignore[attr-defined]
             return self._believed(zip(keys, self._store.multi_get(list(keys))))
         return self._believed((key, self._store.get(key)) for key in keys if self._store.check([key]))
@@ -167,7 +173,11 @@ class _Meeting:
         if not self.secret and len(without) == self.world_size:
             return None
         if without or not self.secret:
-            raise _refusal(f"is not set for {_ranks(without, self.world_size)}" if without else "is set for other ranks than this one")
+            raise _refusal(
+                f"is not set for {_ranks(without, self.world_size)}"
+                if without
+                else "is set for other ranks than this one"
+            )
         return self._prove(nonce, session)
 
     def _introduce(self) -> None:
@@ -200,7 +210,11 @@ class _Meeting:
         """Rank 0's: who has another secret."""
         here = [f"here/{r}" for r in range(self.world_size)]
         left = [f"left/{r}" for r in range(self.world_size)]
-        self._poll(lambda: [r for r in range(self.world_size) if not (self.store.check([here[r]]) or self.store.check([left[r]]))])
+        self._poll(
+            lambda: [
+                r for r in range(self.world_size) if not (self.store.check([here[r]]) or self.store.check([left[r]]))
+            ]
+        )
         known = signed.read(here)
         return [r for r, key in enumerate(here) if known.get(key) != session]
 
@@ -209,10 +223,15 @@ class _Meeting:
         if len(keys) == 1:
             self._poll(lambda: [] if self.store.check(keys) else [0])
         else:
-            self._poll(lambda: [] if self.store.check(keys) else [r for r, key in enumerate(keys) if not self.store.check([key])])
+            self._poll(
+                lambda: (
+                    [] if self.store.check(keys) else [r for r, key in enumerate(keys) if not self.store.check([key])]
+                )
+            )
 
     def _poll(self, missing: Callable[[], list[int]]) -> None:
-        """Until no rank is missing; PeerLost names those that are. Polled, because a signal is not heeded while torch waits."""
+        """Until no rank is missing; PeerLost names those that are. Polled, because a signal is not heeded while
+        torch waits."""
         pause = 0.001
         while ranks := missing():
             if time.monotonic() > self.until:
@@ -235,7 +254,9 @@ def _session(value: bytes) -> tuple[str, list[int]]:
         session, without = json.loads(value)
         return str(session), [int(r) for r in without]
     except (ValueError, TypeError, RecursionError):
-        raise _refusal("cannot help: what rank 0 says cannot be read, so somebody else writes to the ranks' store") from None
+        raise _refusal(
+            "cannot help: what rank 0 says cannot be read, so somebody else writes to the ranks' store"
+        ) from None
 
 
 def _key(secret: str, session: str) -> bytes:
@@ -249,4 +270,6 @@ def _ranks(ranks: Sequence[int], world_size: int) -> str:
 
 def _refusal(rule: str) -> ConfigError:
     """Its value is never shown."""
-    return ConfigError([Problem(SECRET, "(not shown)", f"{rule}; start all ranks with the same one", {}, (), "the environment")])
+    return ConfigError(
+        [Problem(SECRET, "(not shown)", f"{rule}; start all ranks with the same one", {}, (), "the environment")]
+    )

@@ -13,26 +13,30 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from phalanx.base.deal import degrees_of
 from phalanx.base.errors import ConfigError, PeerLost, Problem
-from phalanx.base.part import Part
-from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.comm.axis import Axis, ModelAxes, Overlap
 from phalanx.comm.debug import Watch
+from phalanx.comm.health.waits import Waits
 from phalanx.comm.meeting import SignedStore, open_store, recognise
-from phalanx.comm.shared import Shared
+from phalanx.comm.overlap import Shared
 from phalanx.comm.symmetric import Symmetric, first_line, made_by_all
-from phalanx.comm.waits import Waits
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
+from phalanx.sequence.balance import degrees_of
+from phalanx.sequence.shard import Part
 
 Mode = Literal["auto", "on", "off"]
 
-def init_world(rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float, secret: str = "") -> SignedStore | None:
+
+def init_world(
+    rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float, secret: str = ""
+) -> SignedStore | None:
     """Join the world: NCCL for GPUs, gloo for CPUs. A world of one needs none.
 
     init_method   as of `open_store`
-    secret        of the run; no rank of another secret is let in. Without one on any rank there is no SignedStore to be returned
+    secret        of the run; no rank of another secret is let in. Without one on any rank there is no SignedStore to
+    be returned
     """
     if world_size == 1 or dist.is_initialized():
         return None
@@ -40,18 +44,27 @@ def init_world(rank: int, world_size: int, init_method: str, device: torch.devic
     began = time.monotonic()
     try:
         store = open_store(init_method, rank, world_size, timeout)
-        signed = recognise(dist.PrefixStore("phalanx", store), rank, world_size, secret, began + timeout_s - time.monotonic())
+        signed = recognise(
+            dist.PrefixStore("phalanx", store), rank, world_size, secret, began + timeout_s - time.monotonic()
+        )
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), timeout=timeout, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("default_pg", store), timeout=timeout, rank=rank, world_size=world_size
+        )
     except (RuntimeError, dist.DistError, PeerLost) as error:
         if "unsupported gloo device" in str(error):
             raise ConfigError([no_tls()]) from error
-        raise PeerLost(f"rank {rank} of {world_size} could not join the others at {init_method} within {timeout_s:g} s: {error}") from error
+        raise PeerLost(
+            f"rank {rank} of {world_size} could not join the others at {init_method} within {timeout_s:g} s: {error}"
+        ) from error
     return signed
 
 
 def no_tls() -> Problem:
-    rule = "is no way to connect that this build of torch has: unset it and keep the network private, or use a torch with USE_GLOO_WITH_OPENSSL"
+    rule = (
+        "is no way to connect that this build of torch has: unset it and keep the network private, or use "
+        "a torch with USE_GLOO_WITH_OPENSSL"
+    )
     return Problem("GLOO_DEVICE_TRANSPORT", "TCP_TLS", rule, {"torch": torch.__version__}, (), "the environment")
 
 
@@ -62,7 +75,8 @@ def leave_world() -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the ranks of an axis share buckets (layout.shards): `inner` neighbours hold the parts of one, `outer` ranks the same part.
+    """How the ranks of an axis share buckets (layout.shards): `inner` neighbours hold the parts of one, `outer`
+    ranks the same part.
 
     gather   the ranks of inner with a communicator of their own: weights do not queue behind gradients
     """
@@ -75,11 +89,12 @@ class Groups:
 class Mesh:
     """The axes of one rank.
 
-    tp, cp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair of stages.
+    tp, cp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair
+    of stages.
     data                dp x cp: the ranks that hold the same dense parameters and see different tokens.
-    model               the axes that modules communicate over: of the expert view after `prepare_experts`.
-    Groups are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with itself
-    only, because torch names such a group by the number of groups that a rank has made before.
+    model               the axes that modules communicate over: of the expert view after `prepare_experts`. Groups
+    are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with
+    itself only, because torch names such a group by the number of groups that a rank has made before.
     """
 
     def __init__(self, grid: Grid, rank: int = 0, device: torch.device | str = "cpu", timeout_s: float = 600.0):
@@ -103,7 +118,9 @@ class Mesh:
         self.cp = self._whole("cp", grid.ranks(self.at, ("cp",)))
         heads = self.cp if grid.ulysses == grid.cp else self._whole("cp heads", grid.cp_heads(self.at))
         keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
-        self.model = ModelAxes(self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing, groups=self._make_groups(heads))
+        self.model = ModelAxes(
+            self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing, groups=self._make_groups(heads)
+        )
         self._edp: Axis | None = None
         self.pp_hosts: Axis | None = None
         self._groups: dict[SumAxis, Groups] = {}
@@ -122,11 +139,14 @@ class Mesh:
         def phase(name: str, *axes: ExpertAxis) -> Axis:
             return self._phase(name, self.grid.expert_ranks(self.at, axes))
 
-        self.model = replace(self.model, ep=phase("ep", "ep"), etp=phase("etp", "etp"), experts=phase("ep x etp", "ep", "etp"))
+        self.model = replace(
+            self.model, ep=phase("ep", "ep"), etp=phase("etp", "etp"), experts=phase("ep x etp", "ep", "etp")
+        )
         self._edp = phase("edp", "edp")
 
     def prepare_hosts(self) -> Axis:
-        """The ranks of dp on a communicator of their hosts, for tensors there: no device waits, and none is waited for."""
+        """The ranks of dp on a communicator of their hosts, for tensors there: no device waits, and none is waited
+        for."""
         return self._phase("hosts of dp", self.dp.ranks, backend="gloo")
 
     def prepare_pp_hosts(self) -> None:
@@ -142,13 +162,18 @@ class Mesh:
         return self._edp
 
     def _make_groups(self, heads: Axis) -> dict[int, tuple[Axis, Axis]]:
-        """By the number of neighbours that may share a document: those who exchange heads, and those who read each other's keys."""
+        """By the number of neighbours that may share a document: those who exchange heads, and those who read each
+        other's keys."""
         grid, groups = self.grid, {}
         for degree in degrees_of(grid.cp, grid.ulysses)[1:-1] if grid.dynamic else ():
             first, stride = self.at.cp // degree * degree, min(grid.ulysses, degree)
             inner = range(self.at.cp // stride * stride, self.at.cp // stride * stride + stride)
             same = range(first + self.at.cp % stride, first + degree, stride)
-            exchange = heads if stride == grid.ulysses else self._whole(f"cp heads of {degree}", grid.members(self.at, "cp", tuple(inner)))
+            exchange = (
+                heads
+                if stride == grid.ulysses
+                else self._whole(f"cp heads of {degree}", grid.members(self.at, "cp", tuple(inner)))
+            )
             groups[degree] = exchange, self._whole(f"cp keys of {degree}", grid.members(self.at, "cp", tuple(same)))
         return groups
 
@@ -178,9 +203,13 @@ class Mesh:
         group = None
         if self.grid.world > 1:
             try:
-                group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc=name)
+                group = dist.new_group(
+                    list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc=name
+                )
             except (RuntimeError, dist.DistError) as error:
-                raise PeerLost(f"ranks {', '.join(map(str, ranks))} could not meet ({name}), so one of them died: {error}") from error
+                raise PeerLost(
+                    f"ranks {', '.join(map(str, ranks))} could not meet ({name}), so one of them died: {error}"
+                ) from error
         axis = Axis(name, ranks, ranks.index(self.rank), group, self.watch)
         self._axes.append(axis)
         return axis
@@ -219,25 +248,32 @@ class Mesh:
         return whole if len(replica.members) == whole.size else self._subs[replica]
 
     def prepare(self, replicas: set[Replica]) -> None:
-        """Make the sub-axes that a model needs. `replicas`: those of all pipeline ranks, so that all make as many groups.
+        """Make the sub-axes that a model needs. `replicas`: those of all pipeline ranks, so that all make as many
+        groups.
 
-        Of those of one axis and size, as many are made at once as have no rank in common (such as the runs of tp ranks that share a kv
-        head). Of pp all ranks are given the same replicas, of tp each rank its own.
+        Of those of one axis and size, as many are made at once as have no rank in common (such as the runs of tp
+        ranks that share a kv head). Of pp all ranks are given the same replicas, of tp each rank its own.
         """
         for axis, size in sorted({(r.axis, len(r.members)) for r in replicas}):
             if size == self.grid.size(axis):
                 continue
-            for apart in _apart(sorted((r for r in replicas if r.axis == axis and len(r.members) == size), key=lambda r: r.members)):
+            for apart in _apart(
+                sorted((r for r in replicas if r.axis == axis and len(r.members) == size), key=lambda r: r.members)
+            ):
                 mine = next((r for r in apart if getattr(self.at, axis) in r.members), None)
-                made = self._phase(f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,))
+                made = self._phase(
+                    f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,)
+                )
                 if mine:
                     self._subs[mine] = made
 
     def overlap(self, axis: Axis, mode: Mode, whole: int) -> str:
-        """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of `whole` bytes.
+        """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of
+        `whole` bytes.
 
-        `mode`: auto: where the axis is on GPUs of one host; on: wherever it can be had; off. Returns what came of it on this axis: "on", "off"
-        where none is wanted, or "off: " and why. Other groups may fare otherwise: what the run then does is decided by all ranks (train.decide).
+        `mode`: auto: where the axis is on GPUs of one host; on: wherever it can be had; off. Returns what came of it
+        on this axis: "on", "off" where none is wanted, or "off: " and why. Other groups may fare otherwise: what the
+        run then does is decided by all ranks (engine.agree).
         """
 
         def make() -> None:
@@ -249,7 +285,8 @@ class Mesh:
         return said
 
     def share(self, inner: SumAxis, mode: Mode, parts: int, largest: int) -> str:
-        """Open memory in which those that share buckets (`groups`) pull weights and sum gradients; `mode` and what is returned as of `overlap`.
+        """Open memory in which those that share buckets (`groups`) pull weights and sum gradients; `mode` and what
+        is returned as of `overlap`.
 
         parts, largest: bytes, as of shared.Shared; nothing is opened for none.
         """
@@ -291,7 +328,7 @@ class Mesh:
         return "on"
 
     @property
-    def memories(self) -> tuple[Symmetric, ...]:
+    def memories(self) -> tuple[Overlap, ...]:
         """What axes share."""
         return tuple(axis.memory for axis in self._axes if axis.memory is not None)
 
@@ -302,10 +339,11 @@ class Mesh:
         return (sum(m.nbytes for m in self.memories) + sum(shared.values())) if self.device.type == "cuda" else 0
 
     def warm_up(self) -> None:
-        """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a handshake.
+        """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a
+        handshake.
 
-        NCCL opens a channel between two ranks at their first send or receive, which blocks both hosts: inside a schedule that
-        could be a deadlock. The phases in which groups were made are an order in which it is none.
+        NCCL opens a channel between two ranks at their first send or receive, which blocks both hosts: inside a
+        schedule that could be a deadlock. The phases in which groups were made are an order in which it is none.
         """
         for axis in self._axes:
             if axis.size > 1:
@@ -319,7 +357,8 @@ class Mesh:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Leave all groups. First whatever holds on to their communicators is let go: CUDA graphs with collectives inside."""
+        """Leave all groups. First whatever holds on to their communicators is let go: CUDA graphs with collectives
+        inside."""
         for let_go in self.closing:
             let_go()
         self.closing.clear()
@@ -333,8 +372,8 @@ class Mesh:
 def many_queues() -> None:
     """Give the GPU as many hardware queues as it has, unless the user chose a number; before the first use of CUDA.
 
-    Kernels of several NCCL communicators wait for peers at the same time. With few queues one can stand behind another by
-    chance, and ranks then wait for each other in a ring.
+    Kernels of several NCCL communicators wait for peers at the same time. With few queues one can stand behind
+    another by chance, and ranks then wait for each other in a ring.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

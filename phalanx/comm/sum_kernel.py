@@ -1,4 +1,5 @@
-"""Sums of what ranks pushed here, in one pass over memory (torch's own sum over a short first dim runs at half the speed)."""
+"""Sums of what ranks pushed here, in one pass over memory (torch's own sum over a short first dim runs at half the
+speed)."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ def sum_parts(parts: Tensor) -> Tensor:
     n = out.numel()
     if n:
         wide = tl.float64 if parts.dtype == torch.float64 else tl.float32
-        _sum[(triton.cdiv(n, BLOCK),)](parts, out, n, parts.stride(0), COUNT=parts.shape[0], WIDE=wide, BLOCK=BLOCK, num_warps=8)
+        _sum[(triton.cdiv(n, BLOCK),)](
+            parts, out, n, parts.stride(0), COUNT=parts.shape[0], WIDE=wide, BLOCK=BLOCK, num_warps=8
+        )
     return out
 
 
 @triton.jit
-def _add(out, own, received, n, distance, INDEX: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add(
+    out, own, received, n, distance, INDEX: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     total = tl.load(own + i, mask=here) if INDEX == 0 else tl.load(received + i, mask=here)
@@ -45,8 +50,11 @@ def _add(out, own, received, n, distance, INDEX: tl.constexpr, SIZE: tl.constexp
 
 
 def add_pieces_(out: Tensor, own: Tensor, received: Tensor, index: int, add: bool) -> None:
-    """As shared.add_pieces, in one pass over memory: out (n,), own (n,), received (size - 1, n) of one dtype, its rows contiguous."""
+    """As shared.add_pieces, in one pass over memory: out (n,), own (n,), received (size - 1, n) of one dtype, its
+    rows contiguous."""
     n = out.numel()
     if n:
         size = len(received) + 1
-        _add[(triton.cdiv(n, BLOCK),)](out, own, received, n, received.stride(0), INDEX=index, SIZE=size, ADD=add, BLOCK=BLOCK, num_warps=8)
+        _add[(triton.cdiv(n, BLOCK),)](
+            out, own, received, n, received.stride(0), INDEX=index, SIZE=size, ADD=add, BLOCK=BLOCK, num_warps=8
+        )

@@ -1,16 +1,17 @@
 """Memory that all ranks of an axis on one host can read and write, and the exchanges through it.
 
-Gathering: each rank leaves its tokens in its buffer; the others pull them part by part while the matmul works on the parts that
-are there. Scattering: each finished part of a product is pushed to the rank it belongs to while the next is computed; the owner
-adds up what it got. Copies run on a stream of their own, by copy engines on a GPU, so they take no multiprocessors from the matmul.
-Pushing rows: each rank writes the rows that another needs, and no others, to their place in its buffer; which ones they are is known
-on the device alone.
+Gathering: each rank leaves its tokens in its buffer; the others pull them part by part while the matmul works on the
+parts that are there. Scattering: each finished part of a product is pushed to the rank it belongs to while the next
+is computed; the owner adds up what it got. Copies run on a stream of their own, by copy engines on a GPU, so they
+take no multiprocessors from the matmul. Pushing rows: each rank writes the rows that another needs, and no others,
+to their place in its buffer; which ones they are is known on the device alone.
 
-Buffers come in two sets used in turns, with one barrier per exchange. An exchange writes to a set last used two exchanges ago;
-the barrier of the exchange in between, which every rank enters only after its own work with the older one, makes that safe. So
-an exchange must be over on this rank (its parts all taken, or waited for) before the barrier of the next: a second `gather` sees to
-that for the first; `gather` and then `scatter` may be open together, since copies run one after another.
-On a GPU the memory is torch's symmetric memory (never multicast); on the CPU a file mapped by all ranks.
+Buffers come in two sets used in turns, with one barrier per exchange. An exchange writes to a set last used two
+exchanges ago; the barrier of the exchange in between, which every rank enters only after its own work with the older
+one, makes that safe. So an exchange must be over on this rank (its parts all taken, or waited for) before the
+barrier of the next: a second `gather` sees to that for the first; `gather` and then `scatter` may be open together,
+since copies run one after another. On a GPU the memory is torch's symmetric memory (never multicast); on the CPU a
+file mapped by all ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from phalanx.comm.axis import Axis
+from phalanx.comm.axis import Axis
 
 ALIGN = 512
 T = TypeVar("T")
@@ -34,7 +34,8 @@ FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder f
 
 
 class Symmetric:
-    """Two sets of buffers on each of an axis' ranks: a set has `whole` bytes to gather from and as many to scatter to."""
+    """Two sets of buffers on each of an axis' ranks: a set has `whole` bytes to gather from and as many to scatter
+    to."""
 
     def __init__(self, axis: Axis, whole: int, device: torch.device):
         self.size, self.index, self.device = axis.size, axis.index, device
@@ -47,7 +48,9 @@ class Symmetric:
         self._views: dict[tuple, Tensor] = {}  # made once: a view costs the host microseconds
         self._buffers = self._on_gpu(axis, total) if device.type == "cuda" else self._on_cpu(axis, total)
         starts = [[buffer.data_ptr() + number * self.whole for buffer in self._buffers] for number in range(4)]
-        self._addresses = torch.tensor(starts, dtype=torch.int64).to(device)  # of each rank's part of each set, for kernels
+        self._addresses = torch.tensor(starts, dtype=torch.int64).to(
+            device
+        )  # of each rank's part of each set, for kernels
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.sum: Callable[[Tensor], Tensor] = lambda parts: parts.sum(0)
         if device.type == "cuda" and find_spec("triton"):
@@ -88,6 +91,18 @@ class Symmetric:
         """Whether a gathered (or not yet scattered) tensor of `whole` bytes has room."""
         return whole <= self.whole
 
+    def pulled(self, x: Tensor) -> PulledParts:
+        """x of all ranks, gathered in parts."""
+        return PulledParts(self, x)
+
+    def pushed(self, tokens: int, width: int, like: Tensor) -> PushedParts:
+        """A product (tokens, width) that is scattered in parts, as they are filled in."""
+        return PushedParts(self, tokens, width, like)
+
+    def rows(self, tokens: int, width: int, like: Tensor, back: bool) -> PushedRows:
+        """Rows that each rank writes where they are needed."""
+        return PushedRows(self, tokens, width, like, back)
+
     def view(self, rank: int, turn: int, scatter: bool, part: int, like: Tensor) -> Tensor:
         """Part number `part` of a set on a rank, with the shape and dtype of `like`."""
         key = (rank, turn, scatter, part, like.shape, like.dtype)
@@ -122,7 +137,8 @@ class Symmetric:
 
 
 def made_by_all(axis: Axis, work: Callable[[], T]) -> T:
-    """What `work` makes on this rank, once every rank of the axis has made its own. OSError on all of them where one could not."""
+    """What `work` makes on this rank, once every rank of the axis has made its own. OSError on all of them where one
+    could not."""
     made: list[T] = []
     trouble = ""
     try:
@@ -140,7 +156,8 @@ def first_line(error: Exception) -> str:
 
 
 def make_file(nbytes: int) -> str:
-    """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path, or "" where none can be made."""
+    """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path,
+    or "" where none can be made."""
     try:
         file, path = tempfile.mkstemp(prefix="phalanx-", dir=FOLDER)
     except OSError:
@@ -158,9 +175,9 @@ def make_file(nbytes: int) -> str:
 class PulledParts:
     """The gathering of x (n, ...) of each rank into (size * n, ...): parts as they arrive, own first.
 
-    They arrive in this rank's buffer, where its own part is for the others to pull; what is given is good until the exchange after the next.
-    The own part is written, and the barrier passed, before whatever works on parts: behind a matmul they would wait for its
-    multiprocessors, and the others for them.
+    They arrive in this rank's buffer, where its own part is for the others to pull; what is given is good until the
+    exchange after the next. The own part is written, and the barrier passed, before whatever works on parts: behind
+    a matmul they would wait for its multiprocessors, and the others for them.
     """
 
     def __init__(self, memory: Symmetric, x: Tensor):
@@ -205,7 +222,8 @@ class PulledParts:
 
 
 class PushedParts:
-    """The scattering of a product (T, width): parts to fill in, each pushed to its rank as soon as it is filled; own last."""
+    """The scattering of a product (T, width): parts to fill in, each pushed to its rank as soon as it is filled; own
+    last."""
 
     def __init__(self, memory: Symmetric, tokens: int, width: int, like: Tensor):
         self.memory, self.rows = memory, tokens // memory.size
@@ -226,7 +244,10 @@ class PushedParts:
                 m.after(filled)
                 m.view(peer, self.turn, True, m.index, buffer).copy_(buffer)
                 mark = m.mark()
-        yield slice(m.index * self.rows, (m.index + 1) * self.rows), m.view(m.index, self.turn, True, m.index, self.part)
+        yield (
+            slice(m.index * self.rows, (m.index + 1) * self.rows),
+            m.view(m.index, self.turn, True, m.index, self.part),
+        )
         self.pushed = mark
 
     def wait(self) -> Tensor:
@@ -235,13 +256,16 @@ class PushedParts:
         m.after(self.pushed)
         m.barrier()
         first, distance = m.view(m.index, self.turn, True, 0, self.part), m.whole // m.size // self.part.element_size()
-        received = torch.as_strided(first, (m.size, *self.part.shape), (distance, *self.part.stride()), first.storage_offset())
+        received = torch.as_strided(
+            first, (m.size, *self.part.shape), (distance, *self.part.stride()), first.storage_offset()
+        )
         return m.sum(received)
 
 
 class PushedRows:
-    """Buffers (size * tokens, width) on each rank, to whose part number `index` this rank writes on all of them; only what was written
-    to must be read. `back`: which half of a set, so that those of one direction and the other never meet."""
+    """Buffers (size * tokens, width) on each rank, to whose part number `index` this rank writes on all of them;
+    only what was written to must be read. `back`: which half of a set, so that those of one direction and the other
+    never meet."""
 
     def __init__(self, memory: Symmetric, tokens: int, width: int, like: Tensor, back: bool):
         self.memory, self.tokens = memory, tokens
@@ -256,7 +280,8 @@ class PushedRows:
         return self._wholes[rank][self.first : self.first + self.tokens]
 
     def fill(self, write: Callable[[PushedRows], None]) -> PushedRows:
-        """Have `write` launched on the copying stream, which waits for what was asked for before; whatever it reads is kept until `wait`."""
+        """Have `write` launched on the copying stream, which waits for what was asked for before; whatever it reads
+        is kept until `wait`."""
         m, begun = self.memory, self.memory.mark()
         with m.aside():
             m.after(begun)

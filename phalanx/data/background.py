@@ -1,7 +1,8 @@
 """The background check of a run: a thread that compares the .bin files it reads with their checksums while it trains.
 
-It reads slowly, and through a small buffer, so that steps neither wait for it nor lose the file cache to it; at the end of a run the rest is
-read at full speed. Which rank has one, and what becomes of a run whose data is damaged, is left to the caller.
+It reads slowly, and through a small buffer, so that steps neither wait for it nor lose the file cache to it; at the
+end of a run the rest is read at full speed. Which rank has one, and what becomes of a run whose data is damaged, is
+left to the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from phalanx.data.checksums import BLOCK, BinFile, FileRange
 from phalanx.data.index import Corpus
 
 RATE = 100e6  # bytes a second at most, while training
-SHARE = 0.05  # of a core at most, while training. No lower priority: it would hold Python's lock, which training waits for, for longer
+# of a core at most, while training. No lower priority: it would hold Python's lock, which training waits for, for
+# longer
+SHARE = 0.05
 MENDING = "restore it from a copy, or prepare the texts again; `phalanx data verify` names all damage"
 
 
@@ -27,12 +30,17 @@ class BackgroundCheck:
     """Compares from `start` (or the beginning of `with`) on; each damage is found once, and the first one is kept.
 
     corpora  their .bin files without checksums are left out
-    first    where to begin, as a part of the whole: runs that are started often, and several machines, begin at different places
+    first    where to begin, as a part of the whole: runs that are started often, and several machines, begin at
+    different places
     warn     is told what could not be compared though nothing says that it is damaged (a file that was removed, say)
     """
 
-    def __init__(self, corpora: Iterable[Corpus], first: float = 0.0, warn: Callable[[str], object] = lambda text: None):
-        self._files = list({file.path: file for corpus in corpora for file in corpus.bin_files if file.segments}.values())
+    def __init__(
+        self, corpora: Iterable[Corpus], first: float = 0.0, warn: Callable[[str], object] = lambda text: None
+    ):
+        self._files = list(
+            {file.path: file for corpus in corpora for file in corpus.bin_files if file.segments}.values()
+        )
         self._stats = {file.path: _identity(file.path) for file in self._files}
         count = sum(len(file.segments or ()) for file in self._files)
         self._begin = int(first * count)
@@ -61,7 +69,10 @@ class BackgroundCheck:
         if self._files:
             self._thread.join()
         if self._left and self._problem is None and not self._warned:
-            self._warn(f"{self._left / 1e9:.1f} GB of token files were not compared with their checksums; `phalanx data verify CONFIG` does it")
+            self._warn(
+                f"{self._left / 1e9:.1f} GB of token files were not compared with their checksums; `phalanx "
+                "data verify CONFIG` does it"
+            )
         return self._problem
 
     def close(self) -> None:
@@ -73,7 +84,9 @@ class BackgroundCheck:
     def __enter__(self) -> BackgroundCheck:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _run(self) -> None:

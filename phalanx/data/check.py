@@ -1,4 +1,5 @@
-"""Rules of the `data` section: where tokens come from, how they are blended and split; what is in the files is checked when they are opened."""
+"""Rules of the `data` section: where tokens come from, how they are blended and split; what is in the files is
+checked when they are opened."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ VALID = "valid"  # name of the validation part of the training corpora
 
 
 def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Problem]:
-    """evaluates: the run has evaluations. files: look whether the files are there (a laptop that plans may not have them)."""
+    """evaluates: the run has evaluations. files: look whether the files are there (a laptop that plans may not have
+    them)."""
     found = check_source(config) + check_blend(config) + check_sources(config) + check_text(config)
     found += check_split(config, evaluates) + check_valid(config, evaluates) + check_packing(config)
     found += within("data", config, "max_epochs", "(0, inf)", (1.0, None))
@@ -33,10 +35,16 @@ def check_source(config: DataConfig) -> list[Problem]:
     found = []
     if config.mock and given:
         name = given[0]
-        found.append(problem("data", config, "mock", f"excludes data.{name}", {f"data.{name}": list(getattr(config, name))}, (False,)))
+        found.append(
+            problem(
+                "data", config, "mock", f"excludes data.{name}", {f"data.{name}": list(getattr(config, name))}, (False,)
+            )
+        )
     for name in given[1:]:
         because = {f"data.{given[0]}": list(getattr(config, given[0]))}
-        found.append(problem("data", config, name, f"excludes data.{given[0]}", because, (default_of(DataConfig, name),)))
+        found.append(
+            problem("data", config, name, f"excludes data.{given[0]}", because, (default_of(DataConfig, name),))
+        )
     if not config.mock and not given:
         rule = "needs a path to token files (or data.text for text files, data.mock=true for made-up tokens)"
         found.append(problem("data", config, "paths", rule))
@@ -59,7 +67,16 @@ def check_blend(config: DataConfig) -> list[Problem]:
         return no_effect("data", config, ("weights",), "data.paths", {"data.paths": []})
     even = (1.0,) * len(prefixes)
     if inline:
-        return [problem("data", config, "weights", "has no effect beside the weights in data.paths", {"data.paths": list(config.paths)}, ((),))]
+        return [
+            problem(
+                "data",
+                config,
+                "weights",
+                "has no effect beside the weights in data.paths",
+                {"data.paths": list(config.paths)},
+                ((),),
+            )
+        ]
     if len(config.weights) != len(prefixes):
         because = {"weights": len(config.weights), "paths": len(prefixes)}
         found.append(problem("data", config, "weights", "must have one number per path", because, (even, ())))
@@ -92,18 +109,31 @@ def check_sources(config: DataConfig) -> list[Problem]:
         if source.tokens is not None and source.tokens < 1:
             found.append(Problem(f"{at}.tokens", source.tokens, "must be an integer >= 1", {}, (None,)))
         if source.tokens is not None and source.weight is not None:
-            found.append(Problem(f"{at}.tokens", source.tokens, "excludes a weight of the same source", {f"{at}.weight": source.weight}, (None,)))
+            found.append(
+                Problem(
+                    f"{at}.tokens",
+                    source.tokens,
+                    "excludes a weight of the same source",
+                    {f"{at}.weight": source.weight},
+                    (None,),
+                )
+            )
     return found + check_some_weights(config)
 
 
 def check_some_weights(config: DataConfig) -> list[Problem]:
     """Sources without a number of tokens have all a weight or none."""
     loose = {name: source for name, source in config.sources.items() if source.tokens is None}
-    weighted = {f"data.sources.{name}.weight": source.weight for name, source in loose.items() if source.weight is not None}
+    weighted = {
+        f"data.sources.{name}.weight": source.weight for name, source in loose.items() if source.weight is not None
+    }
     without = [name for name, source in loose.items() if source.weight is None]
     if not weighted or not without:
         return []
-    return [Problem(f"data.sources.{name}.weight", None, "is required where another source has a weight", weighted, (1.0,)) for name in without]
+    return [
+        Problem(f"data.sources.{name}.weight", None, "is required where another source has a weight", weighted, (1.0,))
+        for name in without
+    ]
 
 
 def check_text(config: DataConfig) -> list[Problem]:
@@ -120,17 +150,39 @@ def check_split(config: DataConfig, evaluates: bool) -> list[Problem]:
     try:
         train, valid, _ = parse_split(config.split)
     except ValueError:
-        return [problem("data", config, "split", "must be three numbers >= 0 (train,validation,test) with a sum > 0", {}, (default,))]
+        return [
+            problem(
+                "data",
+                config,
+                "split",
+                "must be three numbers >= 0 (train,validation,test) with a sum > 0",
+                {},
+                (default,),
+            )
+        ]
     if train == 0:
         return [problem("data", config, "split", "leaves no tokens for training", {"train part": 0}, (default,))]
     if evaluates and valid == 0 and not config.valid and not config.mock:
         because = {"validation part": 0, "data.valid": {}}
-        return [problem("data", config, "split", "leaves no tokens for the evaluations of train.eval_interval", because, (default,))]
+        return [
+            problem(
+                "data",
+                config,
+                "split",
+                "leaves no tokens for the evaluations of train.eval_interval",
+                because,
+                (default,),
+            )
+        ]
     return []
 
 
 def check_valid(config: DataConfig, evaluates: bool) -> list[Problem]:
-    found = [Problem(f"data.valid.{name}", (), "needs a path to token files") for name, paths in config.valid.items() if not paths]
+    found = [
+        Problem(f"data.valid.{name}", (), "needs a path to token files")
+        for name, paths in config.valid.items()
+        if not paths
+    ]
     found += [p for name, paths in config.valid.items() for p in check_words(f"data.valid.{name}", paths)]
     if VALID in config.valid and (config.mock or parts_of(config.split)[1] > 0):
         rule = "is the name of the validation part of data.split; give the set another name, or that part 0"
@@ -173,5 +225,13 @@ def check_tokenizer(config: DataConfig) -> list[Problem]:
         return []
     if os.path.isdir(path):
         held = any(exists(os.path.join(path, name)) for name in TOKENIZER_FILES) or list(Path(path).glob("*.tiktoken"))
-        return [] if held else [missing_data("data.tokenizer", path, f"must hold one of {', '.join(TOKENIZER_FILES)}, or a .tiktoken file")]
+        return (
+            []
+            if held
+            else [
+                missing_data(
+                    "data.tokenizer", path, f"must hold one of {', '.join(TOKENIZER_FILES)}, or a .tiktoken file"
+                )
+            ]
+        )
     return [missing_data("data.tokenizer", path, "must be a tokenizer file, a folder that holds one, bytes, or null:N")]

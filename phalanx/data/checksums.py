@@ -1,8 +1,8 @@
 """Checksums of token files: PREFIX.sums, written with a .bin/.idx pair and compared with it when the pair is read.
 
-The .idx has one XXH3-64 for all its bytes. A .bin has one for each segment of at most SEGMENT bytes, so damage is located, and so that
-files can be put together without hashing them again. Megatron's tools know nothing of this file, and a pair without it is readable
-but unchecked. What is done about damage is left to the callers.
+The .idx has one XXH3-64 for all its bytes. A .bin has one for each segment of at most SEGMENT bytes, so damage is
+located, and so that files can be put together without hashing them again. Megatron's tools know nothing of this
+file, and a pair without it is readable but unchecked. What is done about damage is left to the callers.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def read_sums(prefix: str | os.PathLike[str]) -> Sums | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         problem = "damaged"
-    raise DataError(f"{path}: {problem}; if the token files themselves are good, remove it: they are then read unchecked")
+    raise DataError(
+        f"{path}: {problem}; if the token files themselves are good, remove it: they are then read unchecked"
+    )
 
 
 def _own_sum(body: dict[str, Any]) -> str:
@@ -168,7 +170,10 @@ class FileRange(NamedTuple):
                     return None
         if found.hexdigest() == self.xxh3:
             return None
-        return f"{self.path}: damaged: {self.where} have the checksum {found.hexdigest()}, expected {self.xxh3} by {self.sums.name}"
+        return (
+            f"{self.path}: damaged: {self.where} have the checksum {found.hexdigest()}, expected "
+            f"{self.xxh3} by {self.sums.name}"
+        )
 
     def unreadable(self, error: OSError) -> str:
         return f"{self.path}: {self.where} cannot be read: {error.strerror or error}"

@@ -11,7 +11,8 @@ from pydantic import BeforeValidator
 
 
 def words(value: Any) -> Any:
-    """A string as the tuple of its words, numbers in a list as words: `0.7 a 0.3 b` and `[0.7, a, 0.3, b]` are the same."""
+    """A string as the tuple of its words, numbers in a list as words: `0.7 a 0.3 b` and `[0.7, a, 0.3, b]` are the
+    same."""
     if isinstance(value, str):
         return tuple(value.split())
     if isinstance(value, (list, tuple)):
@@ -30,7 +31,8 @@ def is_number(word: str) -> bool:
 
 
 def prefixes_and_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The prefixes of `a b` or of Megatron's `0.7 a 0.3 b`, and the weights that stand before them (none in the first form)."""
+    """The prefixes of `a b` or of Megatron's `0.7 a 0.3 b`, and the weights that stand before them (none in the
+    first form)."""
     if len(given) % 2 == 0 and given and all(is_number(word) for word in given[::2]):
         return tuple(given[1::2]), tuple(float(word) for word in given[::2])
     return tuple(given), ()
@@ -54,17 +56,20 @@ class SourceConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     paths: Prefixes = ()
-    """Prefixes of .bin/.idx token files; several are blended. `0.7 a 0.3 b` gives weights too, as Megatron's data-path does."""
+    """Prefixes of .bin/.idx token files; several are blended. `0.7 a 0.3 b` gives weights too, as Megatron's
+    data-path does."""
     weights: tuple[float, ...] = ()
     """Blend weight of each path; unset: by number of tokens."""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """Instead of paths: sources by name, each with paths and a weight or a number of tokens; neither: by size."""
     text: Prefixes = ()
-    """Instead of token files: text files, folders or globs, prepared into data.cache with data.tokenizer before training."""
+    """Instead of token files: text files, folders or globs, prepared into data.cache with data.tokenizer before
+    training."""
     json_keys: tuple[str, ...] = ("text",)
     """Fields of a .jsonl line or .parquet row of data.text that hold the text."""
     text_errors: Literal["strict", "replace", "skip"] = "strict"
-    """Documents of data.text that are no text: stop the run, keep them with U+FFFD in place of what is bad, or leave them out."""
+    """Documents of data.text that are no text: stop the run, keep them with U+FFFD in place of what is bad, or leave
+    them out."""
     cache: str | None = None
     """Folder for the token files made of data.text; unset: `data` in the run's folder."""
     split: str = "98,2,0"
@@ -74,14 +79,16 @@ class DataConfig:
     mock: bool = False
     """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
-    """A tokenizer file, a folder that holds one, `bytes` (each byte a token) or `null:N` (text of ids); it travels into every checkpoint."""
+    """A tokenizer file, a folder that holds one, `bytes` (each byte a token) or `null:N` (text of ids); it travels
+    into every checkpoint."""
     packing: Literal["off", "online", "offline"] = "off"
-    """Whole documents put together into sequences, the rest filled up, in place of a stream of tokens cut into windows. online: packed
-    first-fit when the run starts; offline: as `phalanx data pack` has stored it."""
+    """Whole documents put together into sequences, the rest filled up, in place of a stream of tokens cut into
+    windows. online: packed first-fit when the run starts; offline: as `phalanx data pack` has stored it."""
     document_attention: bool | None = None
     """Keep attention inside documents and restart positions at each of them. unset: with packing, yes; without, no."""
     max_epochs: float | None = None
-    """Refuse a run that would read its data more often than this; unset: no limit (a number of tokens has the limit 1)."""
+    """Refuse a run that would read its data more often than this; unset: no limit (a number of tokens has the limit
+    1)."""
 
     @property
     def inside_documents(self) -> bool:

@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all, which file is a tokenizer, and helpful words about what is missing; contents are left to others."""
+"""Files that appear whole or not at all, which file is a tokenizer, and helpful words about what is missing;
+contents are left to others."""
 
 from __future__ import annotations
 
@@ -15,12 +16,18 @@ from phalanx.base.errors import DataError
 
 BYTES = "bytes"
 NULL = "null:"
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")  # of a folder, the first that is there
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+)  # of a folder, the first that is there
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A binary file that takes the place of `path` when the block ends well (written beside it, fsync, rename) and vanishes otherwise."""
+    """A binary file that takes the place of `path` when the block ends well (written beside it, fsync, rename) and
+    vanishes otherwise."""
     target = Path(path)
     temporary = temporary_name(target)
     try:
@@ -66,7 +73,8 @@ def must_exist(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """The file that a tokenizer is read from: `path` itself, or what the folder `path` holds. DataError if there is none."""
+    """The file that a tokenizer is read from: `path` itself, or what the folder `path` holds. DataError if there is
+    none."""
     path = must_exist(path)
     if not path.is_dir():
         return path
@@ -77,7 +85,8 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def extra(module: str, needed: str, name: str) -> Any:
-    """An optional library. DataError names the extra `name` that brings it; `needed` begins the sentence, such as `.zst files need`."""
+    """An optional library. DataError names the extra `name` that brings it; `needed` begins the sentence, such as
+    `.zst files need`."""
     try:
         return import_module(module)
     except ImportError:

@@ -1,10 +1,10 @@
 """Token files: Megatron's .bin/.idx pair, read through memory maps as one stream of tokens and written atomically.
 
-The .bin holds token ids and nothing else. The .idx holds, little-endian: magic (9 bytes), version (u64), dtype code (u8),
-number of sequences S (u64), number of document indices D + 1 (u64), then lengths in tokens (i32, S), byte offsets into the
-.bin (i64, S), the first sequence of each document closed by S (i64, D + 1), and perhaps one mode per sequence (i8, S).
-Merged sets have a .bins instead of the .bin: a list of .bin files that are read as if they were one.
-What the tokens mean and in which order they are seen is left to `tokenizers` and `mixture`.
+The .bin holds token ids and nothing else. The .idx holds, little-endian: magic (9 bytes), version (u64), dtype code
+(u8), number of sequences S (u64), number of document indices D + 1 (u64), then lengths in tokens (i32, S), byte
+offsets into the .bin (i64, S), the first sequence of each document closed by S (i64, D + 1), and perhaps one mode
+per sequence (i8, S). Merged sets have a .bins instead of the .bin: a list of .bin files that are read as if they
+were one. What the tokens mean and in which order they are seen is left to `tokenizers` and `mixture`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def strip_suffix(prefix: str | os.PathLike[str]) -> str:
 class Corpus:
     """An open pair of files, seen as one stream of `num_tokens` tokens: all sequences in file order.
 
-    Only memory maps are held, so a billion documents cost no memory of this process; opening reads the .idx front to back and
-    compares it with PREFIX.sums, where there is one. Raises DataError for a file that is missing, truncated, damaged, foreign, or does
-    not belong to the other one.
+    Only memory maps are held, so a billion documents cost no memory of this process; opening reads the .idx front to
+    back and compares it with PREFIX.sums, where there is one. Raises DataError for a file that is missing,
+    truncated, damaged, foreign, or does not belong to the other one.
 
     idx_xxh3    the XXH3-64 of the .idx
     bin_files   the .bin files with the checksums of their segments, if they have any
@@ -93,7 +93,8 @@ class Corpus:
         return f"Corpus({self.prefix!r}, {self.num_tokens} tokens, {self.num_documents} documents, {self.dtype})"
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start..stop-1 of the stream, (stop - start,) in the file's dtype; a read-only view when the file is contiguous."""
+        """Tokens start..stop-1 of the stream, (stop - start,) in the file's dtype; a read-only view when the file is
+        contiguous."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.bin_path}, which holds {self.num_tokens}")
         if self._offsets is None:
@@ -113,7 +114,11 @@ class Corpus:
         s = int(self._documents[d])
         if s == self.num_sequences:
             return self.num_tokens
-        return int(self._offsets[s]) if self._offsets is not None else (int(self._pointers[s]) - self._first) // self.dtype.itemsize
+        return (
+            int(self._offsets[s])
+            if self._offsets is not None
+            else (int(self._pointers[s]) - self._first) // self.dtype.itemsize
+        )
 
     def document_at(self, offset: int) -> int:
         """Number of the document that token `offset` belongs to."""
@@ -148,7 +153,8 @@ class Corpus:
         return np.concatenate(raw).view(self.dtype)
 
     def _release(self) -> None:
-        """Pages of the index that were looked at leave this process's memory; the file cache keeps them while there is room."""
+        """Pages of the index that were looked at leave this process's memory; the file cache keeps them while there
+        is room."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._index.madvise(mmap.MADV_DONTNEED)
 
@@ -160,16 +166,21 @@ class Corpus:
         return found.hexdigest()
 
     def _check_sums(self, sums: Sums | None) -> tuple[BinFile, ...]:
-        """The .bin files with what PREFIX.sums says of them. DataError if the .idx is not the one that it was written with."""
+        """The .bin files with what PREFIX.sums says of them. DataError if the .idx is not the one that it was
+        written with."""
         path = sums_path(self.prefix)
         known = (None,) * len(self.bins) if sums is None else sums.bins
         if sums is not None and sums.idx != self.idx_xxh3:
             raise DataError(
-                f"{self.idx_path}: damaged: its checksum is {self.idx_xxh3}, expected {sums.idx} by {path.name}: restore it from a copy, or "
+                f"{self.idx_path}: damaged: its checksum is {self.idx_xxh3}, expected {sums.idx} by "
+                f"{path.name}: restore it from a copy, or "
                 f"prepare the texts again; if another tool has written {Path(self.prefix).name} since, remove {path}"
             )
         if len(known) != len(self.bins):
-            raise DataError(f"{path}: of other token files: it has checksums of {len(known)} .bin files, {self.bin_path} is {len(self.bins)}")
+            raise DataError(
+                f"{path}: of other token files: it has checksums of {len(known)} .bin files, {self.bin_path} "
+                f"is {len(self.bins)}"
+            )
         found = tuple(BinFile(file, size, segments, path) for (file, size), segments in zip(self.bins, known))
         for file in found:
             if file.segments is not None and (expected := sum(segment.size for segment in file.segments)) != file.size:
@@ -182,7 +193,8 @@ class Corpus:
         ends = (int(indices[0]), int(indices[-1]))
         if ends != (0, self.num_sequences):
             raise DataError(
-                f"{self.idx_path}: damaged: document indices run from {ends[0]} to {ends[1]}, expected 0 to {self.num_sequences}"
+                f"{self.idx_path}: damaged: document indices run from {ends[0]} to {ends[1]}, expected 0 to "
+                f"{self.num_sequences}"
             )
         for at in range(0, self.num_documents, CHUNK):
             if np.any(np.diff(indices[at : at + CHUNK + 1]) < 0):
@@ -198,7 +210,10 @@ class Corpus:
             starts = self._pointers[at : at + CHUNK]
             stops = starts + lengths * item
             if lengths.min() < 0 or starts.min() < 0:
-                raise DataError(f"{self.idx_path}: damaged: a negative length or byte offset in sequences {at}..{at + len(lengths) - 1}")
+                raise DataError(
+                    f"{self.idx_path}: damaged: a negative length or byte offset in sequences "
+                    f"{at}..{at + len(lengths) - 1}"
+                )
             contiguous &= (end is None or int(starts[0]) == end) and bool(np.array_equal(starts[1:], stops[:-1]))
             tokens, end, furthest = tokens + int(lengths.sum()), int(stops[-1]), max(furthest, int(stops.max()))
             self._release()
@@ -209,7 +224,8 @@ class Corpus:
 
 
 def check_vocab(corpus: Corpus, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
-    """Raise DataError with file, document, offset and id for the first token in [start, stop) outside [0, vocab_size)."""
+    """Raise DataError with file, document, offset and id for the first token in [start, stop) outside [0,
+    vocab_size)."""
     stop = corpus.num_tokens if stop is None else stop
     for at in range(start, stop, CHUNK):
         part = corpus.tokens(at, min(at + CHUNK, stop))
@@ -224,17 +240,21 @@ def check_vocab(corpus: Corpus, vocab_size: int, start: int = 0, stop: int | Non
 
 
 class CorpusWriter:
-    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, and their checksums beside them; a context manager.
+    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, and their checksums beside them; a context
+    manager.
 
-    Nothing is seen under the final names before the block ends well, and nothing is left behind when it does not. Lengths and
-    document indices are spooled to disk, so memory is bounded by one document. idx_xxh3: of the .idx, once it is written.
+    Nothing is seen under the final names before the block ends well, and nothing is left behind when it does not.
+    Lengths and document indices are spooled to disk, so memory is bounded by one document. idx_xxh3: of the .idx,
+    once it is written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype.name not in CODES.values() or self.dtype.kind == "f":
-            raise ValueError(f"token ids cannot be stored as {self.dtype.name}; integer types of {', '.join(CODES.values())} can")
+            raise ValueError(
+                f"token ids cannot be stored as {self.dtype.name}; integer types of {', '.join(CODES.values())} can"
+            )
         self.num_tokens = self.num_sequences = self.num_documents = 0
         self._bin_path, self._idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +270,8 @@ class CorpusWriter:
         return self
 
     def add_document(self, tokens: NDArray[Any] | Sequence[int], lengths: Sequence[int] | None = None) -> None:
-        """Append a document of one sequence, or of several whose `lengths` add up to its tokens. DataError if an id does not fit."""
+        """Append a document of one sequence, or of several whose `lengths` add up to its tokens. DataError if an id
+        does not fit."""
         ids = np.asarray(tokens)
         lengths = [len(ids)] if lengths is None else lengths
         if sum(lengths) != len(ids) or max(lengths, default=0) > MAX_LENGTH or min(lengths, default=0) < 0:
@@ -271,7 +292,9 @@ class CorpusWriter:
         self.num_documents += 1
         self._documents.write(np.int64(self.num_sequences).tobytes())
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self._publish()
@@ -292,7 +315,9 @@ class CorpusWriter:
             self._write_index(hashed)
             sync(idx)
         self.idx_xxh3 = hashed.xxh3
-        self._idx_path.unlink(missing_ok=True)  # a crash between the renames must not leave an old .idx beside the new .bin
+        self._idx_path.unlink(
+            missing_ok=True
+        )  # a crash between the renames must not leave an old .idx beside the new .bin
         os.replace(self._bin_temporary, self._bin_path)
         write_sums(sums_path(self.prefix), Sums(self.idx_xxh3, (self._bin_sums.finish(),)))
         os.replace(self._idx_temporary, self._idx_path)
@@ -314,20 +339,25 @@ class CorpusWriter:
 
 
 def _find_bins(prefix: str) -> tuple[Path, list[tuple[Path, int]]]:
-    """(PREFIX.bin or PREFIX.bins, the .bin files with their sizes). DataError if one is missing or has changed its size."""
+    """(PREFIX.bin or PREFIX.bins, the .bin files with their sizes). DataError if one is missing or has changed its
+    size."""
     listing = Path(prefix + ".bins")
     if os.path.exists(prefix + ".bin") or not listing.exists():
         path = must_exist(prefix + ".bin")
         return path, [(path, path.stat().st_size)]
     try:
-        entries = [(str(entry["path"]), int(entry["bytes"])) for entry in json.loads(listing.read_text(encoding="utf-8"))]
+        entries = [
+            (str(entry["path"]), int(entry["bytes"])) for entry in json.loads(listing.read_text(encoding="utf-8"))
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{listing}: not a list of .bin files: {error!r}") from None
     bins = []
     for name, size in entries:
         path = listing.parent / name
         if not path.exists():
-            raise DataError(f"{path}: no such file; {listing} needs it: move merged sets together, or merge them with --copy")
+            raise DataError(
+                f"{path}: no such file; {listing} needs it: move merged sets together, or merge them with --copy"
+            )
         if path.stat().st_size != size:
             raise DataError(f"{path}: {path.stat().st_size} bytes, expected {size} by {listing.name}")
         bins.append((path, size))
@@ -342,7 +372,8 @@ def write_bins(file: Path, place: Path, bins: Sequence[tuple[Path, int]]) -> Non
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """(dtype, number of sequences, number of document indices). DataError unless the size of the file fits them exactly."""
+    """(dtype, number of sequences, number of document indices). DataError unless the size of the file fits them
+    exactly."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
@@ -358,7 +389,10 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     expected = HEADER.size + 12 * sequences + 8 * indices
     if indices < 1 or size not in (expected, expected + sequences):  # the longer one has a mode per sequence
         kind = "truncated" if size < expected else "damaged"
-        raise DataError(f"{path}: {kind}: {size} bytes, expected {expected} for {sequences} sequences and {indices} document indices")
+        raise DataError(
+            f"{path}: {kind}: {size} bytes, expected {expected} for {sequences} sequences and {indices} "
+            "document indices"
+        )
     return np.dtype(CODES[code]), sequences, indices
 
 

@@ -1,4 +1,5 @@
-"""The loader: from global sample numbers to micro-batches. Which sample is what is `sources` and `mixture`; devices are the caller's."""
+"""The loader: from global sample numbers to micro-batches. Which sample is what is `sources` and `mixture`; devices
+are the caller's."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from phalanx.base.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.base.errors import DataError
-from phalanx.base.part import WHOLE, Part
 from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
+from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
+from phalanx.sequence.shard import WHOLE, Part
 
 AHEAD = 4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
 
@@ -27,13 +28,16 @@ Work = Callable[[Sequence[int]], Sequence[int]]
 """What each of these samples costs beside its tokens."""
 
 
-def micro_batch_samples(consumed: int, global_batch: int, micro_batch: int, dp: int, dp_rank: int, work: Work | None = None) -> list[list[int]]:
+def micro_batch_samples(
+    consumed: int, global_batch: int, micro_batch: int, dp: int, dp_rank: int, work: Work | None = None
+) -> list[list[int]]:
     """Sample numbers of each micro-batch of one data-parallel rank, for the step that starts after `consumed` samples.
 
-    The step's samples are consumed .. consumed + global_batch - 1 whatever dp is. They are cut into runs of `micro_batch`, and
-    rank r takes the r-th block of consecutive runs: a binary tree over all runs has the ranks' own trees as its lower levels.
-    `work`: runs stay what they are, but stand in an order in which blocks have equal amounts of it; the same for each dp that is a power of 2.
-    ValueError unless micro_batch * dp divides global_batch.
+    The step's samples are consumed .. consumed + global_batch - 1 whatever dp is. They are cut into runs of
+    `micro_batch`, and rank r takes the r-th block of consecutive runs: a binary tree over all runs has the ranks'
+    own trees as its lower levels. `work`: runs stay what they are, but stand in an order in which blocks have equal
+    amounts of it; the same for each dp that is a power of 2. ValueError unless micro_batch * dp divides
+    global_batch.
     """
     if global_batch % (micro_batch * dp):
         raise ValueError(f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp}")
@@ -46,10 +50,11 @@ def micro_batch_samples(consumed: int, global_batch: int, micro_batch: int, dp: 
 
 
 def spread(costs: Sequence[int], blocks: int) -> list[int]:
-    """An order of items in which `blocks` consecutive blocks of equal length cost about the same, and so do their halves, and halves of those.
+    """An order of items in which `blocks` consecutive blocks of equal length cost about the same, and so do their
+    halves, and halves of those.
 
-    `blocks` divides the number of items. Items are dealt by cost, the dearest first, one to each part in turn, the dearer one to the part
-    that has least.
+    `blocks` divides the number of items. Items are dealt by cost, the dearest first, one to each part in turn, the
+    dearer one to the part that has least.
     """
     odd, rest = list[int](), blocks
     for factor in range(3, blocks + 1, 2):
@@ -82,15 +87,34 @@ class Place(NamedTuple):
 
 
 class Loader:
-    """Micro-batches of a blend of sources; holds no position, so any sample can be asked for at any time, from any thread."""
+    """Micro-batches of a blend of sources; holds no position, so any sample can be asked for at any time, from any
+    thread."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[Weight], *, seq_length: int, document_attention: bool = False,
-                 packed: bool = False):  # fmt: skip
-        """packed: sequences may end in padding. DataError for weights that make no blend (wrong number of them, negative, all zero, too small)."""
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[Weight],
+        *,
+        seq_length: int,
+        document_attention: bool = False,
+        packed: bool = False,
+    ):
+        """packed: sequences may end in padding. DataError for weights that make no blend (wrong number of them,
+        negative, all zero, too small)."""
         if len(weights) != len(sources):
-            raise DataError(f"data.weights has {len(weights)} entries for {len(sources)} sources: {', '.join(s.name for s in sources)}")
-        self.sources, self.seq_length, self.document_attention, self.packed = list(sources), seq_length, document_attention, packed
-        self._positions: dict[int, torch.Tensor] = {}  # of uniform micro-batches, by number of sequences: always the same
+            raise DataError(
+                f"data.weights has {len(weights)} entries for {len(sources)} sources: "
+                f"{', '.join(s.name for s in sources)}"
+            )
+        self.sources, self.seq_length, self.document_attention, self.packed = (
+            list(sources),
+            seq_length,
+            document_attention,
+            packed,
+        )
+        self._positions: dict[
+            int, torch.Tensor
+        ] = {}  # of uniform micro-batches, by number of sequences: always the same
         try:
             self.blend = Blend(weights)
         except ValueError as error:
@@ -107,7 +131,8 @@ class Loader:
     def order(self) -> str:
         """A fingerprint of the order of samples: while it is the same, so is the meaning of a place in the data."""
         shares = [
-            (source.windows, share, *(packing.checksum for packing in source.packings)) for source, share in zip(self.sources, self.blend.shares)
+            (source.windows, share, *(packing.checksum for packing in source.packings))
+            for source, share in zip(self.sources, self.blend.shares)
         ]
         return hashlib.sha256(repr([self.seq_length, shares]).encode()).hexdigest()[:16]
 
@@ -121,7 +146,8 @@ class Loader:
         return [Place(*row) for row in zip(samples, found[:, 0].tolist(), found[:, 1].tolist(), windows.tolist())]
 
     def pairs(self, samples: Sequence[int]) -> list[int]:
-        """Of query and key that attention reads in each sample, inside documents alone where it stays there; padding is not counted."""
+        """Of query and key that attention reads in each sample, inside documents alone where it stays there; padding
+        is not counted."""
         found = []
         for place in self.locate(samples):
             source, length = self.sources[place.source], self.seq_length
@@ -132,12 +158,12 @@ class Loader:
         return found
 
     def batch(self, samples: Sequence[int]) -> Batch:
-        """The micro-batch of these global sample numbers, on the CPU (see `base.batch.Batch`).
+        """The micro-batch of these global sample numbers, on the CPU (see `sequence.batch.Batch`).
 
-        Labels are the next tokens. With document attention positions restart at each document, `documents` counts documents
-        through the micro-batch, and the last token of a document has no loss: what comes next is not its continuation. The padding of
-        a packed sequence is a document of its own, without loss, or several short ones, in which attention costs nothing; the last token
-        of a packed document never has one.
+        Labels are the next tokens. With document attention positions restart at each document, `documents` counts
+        documents through the micro-batch, and the last token of a document has no loss: what comes next is not its
+        continuation. The padding of a packed sequence is a document of its own, without loss, or several short ones,
+        in which attention costs nothing; the last token of a packed document never has one.
         """
         return self.read(self.locate(samples))
 
@@ -169,7 +195,8 @@ class Loader:
         )
 
     def _mark_padding(self, places: Sequence[Place], labels: np.ndarray) -> torch.Tensor:
-        """Which tokens are real (1) and which padding (0); takes the loss from padding and from the last token of each document."""
+        """Which tokens are real (1) and which padding (0); takes the loss from padding and from the last token of
+        each document."""
         real = np.zeros(labels.shape, np.int64)
         for row, place in enumerate(places):
             source = self.sources[place.source]
@@ -192,7 +219,9 @@ class Loader:
             labels[row, starts - 1] = IGNORE
             filled = self.sources[place.source].filled(place.window) if self.packed else length
             padding = np.arange(filled + PADDING_RUN, length, PADDING_RUN)
-            firsts.append(row * length + np.concatenate([[0], starts[starts < length], padding]))  # a sequence counts as a start
+            firsts.append(
+                row * length + np.concatenate([[0], starts[starts < length], padding])
+            )  # a sequence counts as a start
         first = np.concatenate(firsts)
         lengths = np.diff(first, append=labels.size)
         positions = np.arange(labels.size) - np.repeat(first, lengths)
@@ -212,8 +241,8 @@ def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: 
 
 
 def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> dict[str, Loader]:
-    """Validation sets by name, each with samples 0, 1, ... in a fixed order: `valid`, the validation part of the training
-    corpora, unless that part of data.split is 0; then the sets of data.valid, used whole."""
+    """Validation sets by name, each with samples 0, 1, ... in a fixed order: `valid`, the validation part of the
+    training corpora, unless that part of data.split is 0; then the sets of data.valid, used whole."""
     parts = {}
     if config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
@@ -221,25 +250,42 @@ def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size:
     return own | whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size)
 
 
-def whole_loaders(config: DataConfig, sets: Mapping[str, Sequence[str]], *, seq_length: int, vocab_size: int) -> dict[str, Loader]:
+def whole_loaders(
+    config: DataConfig, sets: Mapping[str, Sequence[str]], *, seq_length: int, vocab_size: int
+) -> dict[str, Loader]:
     """Loaders of whole corpora, in file order: set name -> prefixes (or `0.7 a 0.3 b`)."""
-    parts = {name: open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size) for name, given in sets.items()}
+    parts = {
+        name: open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size) for name, given in sets.items()
+    }
     return {name: _loader(config, *part, seq_length) for name, part in parts.items()}
 
 
 def _loader(config: DataConfig, sources: Sequence[Source], weights: Sequence[Weight], seq_length: int) -> Loader:
-    return Loader(sources, weights, seq_length=seq_length, document_attention=config.inside_documents, packed=config.packing != "off")
+    return Loader(
+        sources,
+        weights,
+        seq_length=seq_length,
+        document_attention=config.inside_documents,
+        packed=config.packing != "off",
+    )
 
 
 class Prefetcher:
     """Iterates over the batches of some lists of samples, made ahead of time by a thread; a context manager.
 
-    At most `depth` batches wait. An error in the thread is raised here, in its place among the batches. With `pin_memory` the
-    batches lie in page-locked memory, which lets `Batch.to(gpu)` run beside the computation. `part` of each sequence is what this rank gets.
+    At most `depth` batches wait. An error in the thread is raised here, in its place among the batches. With
+    `pin_memory` the batches lie in page-locked memory, which lets `Batch.to(gpu)` run beside the computation. `part`
+    of each sequence is what this rank gets.
     """
 
-    def __init__(self, loader: Loader, sample_lists: Iterable[Sequence[int]], depth: int = 4, pin_memory: bool = False,
-                 part: Part = WHOLE):  # fmt: skip
+    def __init__(
+        self,
+        loader: Loader,
+        sample_lists: Iterable[Sequence[int]],
+        depth: int = 4,
+        pin_memory: bool = False,
+        part: Part = WHOLE,
+    ):
         self._loader, self._sample_lists, self._pin_memory, self._part = loader, sample_lists, pin_memory, part
         self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()  # the exception is last, and stays
         self._room: SimpleQueue[None] = SimpleQueue()  # one entry for each batch that may still be put there
@@ -271,7 +317,9 @@ class Prefetcher:
     def __enter__(self) -> Prefetcher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _work(self) -> None:

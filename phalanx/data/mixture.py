@@ -1,7 +1,8 @@
 """The order of training data, as pure functions of a sample number: permutations, blends and splits. It reads no files.
 
-Data state is one integer, the number of consumed samples. Sample g of a run belongs to source i, whose n-th sample it is
-(`Blend`), and that is window `permute(n % windows)` of epoch n // windows. Nothing is stored, so resuming costs nothing.
+Data state is one integer, the number of consumed samples. Sample g of a run belongs to source i, whose n-th sample
+it is (`Blend`), and that is window `permute(n % windows)` of epoch n // windows. Nothing is stored, so resuming
+costs nothing.
 """
 
 from __future__ import annotations
@@ -70,22 +71,25 @@ def _feistel(x: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
 class Blend:
     """A sequence of sources in which every prefix holds each source within one sample of its share: Tijdeman's rule.
 
-    R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980). Of k sources with shares w (sum 1), let
-    u = 2k - 2. Use j of source i becomes eligible at the first sample n (from 1) with w n >= j - 1 + 1/u, and is due at the
-    last n where waiting was still allowed, floor((j - 1/u) / w) + 1. Among the eligible ones the first due is taken. Then
+    R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980). Of k sources with shares w (sum 1),
+    let u = 2k - 2. Use j of source i becomes eligible at the first sample n (from 1) with w n >= j - 1 + 1/u, and is
+    due at the last n where waiting was still allowed, floor((j - 1/u) / w) + 1. Among the eligible ones the first
+    due is taken. Then
     |uses of i among the first n - w n| <= 1 - 1/u for all i and n.
 
-    That rule looks like it needs its history, and `counts` shows that it does not: earliest due first serves the uses that
-    rank up to any one use as if the others did not exist, so the number of them served in n samples is given by the reflection
-    formula min over s <= n of (those of them eligible by s) + n - s. At most one use per source is eligible and not yet due
-    at n, and a term of the minimum is below that of s = 0 only when such a use was already eligible at s; so the state after n
-    samples follows exactly from the last 1/min(w) samples at most.
+    That rule looks like it needs its history, and `counts` shows that it does not: earliest due first serves the
+    uses that rank up to any one use as if the others did not exist, so the number of them served in n samples is
+    given by the reflection formula min over s <= n of (those of them eligible by s) + n - s. At most one use per
+    source is eligible and not yet due at n, and a term of the minimum is below that of s = 0 only when such a use
+    was already eligible at s; so the state after n samples follows exactly from the last 1/min(w) samples at most.
 
-    Weights are taken as exact decimals; shares whose common denominator exceeds 2**36 are rounded to multiples of 2**-36.
+    Weights are taken as exact decimals; shares whose common denominator exceeds 2**36 are rounded to multiples of
+    2**-36.
     """
 
     def __init__(self, weights: Sequence[Weight]):
-        """ValueError for weights that are negative, not finite, all zero, or too small beside the others to ever be seen."""
+        """ValueError for weights that are negative, not finite, all zero, or too small beside the others to ever be
+        seen."""
         self.shares = _shares(weights)
         self._denominator = sum(self.shares)
         self._sources = [i for i, share in enumerate(self.shares) if share]
@@ -131,7 +135,9 @@ class Blend:
         if sum(done) + len(open_uses) == samples:
             return [i for _, i in open_uses]
         eligible = [self._eligible(i, done[i] + 1) for _, i in open_uses]
-        least = [0] * (len(open_uses) + 1)  # least[p]: the minimum over s, less `samples`, for the uses up to open use p
+        least = [0] * (
+            len(open_uses) + 1
+        )  # least[p]: the minimum over s, less `samples`, for the uses up to open use p
         for at in range(min(eligible), samples + 1, CHUNK):
             excess = self._excess(at, min(CHUNK, samples + 1 - at), done)
             least[0] = min(least[0], int(excess.min()))

@@ -1,8 +1,10 @@
-"""Packing: which documents of a corpus share a sequence. Whole documents are put together first-fit, and what is left of a sequence is filled up.
+"""Packing: which documents of a corpus share a sequence. Whole documents are put together first-fit, and what is
+left of a sequence is filled up.
 
-A packing is a list of pieces (runs of tokens of one document) in bins (sequences). It is a function of the lengths of the documents
-alone, so it is the same for every layout and every start; the order in which bins are seen is left to `sources`. It is made when a run
-starts (`make_packing`), or once and for all beforehand and stored beside the index (`write_packing`, `read_packing`).
+A packing is a list of pieces (runs of tokens of one document) in bins (sequences). It is a function of the lengths
+of the documents alone, so it is the same for every layout and every start; the order in which bins are seen is left
+to `sources`. It is made when a run starts (`make_packing`), or once and for all beforehand and stored beside the
+index (`write_packing`, `read_packing`).
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from phalanx.data.files import replacing
 from phalanx.data.index import Corpus
 
 MAGIC = b"PHXPACK\x00"
-HEADER = struct.Struct("<8sQQQQQQII")  # magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
+HEADER = struct.Struct(
+    "<8sQQQQQQII"
+)  # magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
 VERSION = 1
 WINDOW = 16384  # neighbouring documents that are packed together: more fill sequences hardly better and take longer
 
 
 def first_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The bin of each item: the first that has room for it, else a new one. Lengths are in 1..capacity; bins are numbered from 0.
+    """The bin of each item: the first that has room for it, else a new one. Lengths are in 1..capacity; bins are
+    numbered from 0.
 
-    At most 1.7 times as many bins as the best packing has (Dosa and Sgall, First Fit bin packing: a tight analysis, 2013), and of
-    items in descending order 11/9 times and 6/9 (Dosa, The tight bound of first fit decreasing, 2007).
+    At most 1.7 times as many bins as the best packing has (Dosa and Sgall, First Fit bin packing: a tight analysis,
+    2013), and of items in descending order 11/9 times and 6/9 (Dosa, The tight bound of first fit decreasing, 2007).
     """
     room, bins, used = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64), 0
     since: dict[int, int] = {}  # no bin before this one has room for such a length: rooms only get smaller
@@ -79,7 +84,10 @@ class Packing:
     def pieces(self, b: int) -> list[tuple[int, int, bool]]:
         """(first token, tokens, goes on) of each piece of bin b."""
         at = slice(int(self.bins[b]), int(self.bins[b + 1]))
-        return [(s, n, bool(g)) for s, n, g in zip(self.starts[at].tolist(), self.lengths[at].tolist(), self.goes_on[at].tolist())]
+        return [
+            (s, n, bool(g))
+            for s, n, g in zip(self.starts[at].tolist(), self.lengths[at].tolist(), self.goes_on[at].tolist())
+        ]
 
     @cached_property
     def checksum(self) -> int:
@@ -90,18 +98,24 @@ class Packing:
 
     @property
     def text(self) -> str:
-        """For people: fill, documents in a sequence, and what attention inside documents reads of what whole sequences would."""
+        """For people: fill, documents in a sequence, and what attention inside documents reads of what whole
+        sequences would."""
         pieces, lengths = np.diff(self.bins), self.lengths.astype(np.float64)
         pairs = float((lengths * (lengths + 1)).sum()) / (self.num_bins * self.capacity * (self.capacity + 1.0))
         cut = int(self.goes_on.sum())
         return (
-            f"{self.num_bins:,} sequences of {self.capacity:,}, {self.fill:.1%} filled, {pieces.mean():.1f} documents each (most {pieces.max():,}), "
-            f"{f'{cut:,} cuts through longer documents' if cut else 'no document cut'}; attention inside documents reads {pairs:.1%} of the pairs"
+            f"{self.num_bins:,} sequences of {self.capacity:,}, {self.fill:.1%} filled, {pieces.mean():.1f} "
+            f"documents each (most {pieces.max():,}), "
+            f"{f'{cut:,} cuts through longer documents' if cut else 'no document cut'}; attention inside "
+            f"documents reads {pairs:.1%} of the pairs"
         )
 
 
-def make_packing(corpus: Corpus, start: int, stop: int, capacity: int, decreasing: bool, window: int = WINDOW) -> Packing:
-    """Pack the documents of tokens [start, stop) of a corpus, which are document borders, in groups of `window` in file order.
+def make_packing(
+    corpus: Corpus, start: int, stop: int, capacity: int, decreasing: bool, window: int = WINDOW
+) -> Packing:
+    """Pack the documents of tokens [start, stop) of a corpus, which are document borders, in groups of `window` in
+    file order.
 
     decreasing  the longest of a group first, which fills sequences better; else in file order
     A document longer than `capacity` is cut into pieces of that length and a last one. Empty documents are left out.
@@ -117,7 +131,9 @@ def make_packing(corpus: Corpus, start: int, stop: int, capacity: int, decreasin
         made.append((starts[by_bin], lengths[by_bin].astype(np.int32), goes_on[by_bin], found[by_bin] + bins))
         bins += int(found.max(initial=-1)) + 1
     if not made:
-        return Packing(capacity, np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(1, np.int64))
+        return Packing(
+            capacity, np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8), np.zeros(1, np.int64)
+        )
     starts, sizes, goes_on, of = (np.concatenate(parts) for parts in zip(*made))
     return Packing(capacity, starts, sizes, goes_on, np.searchsorted(of, np.arange(bins + 1)))
 
@@ -148,19 +164,24 @@ def packing_path(prefix: str, start: int, stop: int, capacity: int) -> Path:
 def write_packing(path: Path, packing: Packing, corpus: Corpus, start: int, stop: int) -> None:
     """Atomically, with checksums of what is stored and of the borders of the documents that it was made of."""
     sizes = (len(packing.starts), packing.num_bins)
-    head = HEADER.pack(MAGIC, VERSION, packing.capacity, start, stop, *sizes, _checksum(corpus, start, stop), packing.checksum)
+    head = HEADER.pack(
+        MAGIC, VERSION, packing.capacity, start, stop, *sizes, _checksum(corpus, start, stop), packing.checksum
+    )
     with replacing(path) as file:
         for part in (head, packing.starts, packing.bins, packing.lengths, packing.goes_on):
             file.write(part if isinstance(part, bytes) else np.ascontiguousarray(part).data)
 
 
 def read_packing(corpus: Corpus, start: int, stop: int, capacity: int) -> Packing:
-    """Memory-mapped. DataError for a file that is missing, damaged, of another version, or was made of other documents."""
+    """Memory-mapped. DataError for a file that is missing, damaged, of another version, or was made of other
+    documents."""
     path = packing_path(corpus.prefix, start, stop, capacity)
     if not path.exists():
         made = [p.name for p in path.parent.glob(f"{Path(corpus.prefix).name}.*.pack")]
         others = f" (there are {', '.join(sorted(made)[:3])})" if made else ""
-        raise DataError(f"{path}: no such file{others}: `phalanx data pack CONFIG` makes it, or train with data.packing=online")
+        raise DataError(
+            f"{path}: no such file{others}: `phalanx data pack CONFIG` makes it, or train with data.packing=online"
+        )
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or head[:8] != MAGIC:
@@ -170,7 +191,12 @@ def read_packing(corpus: Corpus, start: int, stop: int, capacity: int) -> Packin
     if version != VERSION or (stored, first, last) != (capacity, start, stop):
         expected = f"expected version {VERSION} of {start}..{stop} in {capacity}"
         raise DataError(f"{path}: is version {version} of tokens {first}..{last} in sequences of {stored}, {expected}")
-    sizes = {"starts": (np.int64, pieces), "bins": (np.int64, bins + 1), "lengths": (np.int32, pieces), "goes_on": (np.uint8, pieces)}
+    sizes = {
+        "starts": (np.int64, pieces),
+        "bins": (np.int64, bins + 1),
+        "lengths": (np.int32, pieces),
+        "goes_on": (np.uint8, pieces),
+    }
     size = HEADER.size + sum(np.dtype(kind).itemsize * count for kind, count in sizes.values())
     if len(data) != size:
         raise DataError(f"{path}: {len(data)} bytes, expected {size}: make it again with `phalanx data pack CONFIG`")
@@ -182,7 +208,10 @@ def read_packing(corpus: Corpus, start: int, stop: int, capacity: int) -> Packin
     if packing.checksum != checksum:
         raise DataError(f"{path}: damaged: its checksum is {packing.checksum:08x}, expected {checksum:08x}")
     if _checksum(corpus, start, stop) != borders:
-        raise DataError(f"{path}: was made of other documents than {corpus.idx_path.name} holds now: make it again with `phalanx data pack CONFIG`")
+        raise DataError(
+            f"{path}: was made of other documents than {corpus.idx_path.name} holds now: make it again with "
+            "`phalanx data pack CONFIG`"
+        )
     return packing
 
 

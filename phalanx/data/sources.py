@@ -1,4 +1,5 @@
-"""Sources: what a sample number within one corpus means, for token files and for made-up tokens; blending them is left to `mixture`."""
+"""Sources: what a sample number within one corpus means, for token files and for made-up tokens; blending them is
+left to `mixture`."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Source(Protocol):
         ...
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
-        """The corpus that window w lies in, and the runs (first token, tokens) that it is made of; None for tokens that are in no file."""
+        """The corpus that window w lies in, and the runs (first token, tokens) that it is made of; None for tokens
+        that are in no file."""
         ...
 
 
@@ -124,7 +126,8 @@ def checked_tokens(corpus: Corpus, vocab_size: int, first: int, stop: int) -> ND
 
 @dataclass(frozen=True)
 class PackedSource:
-    """Documents of a corpus as a packing puts them together: window w is bin w, filled up with tokens 0. With a `key` as FileSource."""
+    """Documents of a corpus as a packing puts them together: window w is bin w, filled up with tokens 0. With a
+    `key` as FileSource."""
 
     corpus: Corpus
     packing: Packing
@@ -180,7 +183,8 @@ class PackedSource:
 
 @dataclass(frozen=True)
 class JoinedSource:
-    """The windows of several corpora as one row, with one permutation through all of them (a single corpus: as FileSource)."""
+    """The windows of several corpora as one row, with one permutation through all of them (a single corpus: as
+    FileSource)."""
 
     name: str
     parts: tuple[FileSource | PackedSource, ...]
@@ -235,15 +239,18 @@ class JoinedSource:
 class MockSource:
     """Made-up tokens, each sample a function of (key, number) alone.
 
-    A Markov chain that a model can learn: a token is followed by the next one on a fixed cycle through the whole vocabulary,
-    except that now and then (1 in 10) any token may follow. Documents are about a quarter of a sequence long.
+    A Markov chain that a model can learn: a token is followed by the next one on a fixed cycle through the whole
+    vocabulary, except that now and then (1 in 10) any token may follow. Documents are about a quarter of a sequence
+    long.
     """
 
     seq_length: int
     vocab_size: int
     key: int
     number_from: int = 0  # numbers of the samples start here: validation uses others than training
-    packed: bool = False  # of whole documents: where one would begin that does not end in the sequence, there is padding
+    packed: bool = (
+        False  # of whole documents: where one would begin that does not end in the sequence, there is padding
+    )
 
     @property
     def name(self) -> str:
@@ -296,7 +303,8 @@ class MockSource:
 
 
 def locate(numbers: NDArray[np.int64], windows: int, key: int | None) -> NDArray[np.int64]:
-    """Windows of some samples of a source with so many windows: each epoch permuted by its own key, or in order without a key."""
+    """Windows of some samples of a source with so many windows: each epoch permuted by its own key, or in order
+    without a key."""
     epochs, places = np.divmod(numbers, windows)
     if key is None:
         return places
@@ -328,7 +336,9 @@ def use_of_sources(sources: Sequence[Source], blend: Blend, samples: int, seq_le
         places = sum(packing.num_bins for packing in source.packings) * seq_length
         fill = Fraction(source.tokens or 0, places) if places else 1
         tokens = round(used * seq_length * fill)
-        rows.append(SourceUse(source.name, share / sum(blend.shares), source.tokens, source.windows, used, tokens, epochs))
+        rows.append(
+            SourceUse(source.name, share / sum(blend.shares), source.tokens, source.windows, used, tokens, epochs)
+        )
     return rows
 
 
@@ -337,7 +347,8 @@ def check_epochs(rows: Sequence[SourceUse], max_epochs: float | None) -> None:
     for row in rows:
         if max_epochs is not None and row.windows is not None and row.used_samples > max_epochs * row.windows:
             raise DataError(
-                f"{row.name}: not enough data: the run takes {row.used_samples} samples from it ({row.share:.1%} of the blend), "
+                f"{row.name}: not enough data: the run takes {row.used_samples} samples from it "
+                f"({row.share:.1%} of the blend), "
                 f"{row.windows} samples x data.max_epochs {max_epochs:g} = {row.windows * max_epochs:g} are available "
                 f"({row.epochs:.2f} epochs); train fewer steps, add data, lower its weight, or raise data.max_epochs"
             )
@@ -346,7 +357,11 @@ def check_epochs(rows: Sequence[SourceUse], max_epochs: float | None) -> None:
 def cut_at_documents(corpus: Corpus, split: str) -> list[tuple[int, int]]:
     """Token ranges of train, validation and test: cut at the document borders nearest to the proportions of `split`."""
     train, valid, _ = parse_split(split)
-    cuts = [0, *(nearest_border(corpus, round(corpus.num_tokens * f)) for f in (train, train + valid)), corpus.num_tokens]
+    cuts = [
+        0,
+        *(nearest_border(corpus, round(corpus.num_tokens * f)) for f in (train, train + valid)),
+        corpus.num_tokens,
+    ]
     return list(zip(cuts, cuts[1:]))
 
 
@@ -365,9 +380,9 @@ def open_part(
 ) -> tuple[list[Source], list[Weight]]:
     """Sources and weights of train (0), validation (1) or test (2) of the config's own corpora, or of the made-up one.
 
-    Training is shuffled, the others are in file order. `samples`: length of the run, which numbers of tokens are a share of.
-    A source too small to have any sample in its validation or test part is left out there. DataError if nothing is left, if a
-    source has no training sample, or if numbers of tokens do not fit the sources or the run.
+    Training is shuffled, the others are in file order. `samples`: length of the run, which numbers of tokens are a
+    share of. A source too small to have any sample in its validation or test part is left out there. DataError if
+    nothing is left, if a source has no training sample, or if numbers of tokens do not fit the sources or the run.
     """
     if config.mock:
         mock = MockSource(seq_length, vocab_size, make_key(seed), part << 48, config.packing != "off")
@@ -384,7 +399,10 @@ def open_part(
     keys = [make_key(seed, number) if part == 0 else None for number in range(max(len(prefixes), len(config.sources)))]
     sources: Sequence[FileSource | PackedSource | JoinedSource]
     if config.sources:
-        joined = [JoinedSource(name, tuple(cut(p, None) for p in c.paths), key) for (name, c), key in zip(config.sources.items(), keys)]
+        joined = [
+            JoinedSource(name, tuple(cut(p, None) for p in c.paths), key)
+            for (name, c), key in zip(config.sources.items(), keys)
+        ]
         sources = joined
         total = None if samples is None or part else samples * seq_length
         weights = source_weights(list(config.sources.values()), [s.tokens for s in joined], total)
@@ -392,12 +410,18 @@ def open_part(
     else:
         sources = [cut(prefix, key) for prefix, key in zip(prefixes, keys)]
         weights = list(given) or [s.tokens for s in sources]
-    return _with_samples(sources, weights, seq_length, f"the {PARTS[part]} part of data.split={config.split!r}", needs_all=part == 0)
+    return _with_samples(
+        sources, weights, seq_length, f"the {PARTS[part]} part of data.split={config.split!r}", needs_all=part == 0
+    )
 
 
 def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int]]:
-    """Each run of tokens that a run draws samples from: the training part of each corpus and, with `valid`, what evaluations read."""
-    prefixes = [*prefixes_and_weights(config.paths)[0], *(p for source in config.sources.values() for p in source.paths)]
+    """Each run of tokens that a run draws samples from: the training part of each corpus and, with `valid`, what
+    evaluations read."""
+    prefixes = [
+        *prefixes_and_weights(config.paths)[0],
+        *(p for source in config.sources.values() for p in source.paths),
+    ]
     parts = []
     for corpus in map(Corpus, dict.fromkeys(prefixes)):
         train, validation, _ = cut_at_documents(corpus, config.split)
@@ -408,8 +432,9 @@ def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int
     return parts
 
 
-def open_source(config: DataConfig, corpus: Corpus, start: int, stop: int, seq_length: int, vocab_size: int,
-                key: int | None) -> FileSource | PackedSource:  # fmt: skip
+def open_source(
+    config: DataConfig, corpus: Corpus, start: int, stop: int, seq_length: int, vocab_size: int, key: int | None
+) -> FileSource | PackedSource:
     """Tokens [start, stop) of a corpus, which are document borders, as data.packing wants them."""
     if config.packing == "off":
         return FileSource(corpus, start, stop, seq_length, vocab_size, key)
@@ -419,7 +444,8 @@ def open_source(config: DataConfig, corpus: Corpus, start: int, stop: int, seq_l
 
 
 def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:
-    """Weights of named sources: by `tokens` (of `total`, the tokens of the run), what is left over by `weight`, or by size.
+    """Weights of named sources: by `tokens` (of `total`, the tokens of the run), what is left over by `weight`, or
+    by size.
 
     total None: no run to take numbers of tokens from (validation), so where there are any, all sources count by size.
     """
@@ -429,12 +455,16 @@ def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total:
     if total is None:
         return list(sizes)
     rest = total - sum(b or 0 for b in budgets)
-    loose = [Fraction(0) if c.tokens else Fraction(repr(c.weight)) if c.weight is not None else Fraction(size) for c, size in zip(configs, sizes)]
+    loose = [
+        Fraction(0) if c.tokens else Fraction(repr(c.weight)) if c.weight is not None else Fraction(size)
+        for c, size in zip(configs, sizes)
+    ]
     return [Fraction(c.tokens) if c.tokens else max(rest, 0) * share / sum(loose) for c, share in zip(configs, loose)]
 
 
 def check_budgets(config: DataConfig, sources: Sequence[JoinedSource], total: int | None) -> None:
-    """DataError, with the arithmetic, if a number of tokens is more than its source has, or they do not fit the run of `total` tokens."""
+    """DataError, with the arithmetic, if a number of tokens is more than its source has, or they do not fit the run
+    of `total` tokens."""
     budgets = {name: c.tokens for name, c in config.sources.items() if c.tokens}
     if total is None or not budgets:
         return
@@ -442,15 +472,18 @@ def check_budgets(config: DataConfig, sources: Sequence[JoinedSource], total: in
         wanted, there = budgets.get(source.name, 0), source.windows * source.parts[0].seq_length
         if wanted > there * (config.max_epochs or 1) and there:
             raise DataError(
-                f"data.sources.{source.name}.tokens={wanted:,}: beyond the source: its {PARTS[0]} part has {source.windows:,} samples x "
-                f"{source.parts[0].seq_length:,} tokens = {there:,} ({wanted / there:.2f} epochs); ask for fewer tokens, add data, "
+                f"data.sources.{source.name}.tokens={wanted:,}: beyond the source: its {PARTS[0]} part has "
+                f"{source.windows:,} samples x "
+                f"{source.parts[0].seq_length:,} tokens = {there:,} ({wanted / there:.2f} epochs); ask for "
+                "fewer tokens, add data, "
                 f"or allow repeats with data.max_epochs >= {wanted / there:.2f}"
             )
     asked = sum(budgets.values())
     sums = f"{' + '.join(f'{name} {tokens:,}' for name, tokens in budgets.items())} = {asked:,} tokens"
     if len(budgets) == len(sources) and total > asked:
         raise DataError(
-            f"data.sources: not enough data: the run takes {total:,} tokens, the sources give {sums}: {total - asked:,} short; "
+            f"data.sources: not enough data: the run takes {total:,} tokens, the sources give {sums}: "
+            f"{total - asked:,} short; "
             f"train fewer steps, raise a number of tokens, or give one source a weight in its place"
         )
     if len(budgets) < len(sources) and total <= asked:
@@ -458,16 +491,25 @@ def check_budgets(config: DataConfig, sources: Sequence[JoinedSource], total: in
         raise DataError(f"data.sources: the run takes {total:,} tokens, of which {sums} leave nothing for {others}")
 
 
-def open_whole(config: DataConfig, given: Sequence[str], *, seq_length: int, vocab_size: int) -> tuple[list[Source], list[Weight]]:
-    """Sources and weights of whole corpora in file order, as named validation sets are used; packed if the config says so."""
+def open_whole(
+    config: DataConfig, given: Sequence[str], *, seq_length: int, vocab_size: int
+) -> tuple[list[Source], list[Weight]]:
+    """Sources and weights of whole corpora in file order, as named validation sets are used; packed if the config
+    says so."""
     prefixes, weights = prefixes_and_weights(given)
     corpora = [Corpus(prefix) for prefix in prefixes]
     sources = [open_source(config, corpus, 0, corpus.num_tokens, seq_length, vocab_size, None) for corpus in corpora]
-    return _with_samples(sources, list(weights) or [source.tokens for source in sources], seq_length, "it", needs_all=False)
+    return _with_samples(
+        sources, list(weights) or [source.tokens for source in sources], seq_length, "it", needs_all=False
+    )
 
 
 def _with_samples(
-    sources: Sequence[FileSource | PackedSource | JoinedSource], weights: Sequence[Weight], seq_length: int, what: str, needs_all: bool
+    sources: Sequence[FileSource | PackedSource | JoinedSource],
+    weights: Sequence[Weight],
+    seq_length: int,
+    what: str,
+    needs_all: bool,
 ) -> tuple[list[Source], list[Weight]]:
     kept = [(source, weight) for source, weight in zip(sources, weights) if source.windows]
     too_short = [source for source in sources if not source.windows]
@@ -476,9 +518,13 @@ def _with_samples(
     if too_short and (needs_all or not kept):
         short = too_short[0]
         corpora = [part.corpus for part in short.parts] if isinstance(short, JoinedSource) else [short.corpus]
-        holds = f"the file has {corpora[0].num_tokens} tokens in {corpora[0].num_documents} documents, and is cut between documents"
+        holds = (
+            f"the file has {corpora[0].num_tokens} tokens in {corpora[0].num_documents} documents, and "
+            "is cut between documents"
+        )
         raise DataError(
-            f"{', '.join(str(corpus.bin_path) for corpus in corpora)}: not enough data: {what} has {short.tokens} tokens, "
+            f"{', '.join(str(corpus.bin_path) for corpus in corpora)}: not enough data: {what} has "
+            f"{short.tokens} tokens, "
             f"one sample needs seq_length + 1 = {seq_length + 1} ({holds}). Use a shorter train.seq_length, another "
             f"data.split, files of their own in data.valid, or leave train.eval_interval unset"
         )

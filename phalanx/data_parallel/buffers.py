@@ -1,4 +1,5 @@
-"""Buffers: all flat buckets of one rank, and what is done with all of them at once: masters to weights, gradients to a norm.
+"""Buffers: all flat buckets of one rank, and what is done with all of them at once: masters to weights, gradients to
+a norm.
 
 What becomes of one bucket is in `flat`, and in `codes` where its weights are 8-bit codes.
 """
@@ -13,20 +14,22 @@ from torch import Tensor, nn
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.mesh import Mesh, Mode
-from phalanx.data_parallel.codes import CodedBucket
 from phalanx.data_parallel.fixed_order import sum_of_squares
 from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.quantized import CodedBucket
 from phalanx.layout.buckets import Bucket
-from phalanx.layout.estimate import pulled_bytes, summed_bytes
 from phalanx.layout.grid import SumAxis
 from phalanx.layout.shards import Sharding
-from phalanx.ops.moments import Narrow
-from phalanx.ops.shard import Shard
+from phalanx.nn.dry_run import pulled_bytes, summed_bytes
+from phalanx.ops.optimizer.moments import Narrow
+from phalanx.ops.optimizer.shard import Shard
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
-from phalanx.schedule.places import Places
+from phalanx.schedule.memory_slots import Places
 
 
-def _memory_of(places: Places | None, precision: Precision, device: torch.device) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
+def _memory_of(
+    places: Places | None, precision: Precision, device: torch.device
+) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
     """The places of a bucket's weights and gradients, None where it has none."""
     if places is None:
         return lambda bucket: (None, None)
@@ -40,23 +43,37 @@ def _memory_of(places: Places | None, precision: Precision, device: torch.device
     return of
 
 
-def share_memory(buckets: list[Bucket], mesh: Mesh, precision: Precision, sharding: Sharding, mode: Mode) -> dict[SumAxis, str]:
-    """Open the memory in which ranks of one host exchange what they cut among them, for the buckets of each axis; what came of it, as of
-    Mesh.share. mode: layout.dp_copies."""
+def share_memory(
+    buckets: list[Bucket], mesh: Mesh, precision: Precision, sharding: Sharding, mode: Mode
+) -> dict[SumAxis, str]:
+    """Open the memory in which ranks of one host exchange what they cut among them, for the buckets of each axis;
+    what came of it, as of Mesh.share. mode: layout.dp_copies."""
     found: dict[SumAxis, str] = {}
     for axis in sorted({b.axis for b in buckets}):
         cuts = [(b, sharding.cut(b, mesh.grid)) for b in buckets if b.axis == axis]
         parts = sum(pulled_bytes(b, cut, precision.compute.itemsize) for b, cut in cuts)
-        found[axis] = mesh.share(axis, mode, parts, max(summed_bytes(b, cut, precision.master.itemsize) for b, cut in cuts))
+        found[axis] = mesh.share(
+            axis, mode, parts, max(summed_bytes(b, cut, precision.master.itemsize) for b, cut in cuts)
+        )
     return found
 
 
 class Buffers:
     """All buckets of one rank."""
 
-    def __init__(self, buckets: list[Bucket], params: list[nn.Parameter], mesh: Mesh, precision: Precision, sharding: Sharding,
-                 training: bool = True, leaves: int = 0, sources: int = 0, together: int = 1,
-                 places: Places | None = None):  # fmt: skip
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        params: list[nn.Parameter],
+        mesh: Mesh,
+        precision: Precision,
+        sharding: Sharding,
+        training: bool = True,
+        leaves: int = 0,
+        sources: int = 0,
+        together: int = 1,
+        places: Places | None = None,
+    ):
         """What `share_memory` opened before is used."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
@@ -76,12 +93,17 @@ class Buffers:
         """What the executor does for instructions about buckets."""
         flat = self.flat
         return {
-            Gather: lambda i: flat[i.bucket].fetch(), Ready: lambda i: flat[i.bucket].ready(), Free: lambda i: flat[i.bucket].free(),
-            Open: lambda i: flat[i.bucket].open(), Reduce: lambda i: flat[i.bucket].reduce(), Close: lambda i: flat[i.bucket].close(i.last),
-        }  # fmt: skip
+            Gather: lambda i: flat[i.bucket].fetch(),
+            Ready: lambda i: flat[i.bucket].ready(),
+            Free: lambda i: flat[i.bucket].free(),
+            Open: lambda i: flat[i.bucket].open(),
+            Reduce: lambda i: flat[i.bucket].reduce(),
+            Close: lambda i: flat[i.bucket].close(i.last),
+        }
 
     def shards(self, moments: torch.dtype | None = None) -> list[Shard]:
-        """What the optimizer updates; moments start at zero, in their own dtype if there is one (E4M3: as ops.moments keeps them)."""
+        """What the optimizer updates; moments start at zero, in their own dtype if there is one (E4M3: as
+        ops.optimizer.moments keeps them)."""
 
         def zero(f: FlatBucket, root: bool) -> Tensor | Narrow:
             if moments == torch.float8_e4m3fn:
@@ -115,7 +137,8 @@ class Buffers:
             f.zero_rest()
 
     def finish(self) -> None:
-        """Complete all reductions; those shared between stages last, by name: in the same order on each of their ranks."""
+        """Complete all reductions; those shared between stages last, by name: in the same order on each of their
+        ranks."""
         for f in self.flat:
             f.finish()
         for f in sorted((f for f in self.flat if f.between_stages), key=lambda f: f.bucket.slots[0].spec.name):
@@ -142,7 +165,8 @@ class Buffers:
             f.gather_parts()
 
     def publish(self) -> None:
-        """Write the masters back to the weights and start gathering them; the optimizer's update has done the first already."""
+        """Write the masters back to the weights and start gathering them; the optimizer's update has done the first
+        already."""
         self.open()
         for f in self.flat:
             f.write_back()

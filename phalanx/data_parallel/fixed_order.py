@@ -1,7 +1,9 @@
-"""What train.deterministic adds to flat buffers: sums over micro-batches, ranks and elements whose bits do not depend on the layout.
+"""What train.deterministic adds to flat buffers: sums over micro-batches, ranks and elements whose bits do not
+depend on the layout.
 
-Gradients are added up in one binary tree over the micro-batches of a step (base.pairwise), first those of a rank, then over ranks.
-Squares of the norm lie otherwise on every rank and in every layout; they are added up as integers, which have no order.
+Gradients are added up in one binary tree over the micro-batches of a step (base.pairwise), first those of a rank,
+then over ranks. Squares of the norm lie otherwise on every rank and in every layout; they are added up as integers,
+which have no order.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ PART = 1 << 24  # elements at once
 
 
 class GradientTree:
-    """The sums of one bucket's gradients that wait for their other half. `grad` (numel,) takes the gradient of one micro-batch at a time;
-    after the last of a step it holds the sum over all. Room for the `most` micro-batches that a step may have."""
+    """The sums of one bucket's gradients that wait for their other half. `grad` (numel,) takes the gradient of one
+    micro-batch at a time; after the last of a step it holds the sum over all. Room for the `most` micro-batches that
+    a step may have."""
 
     def __init__(self, grad: Tensor, most: int):
         self.grad, self.most = grad, most
@@ -45,10 +48,11 @@ class GradientTree:
 
 
 class GradientTrees:
-    """The trees of a bucket that several runs of blocks use (tied embeddings): one for each, in their order, whose sums are added up last.
-    So it makes no difference whether they lie on one rank or on several. `grads` take the gradients of one micro-batch and one of the
-    `users` at a time; a bucket with one user has one tree, whose sum is in `grads` itself. There are as many as micro-batches under way
-    together (experts that ranks with others share, ops.exchange): those of one rank follow each other in the tree, so each has its own."""
+    """The trees of a bucket that several runs of blocks use (tied embeddings): one for each, in their order, whose
+    sums are added up last. So it makes no difference whether they lie on one rank or on several. `grads` take the
+    gradients of one micro-batch and one of the `users` at a time; a bucket with one user has one tree, whose sum is
+    in `grads` itself. There are as many as micro-batches under way together (experts that ranks with others share,
+    ops.experts.exchange): those of one rank follow each other in the tree, so each has its own."""
 
     def __init__(self, grads: Sequence[Tensor], users: Sequence[tuple[int, int]], most: int):
         self.grads, alone = grads, len(users) == 1
@@ -89,11 +93,12 @@ class GradientTrees:
 
 
 def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -> None:
-    """Add up grad (inner.size * n,) over the ranks of a group and over groups, in place: of this rank's n elements its share among groups,
-    or all of them.
+    """Add up grad (inner.size * n,) over the ranks of a group and over groups, in place: of this rank's n elements
+    its share among groups, or all of them.
 
-    The order of additions is ours: runs of `cp` neighbours have parts of the same micro-batches, and are added up last. So a group sends on as
-    many sums as it has such parts (one of them is as large as what a reduce-scatter sends). `cp` divides the size of a group, or it divides cp.
+    The order of additions is ours: runs of `cp` neighbours have parts of the same micro-batches, and are added up
+    last. So a group sends on as many sums as it has such parts (one of them is as large as what a reduce-scatter
+    sends). `cp` divides the size of a group, or it divides cp.
     """
     here = min(cp, inner.size)
     sums = pairwise_sum(inner.all_to_all(grad).view(inner.size // here, here, -1))
@@ -115,7 +120,8 @@ def sum_from_last(terms: Sequence[Tensor]) -> Tensor:
 
 
 def sum_users(axis: Axis, mine: Sequence[Tensor], most: int) -> Tensor:
-    """Sums (n,) of the users of a weight on each rank, at most `most` of them -> (n,) those of all ranks, whose users follow each other."""
+    """Sums (n,) of the users of a weight on each rank, at most `most` of them -> (n,) those of all ranks, whose
+    users follow each other."""
     nothing = torch.full_like(mine[0], -0.0)  # x + -0 is x, and so are its bits
     rows = torch.stack([*mine, *(nothing for _ in range(most - len(mine)))])
     return sum_from_last(axis.all_gather(rows).wait().unbind())
@@ -127,11 +133,16 @@ def sum_replicas(axis: Axis, grad: Tensor) -> Tensor:
 
 
 def sum_of_squares(views: list[Tensor], world: Axis, device: torch.device) -> Tensor:
-    """() float64: over the elements of all ranks' views. Each square is taken relative to the largest one and cut into integers of
-    LIMB bits, which are added up exactly; what is left out is below 2^-60 of the largest square. Infinite if any element is not finite.
+    """() float64: over the elements of all ranks' views. Each square is taken relative to the largest one and cut
+    into integers of LIMB bits, which are added up exactly; what is left out is below 2^-60 of the largest square.
+    Infinite if any element is not finite.
     """
     views = [v for v in views if len(v)]
-    largest = torch.stack([v.abs().max() for v in views]).max().double() if views else torch.zeros((), dtype=torch.float64, device=device)
+    largest = (
+        torch.stack([v.abs().max() for v in views]).max().double()
+        if views
+        else torch.zeros((), dtype=torch.float64, device=device)
+    )
     largest = world.all_reduce(torch.where(torch.isfinite(largest), largest, torch.inf), "max").wait()
     scale = torch.where(largest > 0, 1.0 / largest, 0.0)
     total = torch.zeros(LIMBS, dtype=torch.int64, device=device)

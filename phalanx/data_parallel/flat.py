@@ -1,7 +1,8 @@
-"""FlatBucket: flat buffers of one bucket's weights and gradients, and the one state machine that reduces, shards and gathers them.
+"""FlatBucket: flat buffers of one bucket's weights and gradients, and the one state machine that reduces, shards and
+gathers them.
 
-The ranks that sum a bucket's gradients are cut into groups (layout.shards); over a group the bucket is cut by level (Rajbhandari et
-al., "ZeRO", 2020), between groups everything is alike:
+The ranks that sum a bucket's gradients are cut into groups (layout.shards); over a group the bucket is cut by level
+(Rajbhandari et al., "ZeRO", 2020), between groups everything is alike:
 
 level   optimizer state   gradients                           weights
 0       whole             whole, all-reduced                  whole
@@ -9,10 +10,10 @@ level   optimizer state   gradients                           weights
 2       this rank's part  its part; whole from open to close  as 1
 3       this rank's part  as 2                                its part; whole from fetch to free
 
-A bucket goes through: (open ->) accumulating -> reducing -> closed, in levels 2 and 3 once per micro-batch and in others once per
-step; then -> summed over groups and over stages -> (update) -> gathering -> ready. What is gathered may be codes of the weights
-instead (data_parallel.codes). Nothing here waits for the device: `wait` of a collective makes the current stream wait, and memory
-is let go only after that, in the order of this stream.
+A bucket goes through: (open ->) accumulating -> reducing -> closed, in levels 2 and 3 once per micro-batch and in
+others once per step; then -> summed over groups and over stages -> (update) -> gathering -> ready. What is gathered
+may be codes of the weights instead (data_parallel.quantized). Nothing here waits for the device: `wait` of a
+collective makes the current stream wait, and memory is let go only after that, in the order of this stream.
 """
 
 from __future__ import annotations
@@ -47,24 +48,41 @@ def _memory(place: Tensor | None, numel: int, dtype: torch.dtype, device: torch.
 class FlatBucket:
     """One bucket on one rank.
 
-    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are views: without memory
-                   (or with that of a place, in which then another may lie) while the bucket is not gathered (level 3) or open (2 and 3)
-    weight_kept    the weights that are always here, from element number `weight_at` on; below level 3 all of `weight`
+    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are
+    views: without memory
+                   (or with that of a place, in which then another may lie) while the bucket is not gathered (level
+                   3) or open (2 and 3)
+    weight_kept    the weights that are always here, from element number `weight_at` on; below level 3 all of
+    `weight`
     grad_kept      the same of gradients, from `grad_at`; below level 2 all of `grad`
-    part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it alone counts
+    part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it
+    alone counts
     master         (hi - lo,) in the master dtype
-    tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and stay whole at every level;
-                   0: in whatever order is fastest. `sources`: of how many micro-batches experts compute at once (ops.exchange); the gradients
-                   of all but the first are in `further`. `together`: most users of a weight on one of the stages that share it
-    places         memory where weights, and gradients, always come to and which others use when they are not here; None: memory is taken
+    tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and
+    stay whole at every level;
+                   0: in whatever order is fastest. `sources`: of how many micro-batches experts compute at once
+                   (ops.experts.exchange); the gradients of all but the first are in `further`. `together`: most
+                   users of a weight on one of the stages that share it
+    places         memory where weights, and gradients, always come to and which others use when they are not here;
+    None: memory is taken
                    and given back each time
 
-    Without training there are no gradients, and the weights are their own masters. So it is with frozen parameters, and with those that
-    are not trained: these are whole on every rank, in the master dtype.
+    Without training there are no gradients, and the weights are their own masters. So it is with frozen parameters,
+    and with those that are not trained: these are whole on every rank, in the master dtype.
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, precision: Precision, sharding: Sharding, training: bool = True, leaves: int = 0,
-                 sources: int = 0, together: int = 1, places: tuple[Tensor | None, Tensor | None] = (None, None)):  # fmt: skip
+    def __init__(
+        self,
+        bucket: Bucket,
+        mesh: Mesh,
+        precision: Precision,
+        sharding: Sharding,
+        training: bool = True,
+        leaves: int = 0,
+        sources: int = 0,
+        together: int = 1,
+        places: tuple[Tensor | None, Tensor | None] = (None, None),
+    ):
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
         elif bucket.frozen or not training:
@@ -75,18 +93,31 @@ class FlatBucket:
         at = self.groups.inner.index, self.groups.outer.index
         self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
         self.lo, self.hi = self.cut.updated(*at)
-        self.weight_comes, self.grad_comes = (self.cut.cuts_weights and places[0] is None), (self.cut.cuts_gradients and places[1] is None)
+        self.weight_comes, self.grad_comes = (
+            (self.cut.cuts_weights and places[0] is None),
+            (self.cut.cuts_gradients and places[1] is None),
+        )
         shared = self.groups.inner.shared
         self.parts = None if shared is None else shared.parts
         self._make_weights(precision, places[0])
         self.grad = _memory(places[1], bucket.numel if self.training else 0, precision.master, device)
-        self.grad_at, self.grad_kept = (self.part[0], torch.zeros_like(self.grad[slice(*self.part)])) if self.cut.cuts_gradients else (0, self.grad)
+        self.grad_at, self.grad_kept = (
+            (self.part[0], torch.zeros_like(self.grad[slice(*self.part)]))
+            if self.cut.cuts_gradients
+            else (0, self.grad)
+        )
         self.sums = self._sums() if self.training else []
         grid, self.together = mesh.grid, together
-        self.shared_by = grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))  # ranks with parts of a micro-batch
+        self.shared_by = (
+            grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
+        )  # ranks with parts of a micro-batch
         apart = sources - 1 if bucket.axis == "edp" and self.training else 0
         self.further = [torch.zeros_like(self.grad) for _ in range(apart)]
-        self.tree = GradientTrees([self.grad, *self.further], sorted(bucket.users), leaves) if self.training and leaves else None
+        self.tree = (
+            GradientTrees([self.grad, *self.further], sorted(bucket.users), leaves)
+            if self.training and leaves
+            else None
+        )
         self._reduced = False  # since the last `finish`
         self._reducing: Work | None = None
         self._sharing: Work | None = None
@@ -95,22 +126,39 @@ class FlatBucket:
 
     def _make_weights(self, precision: Precision, place: Tensor | None) -> None:
         numel, dtype = self.bucket.numel, precision.compute
-        self.weight = _memory(place, numel, dtype, self.mesh.device) if self.cut.cuts_weights else self._staying(numel, dtype)
+        self.weight = (
+            _memory(place, numel, dtype, self.mesh.device) if self.cut.cuts_weights else self._staying(numel, dtype)
+        )
         self._weights = self._kept(self.weight)
         own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
-        self.master = own if precision.compute == precision.master else torch.zeros(len(own), dtype=precision.master, device=own.device)
+        self.master = (
+            own
+            if precision.compute == precision.master
+            else torch.zeros(len(own), dtype=precision.master, device=own.device)
+        )
 
     def _kept(self, whole: Tensor) -> tuple[int, Tensor]:
         """What is always here of weights: number of its first element, and its values."""
-        return (self.part[0], self._staying(self.part[1] - self.part[0], whole.dtype)) if self.cut.cuts_weights else (0, whole)
+        return (
+            (self.part[0], self._staying(self.part[1] - self.part[0], whole.dtype))
+            if self.cut.cuts_weights
+            else (0, whole)
+        )
 
     def _staying(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) zero: memory of weights that are always here, from which the others pull where ranks share any."""
-        return torch.zeros(numel, dtype=dtype, device=self.mesh.device) if self.parts is None else self.parts.place(numel, dtype)
+        return (
+            torch.zeros(numel, dtype=dtype, device=self.mesh.device)
+            if self.parts is None
+            else self.parts.place(numel, dtype)
+        )
 
     def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
-        """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum over dp."""
-        return [(self.mesh.sub(r), [self.grad[a:b] for a, b in ranges]) for r, ranges in self._replicas() if r.axis != "pp"]
+        """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum
+        over dp."""
+        return [
+            (self.mesh.sub(r), [self.grad[a:b] for a, b in ranges]) for r, ranges in self._replicas() if r.axis != "pp"
+        ]
 
     def _replicas(self) -> list[tuple[Replica, list[tuple[int, int]]]]:
         """Ranges of the bucket per replica axis."""
@@ -183,7 +231,8 @@ class FlatBucket:
         return view[max(0, self.lo - at) : max(0, self.hi - at)]
 
     def close(self, last: bool) -> None:
-        """Wait for the group's sum and keep this rank's part; after the `last` of the step start the sum over groups."""
+        """Wait for the group's sum and keep this rank's part; after the `last` of the step start the sum over
+        groups."""
         summed = self._reducing.wait()  # type: ignore[union-attr]
         self._reducing = None
         if self.cut.cuts_gradients and summed is not self.grad_kept:
@@ -199,7 +248,8 @@ class FlatBucket:
         self._sharing = share(part, async_op=True)
 
     def finish(self) -> None:
-        """Wait until the sum over the bucket's axis is there (in `own_grad`). In a loop without a schedule nobody has begun it."""
+        """Wait until the sum over the bucket's axis is there (in `own_grad`). In a loop without a schedule nobody
+        has begun it."""
         if not self._reduced:
             self.reduce()
         self._reduced = False
@@ -210,7 +260,8 @@ class FlatBucket:
             self._sharing = None
 
     def sum_stages(self) -> None:
-        """Add up what stages hold of the same parameters. Their buckets of these are alike, and so are the parts of their ranks."""
+        """Add up what stages hold of the same parameters. Their buckets of these are alike, and so are the parts of
+        their ranks."""
         for replica, ranges in self._replicas() if self.training else ():
             views = [self._grads(max(a, self.lo), min(b, self.hi)) for a, b in ranges]
             if replica.axis == "pp" and self.tree is None:
@@ -237,13 +288,19 @@ class FlatBucket:
             self.grad_kept[self.hi - self.grad_at :].zero_()
 
     def counted(self) -> list[Tensor]:
-        """The gradient elements that this rank counts in the norm: its part, without replicas that another rank counts."""
+        """The gradient elements that this rank counts in the norm: its part, without replicas that another rank
+        counts."""
         if not self.training:
             return []
         lo, hi = self.own
         views, at = [], lo
-        skipped = sorted(r for slot in self.bucket.slots if any(p.replicas for p in slot.spec.pieces)
-                         for p, r in zip(slot.spec.pieces, piece_ranges(slot)) if not p.is_writer(self.mesh.at))  # fmt: skip
+        skipped = sorted(
+            r
+            for slot in self.bucket.slots
+            if any(p.replicas for p in slot.spec.pieces)
+            for p, r in zip(slot.spec.pieces, piece_ranges(slot))
+            if not p.is_writer(self.mesh.at)
+        )
         for a, b in [*skipped, (hi, hi)]:
             if min(a, hi) > at:
                 views.append(self._grads(at, min(a, hi)))
@@ -273,7 +330,8 @@ class FlatBucket:
 
     @property
     def resident(self) -> tuple[int, Tensor]:
-        """Element number of the first, and what is always here of weights as they are sent: alike where ranks keep the same ones."""
+        """Element number of the first, and what is always here of weights as they are sent: alike where ranks keep
+        the same ones."""
         return self.weight_at, self.weight_kept
 
     @property

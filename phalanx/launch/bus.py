@@ -1,4 +1,5 @@
-"""A bus error, in words: a process that reads a mapped file which became shorter is ended by the system with SIGBUS, and would say nothing."""
+"""A bus error, in words: a process that reads a mapped file which became shorter is ended by the system with SIGBUS,
+and would say nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class BusErrors:
-    """Inside the context a bus error of this process ends it with words, if the system says which mapped files were cut short (Linux does). Others
-    end it as before. `died` is told of the error first.
+    """Inside the context a bus error of this process ends it with words, if the system says which mapped files were
+    cut short (Linux does). Others end it as before. `died` is told of the error first.
 
-    A handler of Python's own would not do: Python runs it after the instruction that failed, which fails again and again. This one is called by the
-    system, in the thread that failed.
+    A handler of Python's own would not do: Python runs it after the instruction that failed, which fails again and
+    again. This one is called by the system, in the thread that failed.
     """
 
     def __init__(self, died: Callable[[PhalanxError], None] = lambda error: None):
@@ -41,7 +42,9 @@ class BusErrors:
         self._library.signal(signal.SIGALRM, None)  # its default ends the process
         error = cut_short(truncated())
         if error is None:
-            os.write(2, b"bus error: a mapped file could not be read (a failing disk or network), or shared memory is full\n")
+            os.write(
+                2, b"bus error: a mapped file could not be read (a failing disk or network), or shared memory is full\n"
+            )
             self._library.signal(signal.SIGBUS, None)  # the instruction is tried again, and ends the process
             return
         os.write(2, f"{describe(error)}\n".encode())
@@ -52,13 +55,17 @@ class BusErrors:
 def cut_short(files: list[tuple[str, int, int]]) -> PhalanxError | None:
     if not files:
         return None
-    said = "; ".join(f"{path} was cut short while it was in use: it has {now} bytes, at least {before} were there" for path, now, before in files)
+    said = "; ".join(
+        f"{path} was cut short while it was in use: it has {now} bytes, at least {before} were there"
+        for path, now, before in files
+    )
     kind = CheckpointError if files[0][0].endswith(".safetensors") else DataError
     return kind(f"{said}. Restore it and start the same command again")
 
 
 def truncated() -> list[tuple[str, int, int]]:
-    """(path, bytes now, bytes that this process has mapped, up to a page less) of each mapped file that is shorter now."""
+    """(path, bytes now, bytes that this process has mapped, up to a page less) of each mapped file that is shorter
+    now."""
     found: dict[str, tuple[int, int]] = {}
     page = os.sysconf("SC_PAGE_SIZE")
     maps = Path("/proc/self/maps")

@@ -13,13 +13,15 @@ NOTHING_TO_SAVE = "asked to stop before training began; start the same command a
 
 
 def listen_early() -> None:
-    """From here on a request to stop ends this process with 75, whatever it is doing: reading a config, importing, making token files."""
+    """From here on a request to stop ends this process with 75, whatever it is doing: reading a config, importing,
+    making token files."""
     for number in STOPS:
         signal.signal(number, stop_early)
 
 
 def stop_early(signum: int, frame: FrameType | None) -> None:
-    """Nothing is unwound: an exception raised in a signal's handler comes up in the middle of whatever runs, and is taken for its failure."""
+    """Nothing is unwound: an exception raised in a signal's handler comes up in the middle of whatever runs, and is
+    taken for its failure."""
     os.write(2, f"preempted: {NOTHING_TO_SAVE}\n".encode())
     os._exit(Preempted.exit_code)
 

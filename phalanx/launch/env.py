@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from phalanx.base.errors import Problem
 from phalanx.base.placement import SECRET, Placement
-from phalanx.train.machine import describe_machine
+from phalanx.training.machine import describe_machine
 
 __all__ = ["Placement", "describe_machine", "first_host", "read_placement"]
 
@@ -17,13 +17,16 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
-    """This process's place in a world that someone else started, or None if it is to start its own; and what is wrong with it."""
+    """This process's place in a world that someone else started, or None if it is to start its own; and what is
+    wrong with it."""
     if "RANK" in env or "WORLD_SIZE" in env:
         placement, problems = _from_torchrun(env)
         return _with_local_size(placement, env.get("LOCAL_WORLD_SIZE", "")), problems
     if "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
         placement, problems = _from_slurm(env)  # without a step it is the batch script itself, of which there is one
-        return _with_local_size(placement, tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", ""))), problems
+        return _with_local_size(
+            placement, tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", ""))
+        ), problems
     return None, []
 
 
@@ -45,7 +48,9 @@ def _from_torchrun(env: Mapping[str, str]) -> tuple[Placement | None, list[Probl
     wanted = ("RANK", "WORLD_SIZE") if alone else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     absent = [name for name in wanted if name not in env]
     there = {name: env[name] for name in TORCHRUN if name in env}
-    problems = [Problem(name, None, "must be set where the others are", there, (), "the environment") for name in absent]
+    problems = [
+        Problem(name, None, "must be set where the others are", there, (), "the environment") for name in absent
+    ]
     numbers, wrong = _integers(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     problems += wrong or _impossible("RANK", "WORLD_SIZE", numbers)
     problems += _weak_secret(env)
@@ -54,7 +59,9 @@ def _from_torchrun(env: Mapping[str, str]) -> tuple[Placement | None, list[Probl
     rank = numbers["RANK"]
     if alone:
         return Placement(rank, numbers.get("LOCAL_RANK", rank), 1), []
-    theirs = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store where ranks meet; else rank 0 does
+    theirs = (
+        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )  # torchrun serves the store where ranks meet; else rank 0 does
     meeting = "env://" if theirs else _tcp(env["MASTER_ADDR"], env["MASTER_PORT"])
     return Placement(rank, numbers.get("LOCAL_RANK", rank), numbers["WORLD_SIZE"], meeting, env.get(SECRET, "")), []
 
@@ -65,10 +72,23 @@ def _from_slurm(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]
     numbers, problems = _integers(env, "SLURM_PROCID", size, "SLURM_LOCALID", "MASTER_PORT")
     problems += _weak_secret(env)
     there = {name: env[name] for name in ("SLURM_PROCID", size, "SLURM_LOCALID") if name in env}
-    problems += [Problem(n, None, "must be set where the others are", there, (), "the environment") for n in (size, "SLURM_LOCALID") if n not in env]
+    problems += [
+        Problem(n, None, "must be set where the others are", there, (), "the environment")
+        for n in (size, "SLURM_LOCALID")
+        if n not in env
+    ]
     problems = problems or _impossible("SLURM_PROCID", size, numbers)
     if not problems and numbers[size] > 1 and not (nodes or "MASTER_ADDR" in env):
-        problems = [Problem("SLURM_NODELIST", None, "must be set (or MASTER_ADDR), to know where rank 0 is", there, (), "the environment")]
+        problems = [
+            Problem(
+                "SLURM_NODELIST",
+                None,
+                "must be set (or MASTER_ADDR), to know where rank 0 is",
+                there,
+                (),
+                "the environment",
+            )
+        ]
     if problems:
         return None, problems
     if numbers[size] == 1:
@@ -76,7 +96,9 @@ def _from_slurm(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
     port = env.get("MASTER_PORT", str(15000 + int(job) % 15000))
     address = env.get("MASTER_ADDR") or first_host(nodes)
-    return Placement(numbers["SLURM_PROCID"], numbers["SLURM_LOCALID"], numbers[size], _tcp(address, port), env.get(SECRET, "")), []
+    return Placement(
+        numbers["SLURM_PROCID"], numbers["SLURM_LOCALID"], numbers[size], _tcp(address, port), env.get(SECRET, "")
+    ), []
 
 
 def _tcp(host: str, port: str) -> str:

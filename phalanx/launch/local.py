@@ -1,4 +1,5 @@
-"""Starting ranks on this machine, passing signals on to them, ending them when one failed, and saying which one that was."""
+"""Starting ranks on this machine, passing signals on to them, ending them when one failed, and saying which one that
+was."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from phalanx.base.log import describe
 from phalanx.base.placement import MEETING, RANKS, SECRET, Word
 from phalanx.launch.network import LOOPBACK, stay_inside
 from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, signal_name, verdict
-from phalanx.train.failures import Taken, note_end, taken
+from phalanx.observe.failures import Taken, note_end, taken
 
 GRACE_S = 15.0  # for ranks that may be saving when another one failed, before they are killed
 SHORT_GRACE_S = 2.0  # for ranks that have nothing to save
@@ -36,12 +37,14 @@ SAME_S = 1.0  # signals this close together are one request
 
 
 def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Path | None = None) -> None:
-    """Call `target` (`package.module:function`) as `function(placement, **arguments)` on `ranks` new processes and wait for them.
+    """Call `target` (`package.module:function`) as `function(placement, **arguments)` on `ranks` new processes and
+    wait for them.
 
     arguments  plain values (they travel as JSON)
-    logs       a folder for each rank's output; None: all write where this process writes
-    Raises RankFailed with the exit code of the rank that began it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on as SIGTERM,
-    and the ranks are waited for; a second signal kills them (Ctrl-C at once, others if they come a second later: schedulers repeat).
+    logs       a folder for each rank's output; None: all write where this process writes Raises RankFailed with the
+    exit code of the rank that began it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on as SIGTERM, and the ranks
+    are waited for; a second signal kills them (Ctrl-C at once, others if they come a second later: schedulers
+    repeat).
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-") as name:
         folder = Path(name)
@@ -50,7 +53,9 @@ def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Pat
             ended = _run(folder, target, ranks, None if logs is None else Path(logs))
         if stops.at_once:
             name = "Ctrl-C" if stops.at_once == signal.SIGINT else signal.Signals(stops.at_once).name
-            failed: RankFailed | None = RankFailed(f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once)
+            failed: RankFailed | None = RankFailed(
+                f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once
+            )
         else:
             failed = verdict(ranks, read_outcomes(folder), ended)
         if failed is not None:
@@ -68,7 +73,8 @@ def _note_end(folder: Path, failed: RankFailed) -> None:
 
 
 class Alone(Word):
-    """Of a rank without this launcher, the only one or one that others started: what it must do itself when it dies of a bus error."""
+    """Of a rank without this launcher, the only one or one that others started: what it must do itself when it dies
+    of a bus error."""
 
     def __init__(self) -> None:
         self._run: Taken | None = None
@@ -88,7 +94,14 @@ class Alone(Word):
 def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended]:
     """Start the ranks, serve the store where they meet, and wait for them. Returns how each ended, in order of time."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    words = ["-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}{LOOPBACK}:{listener.getsockname()[1]}/{RANKS}"]
+    words = [
+        "-u",
+        "-m",
+        "phalanx.launch.worker",
+        str(folder),
+        target,
+        f"{MEETING}{LOOPBACK}:{listener.getsockname()[1]}/{RANKS}",
+    ]
     with Ranks(folder, ranks, words, logs) as started:
         from phalanx.comm.meeting import say_died, serve  # imports torch, as the ranks do meanwhile
 
@@ -98,7 +111,8 @@ def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended
 
 
 def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What ranks inherit: this process' environment, their world, a secret of this run, loopback as their network, few threads each."""
+    """What ranks inherit: this process' environment, their world, a secret of this run, loopback as their network,
+    few threads each."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     # the package is found even where it is not installed and the ranks' folder is another
     path = os.pathsep.join(filter(None, (str(Path(phalanx.__file__).parents[1]), before.get("PYTHONPATH"))))
@@ -124,7 +138,9 @@ class Ranks:
     def __init__(self, folder: Path, count: int, words: list[str], logs: Path | None):
         self.folder, self._words, self._logs, self._count = folder, words, logs, count
         self._env = rank_environment(os.environ, count)
-        self.died: Callable[[int, str], None] = lambda rank, why: None  # told of each rank that a signal killed which was not sent here
+        self.died: Callable[[int, str], None] = lambda rank, why: (
+            None
+        )  # told of each rank that a signal killed which was not sent here
         self._processes: list[subprocess.Popen[bytes]] = []
         self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
         self._told: set[int] = set()  # to end, by this launcher, because another one failed
@@ -152,7 +168,9 @@ class Ranks:
         with contextlib.ExitStack() as opened:
             out, err = (opened.enter_context(file) if file else None for file in self._files(rank))
             # a session of its own: Ctrl-C in the terminal comes to this process alone, which passes it on
-            return subprocess.Popen([sys.executable, *self._words], env=env, stdout=out, stderr=err, start_new_session=True)
+            return subprocess.Popen(
+                [sys.executable, *self._words], env=env, stdout=out, stderr=err, start_new_session=True
+            )
 
     def _files(self, rank: int) -> tuple[TextIO | None, TextIO | None]:
         if self._logs is None:
@@ -192,7 +210,9 @@ class Ranks:
             self._told.add(rank)
             grace = GRACE_S if (self.folder / f"rank-{rank}.unsaved").exists() else SHORT_GRACE_S
             self._deadlines[rank] = time.monotonic() + grace
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):  # one that is not yet ready to be asked reads `stop`
+            with contextlib.suppress(
+                ProcessLookupError, FileNotFoundError, ValueError
+            ):  # one that is not yet ready to be asked reads `stop`
                 os.kill(int((self.folder / f"rank-{rank}.pid").read_text(encoding="utf-8")), signal.SIGTERM)
 
     def _kill_late(self) -> None:

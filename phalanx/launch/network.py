@@ -1,4 +1,5 @@
-"""The network of a run's ranks: loopback alone on one host, one interface between several. Looks at this machine's interfaces."""
+"""The network of a run's ranks: loopback alone on one host, one interface between several. Looks at this machine's
+interfaces."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def loopback() -> str:
 
 
 def stay_inside(env: MutableMapping[str, str]) -> None:
-    """All ranks are on this host: torch's backends are to listen where no other host can reach them, whatever was set."""
+    """All ranks are on this host: torch's backends are to listen where no other host can reach them, whatever was
+    set."""
     inside = loopback()
     for name in BACKENDS:
         env[name] = inside
@@ -35,8 +37,8 @@ def stay_inside(env: MutableMapping[str, str]) -> None:
 def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
     """Of a rank that somebody else started: choose where it listens, and tell torch's backends through `env`.
 
-    On one host that is loopback. Between several it is the interface that PHALANX_INTERFACE names, else the one by which rank 0 is reached;
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as they are where they are set.
+    On one host that is loopback. Between several it is the interface that PHALANX_INTERFACE names, else the one by
+    which rank 0 is reached; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as they are where they are set.
     """
     if placement.world_size == 1:
         return placement
@@ -56,7 +58,8 @@ def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
 
 
 def on_one_host(world_size: int, host: str, env: Mapping[str, str]) -> bool:
-    """Whether all ranks are on this host, by what torchrun or SLURM says of it; else by rank 0's address being loopback's."""
+    """Whether all ranks are on this host, by what torchrun or SLURM says of it; else by rank 0's address being
+    loopback's."""
     local = env.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit():
         return int(local) == world_size
@@ -78,11 +81,19 @@ def _interface(host: str, env: Mapping[str, str], rank: int) -> tuple[str, str]:
     if _is_loopback(address):
         wanted = wanted or next((env[name] for name in BACKENDS if env.get(name) in names), None)
         if wanted is None:
-            rule = f"means {address} on this host, where no other host can reach it; name the network interface that the ranks use"
+            rule = (
+                f"means {address} on this host, where no other host can reach it; name the network "
+                "interface that the ranks use"
+            )
             raise _problem("MASTER_ADDR", host, rule, tuple(f"{INTERFACE}={name}" for name in names))
         return wanted, addresses[wanted]
     if wanted is not None and rank == 0 and (wanted, address) not in there:
-        raise _problem("MASTER_ADDR", host, f"means {address} on this host, which is not an address of {INTERFACE}={wanted}", (addresses[wanted],))
+        raise _problem(
+            "MASTER_ADDR",
+            host,
+            f"means {address} on this host, which is not an address of {INTERFACE}={wanted}",
+            (addresses[wanted],),
+        )
     return wanted or next(name for name, known in there if known == address), address
 
 
@@ -94,7 +105,9 @@ def _own_address(host: str) -> str:
             way.connect(there)  # nothing is sent
             return str(way.getsockname()[0])
     except OSError as error:
-        rule = f"must be the name or address of rank 0's host, but this host cannot reach it ({error.strerror or error})"
+        rule = (
+            f"must be the name or address of rank 0's host, but this host cannot reach it ({error.strerror or error})"
+        )
         raise _problem("MASTER_ADDR", host, rule) from error
 
 

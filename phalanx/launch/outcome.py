@@ -1,4 +1,5 @@
-"""How a rank ended: written by the rank to a file of its own, read by the launcher, which finds the one that began it."""
+"""How a rank ended: written by the rank to a file of its own, read by the launcher, which finds the one that began
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.base.errors import CheckpointError, ConfigError, DataError, FolderInUse, NumericalStop, PeerLost, PhalanxError, Preempted
+from phalanx.base.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FolderInUse,
+    NumericalStop,
+    PeerLost,
+    PhalanxError,
+    Preempted,
+)
 
 # Ends that have a cause of their own; a lost peer is a consequence of one.
 CAUSES = (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse)
@@ -43,12 +53,16 @@ class RankFailed(PhalanxError):
 
 
 def read_outcomes(folder: str | Path) -> list[Outcome]:
-    return sorted((Outcome(**json.loads(p.read_text(encoding="utf-8"))) for p in Path(folder).glob("rank-*.json")), key=lambda o: o.rank)
+    return sorted(
+        (Outcome(**json.loads(p.read_text(encoding="utf-8"))) for p in Path(folder).glob("rank-*.json")),
+        key=lambda o: o.rank,
+    )
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The process of a rank: its exit status (negative: killed by that signal), when, and whether the launcher ended it."""
+    """The process of a rank: its exit status (negative: killed by that signal), when, and whether the launcher ended
+    it."""
 
     rank: int
     status: int
@@ -57,19 +71,30 @@ class Ended:
 
 
 def verdict(world_size: int, outcomes: Sequence[Outcome], ended: Sequence[Ended] = ()) -> RankFailed | None:
-    """What the whole run ended with, or None if every rank is done: the first failure by time that is not a consequence of another.
+    """What the whole run ended with, or None if every rank is done: the first failure by time that is not a
+    consequence of another.
 
-    outcomes  what ranks said themselves; ended  how their processes ended
-    Nobody is blamed whom the launcher ended. A lost peer is always a consequence; an abort (NCCL and gloo abort when a peer is gone) and an
-    exception that is none of ours may be one.
+    outcomes  what ranks said themselves; ended  how their processes ended Nobody is blamed whom the launcher ended.
+    A lost peer is always a consequence; an abort (NCCL and gloo abort when a peer is gone) and an exception that is
+    none of ours may be one.
     """
     said = {o.rank for o in outcomes}
-    silent = sorted((e for e in ended if e.rank not in said and e.status != 0 and not e.by_launcher), key=lambda e: e.time)
+    silent = sorted(
+        (e for e in ended if e.rank not in said and e.status != 0 and not e.by_launcher), key=lambda e: e.time
+    )
     lost = sorted((o for o in outcomes if o.code == PeerLost.exit_code), key=lambda o: o.time)
     stopped = [o for o in outcomes if o.code == Preempted.exit_code]
     certain = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code in CODES]
-    certain += [(e.time, _killed(world_size, e.rank, -e.status, lost)) for e in silent if e.status < 0 and -e.status not in UNCERTAIN]
-    likely = [(o.time, _from(world_size, outcomes, o)) for o in outcomes if o.code not in (*CODES, PeerLost.exit_code, Preempted.exit_code)]
+    certain += [
+        (e.time, _killed(world_size, e.rank, -e.status, lost))
+        for e in silent
+        if e.status < 0 and -e.status not in UNCERTAIN
+    ]
+    likely = [
+        (o.time, _from(world_size, outcomes, o))
+        for o in outcomes
+        if o.code not in (*CODES, PeerLost.exit_code, Preempted.exit_code)
+    ]
     likely += [(e.time, _killed(world_size, e.rank, -e.status, lost)) for e in silent if -e.status == signal.SIGABRT]
     likely += [(e.time, _silent(world_size, e)) for e in silent if e.status > 0]
     for failures in (certain, likely):
@@ -83,14 +108,18 @@ def verdict(world_size: int, outcomes: Sequence[Outcome], ended: Sequence[Ended]
 
 
 def _silent(world_size: int, ended: Ended) -> RankFailed:
-    return RankFailed(f"rank {ended.rank} of {world_size} ended with status {ended.status} and said nothing", ended.status)
+    return RankFailed(
+        f"rank {ended.rank} of {world_size} ended with status {ended.status} and said nothing", ended.status
+    )
 
 
 def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = ()) -> RankFailed:
     """With the place where others last saw it: a rank that was stopped is killed by the launcher in the end."""
     texts = (o.text.replace("; last seen", ", last seen") for o in lost if f"rank {rank} " in o.text)
     seen = next((found[0] for text in texts if (found := re.search(r", last seen in [^;]*", text))), "")
-    return RankFailed(f"peer lost: rank {rank} of {world_size} was killed by {signal_name(number)}{seen}", PeerLost.exit_code)
+    return RankFailed(
+        f"peer lost: rank {rank} of {world_size} was killed by {signal_name(number)}{seen}", PeerLost.exit_code
+    )
 
 
 def _from(world_size: int, outcomes: Sequence[Outcome], chosen: Outcome) -> RankFailed:

@@ -26,7 +26,7 @@ from phalanx.base.placement import SECRET, Placement, Word
 from phalanx.launch.bus import BusErrors
 from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
 from phalanx.launch.outcome import Outcome
-from phalanx.train.failures import taken
+from phalanx.observe.failures import taken
 
 
 def main(folder: str, target: str, meeting: str) -> None:
@@ -57,7 +57,8 @@ class Left(Word):
         self._failed_at: float | None = None
 
     def announce(self) -> None:
-        """Tell the launcher whom to pass signals on to. It writes `stop` before it reads the numbers, so no rank is missed."""
+        """Tell the launcher whom to pass signals on to. It writes `stop` before it reads the numbers, so no rank is
+        missed."""
         partial = self.folder / f"rank-{self.rank}.partial"
         partial.write_text(str(os.getpid()), encoding="utf-8")
         os.replace(partial, partial.with_suffix(".pid"))
@@ -78,7 +79,8 @@ class Left(Word):
                 Outcome(self.rank, code, text, self._failed_at).write(self.folder)
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Leave word first (others may lose this rank and say so), then end at once: a lost peer can make an orderly exit hang."""
+        """Leave word first (others may lose this rank and say so), then end at once: a lost peer can make an orderly
+        exit hang."""
         self.failed(error)
         code, _ = _code_and_text(error)
         if code == 1 and not isinstance(error, (PhalanxError, SystemExit)) and refusal(error) is None:
@@ -88,7 +90,8 @@ class Left(Word):
         os._exit(0 if code == Preempted.exit_code else code)
 
     def stop_early(self, signum: int, frame: FrameType | None) -> None:
-        """Until the target installs its own handler there is nothing to save, so nothing is unwound, as in early.stop_early."""
+        """Until the target installs its own handler there is nothing to save, so nothing is unwound, as in
+        early.stop_early."""
         if self._failed_at is None:
             with suppress(OSError):
                 (self.folder / f"rank-{self.rank}.early").touch()

@@ -51,7 +51,8 @@ class Box:
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The boxes that a contiguous range [start, stop) of a row-major tensor of `shape` is made of (at most 2*dims - 1)."""
+    """The boxes that a contiguous range [start, stop) of a row-major tensor of `shape` is made of (at most 2*dims -
+    1)."""
     if stop <= start:
         return []
     if len(shape) == 0:

@@ -1,7 +1,8 @@
 """Buckets: which parameters share a flat buffer, where each lies in it, and which runs of blocks use it.
 
-A stage's blocks are grouped into runs of about the bucket size; each run's parameters are one bucket, so its gradients can be
-reduced as soon as the run's last backward is over. A parameter used by several runs (tied embeddings) has a bucket of its own.
+A stage's blocks are grouped into runs of about the bucket size; each run's parameters are one bucket, so its
+gradients can be reduced as soon as the run's last backward is over. A parameter used by several runs (tied
+embeddings) has a bucket of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run) pairs; `coded`: weights are
-    8-bit codes (data_parallel.codes).
+    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run)
+    pairs; `coded`: weights are 8-bit codes (data_parallel.quantized).
 
     How it is cut into them is in `layout.shards`.
     """
@@ -47,11 +48,13 @@ class Bucket:
         return self.trained and not self.frozen
 
     def weight_bytes(self, weight: int, master: int) -> int:
-        """Of an element of the weights where they are at work, given the bytes of those two dtypes: codes are there as they lie, and transposed."""
+        """Of an element of the weights where they are at work, given the bytes of those two dtypes: codes are there
+        as they lie, and transposed."""
         return 2 if self.coded else weight if self.trained else master
 
     def sent_bytes(self, weight: int) -> int:
-        """Of an element of the weights on its way to other ranks, and of a part that is kept, given the bytes of their dtype."""
+        """Of an element of the weights on its way to other ranks, and of a part that is kept, given the bytes of
+        their dtype."""
         return 1 if self.coded else weight
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
@@ -72,7 +75,8 @@ def cut_runs(block_numels: list[int], limit: int) -> list[range]:
 
 
 def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], grid: Grid) -> list[Bucket]:
-    """Buckets for parameters given with their users, in model order; those with equal users, kind and pp replicas share one."""
+    """Buckets for parameters given with their users, in model order; those with equal users, kind and pp replicas
+    share one."""
     groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, bool, bool, frozenset[Replica]], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
@@ -90,7 +94,8 @@ def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], gri
 
 
 def piece_ranges(slot: Slot) -> list[tuple[int, int]]:
-    """Flat range (start, stop) in the bucket of each piece of the slot that is a run of whole leading rows; pieces that are not raise."""
+    """Flat range (start, stop) in the bucket of each piece of the slot that is a run of whole leading rows; pieces
+    that are not raise."""
     row = prod(slot.spec.shape[1:])
     ranges = []
     for piece in slot.spec.pieces:

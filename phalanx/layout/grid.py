@@ -1,7 +1,9 @@
-"""Rank <-> coordinates of the mesh: the dense view (pp, dp, cp, tp) and, of the same ranks, the expert view (pp, edp, ep, etp).
+"""Rank <-> coordinates of the mesh: the dense view (pp, dp, cp, tp) and, of the same ranks, the expert view (pp,
+edp, ep, etp).
 
-Tensor parallel is innermost, pipeline outermost. The ranks of a stage, numbered as in the dense view, are cut anew for experts: so
-expert parallelism may span tensor, context and data parallelism, and experts may be cut otherwise than attention is.
+Tensor parallel is innermost, pipeline outermost. The ranks of a stage, numbered as in the dense view, are cut anew
+for experts: so expert parallelism may span tensor, context and data parallelism, and experts may be cut otherwise
+than attention is.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Literal
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 ExpertAxis = Literal["edp", "ep", "etp"]
-SumAxis = Literal["dp", "edp"]  # over which a parameter's gradient is summed: dense parameters over dp x cp, experts over edp
+SumAxis = Literal[
+    "dp", "edp"
+]  # over which a parameter's gradient is summed: dense parameters over dp x cp, experts over edp
 
 
 @dataclass(frozen=True)

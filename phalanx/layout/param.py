@@ -1,7 +1,8 @@
-"""ParamSpec: what one rank's storage of a parameter holds of which global tensors; init, checkpoints, sums and norms follow from it.
+"""ParamSpec: what one rank's storage of a parameter holds of which global tensors; init, checkpoints, sums and norms
+follow from it.
 
-Global tensors have the names, shapes and orientation of Hugging Face checkpoints. The storage of a rank may be fused (qkv,
-gate and up), padded (vocabulary) or transposed (GPT-2's Conv1D); nothing outside the rank sees that.
+Global tensors have the names, shapes and orientation of Hugging Face checkpoints. The storage of a rank may be fused
+(qkv, gate and up), padded (vocabulary) or transposed (GPT-2's Conv1D); nothing outside the rank sees that.
 """
 
 from __future__ import annotations
@@ -66,19 +67,24 @@ class Piece:
         return sum(s.start * prod(shape[d + 1 :]) for d, s in enumerate(self.slices))
 
     def is_writer(self, at: Coords) -> bool:
-        """Whether this rank's copy counts: in norms once, in checkpoints once (the first member of each replica axis)."""
+        """Whether this rank's copy counts: in norms once, in checkpoints once (the first member of each replica
+        axis)."""
         return all(getattr(at, r.axis) == r.members[0] for r in self.replicas)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Storage of one parameter on one rank: its shape and the pieces in it. Elements outside every piece are padding (zero).
+    """Storage of one parameter on one rank: its shape and the pieces in it. Elements outside every piece are padding
+    (zero).
 
-    summed_over   the ranks that hold the same storage and see different tokens: "dp" means dp x cp, or edp for experts
-    trained       False: state of the model that follows from what it sees, not from gradients; kept whole on every rank, in the
+    summed_over   the ranks that hold the same storage and see different tokens: "dp" means dp x cp, or edp for
+    experts
+    trained       False: state of the model that follows from what it sees, not from gradients; kept whole on every
+    rank, in the
                   masters' dtype
     exported      whether Hugging Face checkpoints have it
-    frozen        whether it stays as it is (train.freeze): its weights are as those of others, but it has no gradient and no moments
+    frozen        whether it stays as it is (train.freeze): its weights are as those of others, but it has no
+    gradient and no moments
     coded         whether its weights are kept as 8-bit codes of their masters
     """
 

@@ -1,4 +1,5 @@
-"""How a bucket is cut over the ranks that sum its gradients: in groups of neighbours that hold its parts, and copies of such groups.
+"""How a bucket is cut over the ranks that sum its gradients: in groups of neighbours that hold its parts, and copies
+of such groups.
 
 Knows sizes and ranges only; who talks to whom is the mesh's, what is held when is the state machine's (data_parallel).
 """
@@ -16,7 +17,8 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """Of one bucket of `numel` elements: `inner` neighbouring ranks hold its parts, `outer` such groups hold the same ones.
+    """Of one bucket of `numel` elements: `inner` neighbouring ranks hold its parts, `outer` such groups hold the
+    same ones.
 
     level    0: all of everything on each rank; 1: optimizer state in parts; 2: gradients too; 3: weights too
     outside  the optimizer state of a part is cut once more, over the groups
@@ -63,7 +65,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What the config asks for. group: neighbouring ranks of dp (x cp) that cut a bucket among them; None: all of them. in_order: as of Cut."""
+    """What the config asks for. group: neighbouring ranks of dp (x cp) that cut a bucket among them; None: all of
+    them. in_order: as of Cut."""
 
     level: int = 0
     group: int | None = None
@@ -75,7 +78,8 @@ class Sharding:
         return Sharding(layout.sharding, layout.shard_group, layout.shard_across == "optimizer", in_order)
 
     def group_size(self, axis: SumAxis, grid: Grid) -> int:
-        """Ranks of a group. A group of experts lies on the ranks of the dense groups: as many of edp as there are among them."""
+        """Ranks of a group. A group of experts lies on the ranks of the dense groups: as many of edp as there are
+        among them."""
         if self.level == 0:
             return 1
         if self.group is None or axis != "edp":
@@ -83,7 +87,8 @@ class Sharding:
         return max(1, self.group * grid.tp // (grid.ep * grid.etp))
 
     def cut(self, bucket: Bucket, grid: Grid, training: bool = True) -> Cut:
-        """Where a part would be the whole, and where nothing is trained, a bucket is not sharded: level 0. Frozen weights are cut at level 3."""
+        """Where a part would be the whole, and where nothing is trained, a bucket is not sharded: level 0. Frozen
+        weights are cut at level 3."""
         size = grid.sum_size(bucket.axis)
         if not (training and bucket.trained) or (bucket.frozen and self.level < 3):
             return Cut(bucket.numel, 0, 1, size, learns=bucket.learns)

@@ -25,7 +25,8 @@ def cut_stages(costs: list[float], num_stages: int) -> list[range]:
 
 
 def _best_cut(price: np.ndarray, num_stages: int, add: Any) -> tuple[float, list[range]]:
-    """The smallest price of a cut, prices of stages added by `add`, and the cut. price[j, i]: of a stage of blocks i to j - 1.
+    """The smallest price of a cut, prices of stages added by `add`, and the cut. price[j, i]: of a stage of blocks i
+    to j - 1.
 
     Dynamic programming over (stages, blocks): O(num_stages * len(price)^2).
     """
@@ -42,8 +43,9 @@ def _best_cut(price: np.ndarray, num_stages: int, add: Any) -> tuple[float, list
 
 
 def cut_virtual_stages(costs: list[float], num_ranks: int, per_rank: int) -> list[range]:
-    """The same for ranks that hold `per_rank` stages each, stage s on rank s % num_ranks: first the costliest rank counts, then the
-    costliest stage, then evenness. Starts from `cut_stages` and moves single blocks between stages as long as that helps."""
+    """The same for ranks that hold `per_rank` stages each, stage s on rank s % num_ranks: first the costliest rank
+    counts, then the costliest stage, then evenness. Starts from `cut_stages` and moves single blocks between stages
+    as long as that helps."""
     stages = cut_stages(costs, num_ranks * per_rank)
     if per_rank == 1:
         return stages
@@ -74,9 +76,12 @@ def _unevenness(stages: np.ndarray, num_ranks: int) -> Unevenness:
 
 
 def _unevenness_after_moves(total: np.ndarray, ends: np.ndarray, a: int, num_ranks: int) -> list[Unevenness]:
-    """If stage a gave a block to each of the stages. total[j]: cost of the first j blocks; stage s has blocks ends[s] to ends[s + 1] - 1."""
+    """If stage a gave a block to each of the stages. total[j]: cost of the first j blocks; stage s has blocks
+    ends[s] to ends[s + 1] - 1."""
     last = len(ends) - 2
-    before = _after_moves_on(total[-1] - total[::-1], len(total) - 1 - ends[::-1], last - a, num_ranks)  # the same from the model's end
+    before = _after_moves_on(
+        total[-1] - total[::-1], len(total) - 1 - ends[::-1], last - a, num_ranks
+    )  # the same from the model's end
     return [*before[::-1], (np.inf,), *_after_moves_on(total, ends, a, num_ranks)]
 
 
@@ -97,7 +102,12 @@ def _after_moves_on(total: np.ndarray, ends: np.ndarray, a: int, num_ranks: int)
     ranks[np.arange(1, len(more) + 1), more % num_ranks] = passes - now[more]
     ranks = np.cumsum(ranks, axis=0)[:-1]
     ranks[np.arange(len(more)), more % num_ranks] += gets - now[more]
-    return list(map(tuple, np.round(np.stack([ranks.max(axis=1), most, square + (ranks**2).sum(axis=1)], axis=1), DIGITS).tolist()))
+    return list(
+        map(
+            tuple,
+            np.round(np.stack([ranks.max(axis=1), most, square + (ranks**2).sum(axis=1)], axis=1), DIGITS).tolist(),
+        )
+    )
 
 
 def _runs(ends: list[int]) -> list[range]:

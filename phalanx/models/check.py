@@ -1,4 +1,5 @@
-"""Rules of the `model` section: shapes against each other, against tensor parallelism and against the sequence length."""
+"""Rules of the `model` section: shapes against each other, against tensor parallelism and against the sequence
+length."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, Qwen3MoEConfi
 
 
 def check(config: LlamaConfig | GPT2Config, *, tp: int, seq_length: int) -> list[Problem]:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
     found = at_least("model", config, 1, *sizes) + within("model", config, "initializer_range", "[0, inf)")
     family = check_llama(config) if isinstance(config, LlamaConfig) else check_gpt2(config, seq_length)
     found += family
@@ -44,12 +52,25 @@ def check_heads(config: LlamaConfig) -> list[Problem]:
     if heads % kv_heads == 0:
         return []
     because = {"model.num_attention_heads": heads}
-    return [problem("model", config, "num_key_value_heads", "must divide num_attention_heads", because, divisors(kv_heads, heads))]
+    return [
+        problem(
+            "model",
+            config,
+            "num_key_value_heads",
+            "must divide num_attention_heads",
+            because,
+            divisors(kv_heads, heads),
+        )
+    ]
 
 
 def check_head_dim(config: LlamaConfig | GPT2Config) -> list[Problem]:
     """Rotary embeddings turn pairs of features, so a head has an even number of them."""
-    heads, given, rotary = config.num_attention_heads, getattr(config, "head_dim", None), isinstance(config, LlamaConfig)
+    heads, given, rotary = (
+        config.num_attention_heads,
+        getattr(config, "head_dim", None),
+        isinstance(config, LlamaConfig),
+    )
     because = {"model.num_attention_heads": heads}
     valid = multiples(config.hidden_size, 2 * heads if rotary else heads)
     if given is not None:
@@ -57,10 +78,23 @@ def check_head_dim(config: LlamaConfig | GPT2Config) -> list[Problem]:
         return [problem("model", config, "head_dim", rule, {}, multiples(given, 2))] if given % 2 else []
     if config.hidden_size % heads:
         unless = " unless head_dim is set" if rotary else ""
-        return [problem("model", config, "hidden_size", f"must be a multiple of num_attention_heads{unless}", because, valid)]
+        return [
+            problem(
+                "model", config, "hidden_size", f"must be a multiple of num_attention_heads{unless}", because, valid
+            )
+        ]
     if rotary and config.hidden_size // heads % 2:
         because["head_dim"] = config.hidden_size // heads
-        return [problem("model", config, "hidden_size", "must give an even head_dim (rotary embedding turns pairs)", because, valid)]
+        return [
+            problem(
+                "model",
+                config,
+                "hidden_size",
+                "must give an even head_dim (rotary embedding turns pairs)",
+                because,
+                valid,
+            )
+        ]
     return []
 
 
@@ -76,15 +110,33 @@ def check_latent(config: DeepseekV3Config) -> list[Problem]:
     if dim < 2 or dim % 2:
         rule = "must be even and >= 2 (rotary embedding turns pairs)"
         found.append(problem("model", config, "qk_rope_head_dim", rule, {}, multiples(dim, 2) if dim > 2 else (2,)))
-    found += at_least("model", config, 0, "num_nextn_predict_layers") + within("model", config, "mtp_loss_weight", "[0, inf)", (0.3,))
+    found += at_least("model", config, 0, "num_nextn_predict_layers") + within(
+        "model", config, "mtp_loss_weight", "[0, inf)", (0.3,)
+    )
     if config.num_nextn_predict_layers == 0:
-        found += no_effect("model", config, ["mtp_loss_weight"], "model.num_nextn_predict_layers", {"model.num_nextn_predict_layers": 0})
-    return found + no_effect("model", config, ["num_key_value_heads", "head_dim"], "heads of their own (deepseek_v3 makes them from latents)", {})
+        found += no_effect(
+            "model",
+            config,
+            ["mtp_loss_weight"],
+            "model.num_nextn_predict_layers",
+            {"model.num_nextn_predict_layers": 0},
+        )
+    return found + no_effect(
+        "model",
+        config,
+        ["num_key_value_heads", "head_dim"],
+        "heads of their own (deepseek_v3 makes them from latents)",
+        {},
+    )
 
 
 ROPE_EXAMPLES: dict[str, Any] = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5,
-}  # fmt: skip
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "partial_rotary_factor": 0.5,
+}
 
 
 def check_rope_scaling(config: RopeScaling, dim: int) -> list[Problem]:
@@ -95,7 +147,16 @@ def check_rope_scaling(config: RopeScaling, dim: int) -> list[Problem]:
     for name in needed:
         if getattr(config, name) is None:
             example = ROPE_EXAMPLES.get(name, (1.0,) * (dim // 2))
-            found.append(problem(at, config, name, f"is needed by rope_type {config.rope_type}", because, (example,) if example else ()))
+            found.append(
+                problem(
+                    at,
+                    config,
+                    name,
+                    f"is needed by rope_type {config.rope_type}",
+                    because,
+                    (example,) if example else (),
+                )
+            )
     others = [f.name for f in fields(config) if f.name not in ("rope_type", *needed, *optional)]
     of_type = {name: [kind for kind, names in ROPE_FIELDS.items() if name in names[0] + names[1]] for name in others}
     for name in others:
@@ -111,15 +172,30 @@ def check_rope_values(config: RopeScaling, dim: int) -> list[Problem]:
     for name in ("short_factor", "long_factor"):
         given = getattr(config, name)
         if given is not None and dim and len(given) != dim // 2:
-            found.append(problem(at, config, name, "must have a number per pair of rotated features", {"pairs": dim // 2}, ((1.0,) * (dim // 2),)))
+            found.append(
+                problem(
+                    at,
+                    config,
+                    name,
+                    "must have a number per pair of rotated features",
+                    {"pairs": dim // 2},
+                    ((1.0,) * (dim // 2),),
+                )
+            )
         elif given is not None and not all(0 < x < math.inf for x in given):
             found.append(problem(at, config, name, "must be numbers in (0, inf)", {}, ((1.0,) * len(given),)))
     found += within(at, config, "partial_rotary_factor", "[0, 1]", (0.5,))
     if config.rope_type == "longrope" and config.original_max_position_embeddings == 1:
-        found.append(problem(at, config, "original_max_position_embeddings", "must be > 1 (its logarithm divides)", {}, (4096,)))
+        found.append(
+            problem(at, config, "original_max_position_embeddings", "must be > 1 (its logarithm divides)", {}, (4096,))
+        )
     low, high = config.low_freq_factor, config.high_freq_factor
     if not found and low is not None and high is not None and high <= low:
-        found.append(problem(at, config, "high_freq_factor", "must be > low_freq_factor", {f"{at}.low_freq_factor": low}, (4 * low,)))
+        found.append(
+            problem(
+                at, config, "high_freq_factor", "must be > low_freq_factor", {f"{at}.low_freq_factor": low}, (4 * low,)
+            )
+        )
     if not found and config.beta_fast < config.beta_slow:
         because = {f"{at}.beta_slow": config.beta_slow}
         found.append(problem(at, config, "beta_fast", "must be >= beta_slow", because, (32 * config.beta_slow,)))
@@ -150,9 +226,13 @@ def check_window(config: LlamaConfig) -> list[Problem]:
     if isinstance(config, UpperWindowConfig):
         found += at_least("model", config, 0, "max_window_layers")
         if types is not None:
-            found += no_effect("model", config, ["max_window_layers"], "model.layer_types=null", {"model.layer_types": types})
+            found += no_effect(
+                "model", config, ["max_window_layers"], "model.layer_types=null", {"model.layer_types": types}
+            )
         elif window is None:
-            found += no_effect("model", config, ["max_window_layers"], "model.sliding_window", {"model.sliding_window": None})
+            found += no_effect(
+                "model", config, ["max_window_layers"], "model.sliding_window", {"model.sliding_window": None}
+            )
     return found if types is None else found + check_layer_types(config, types, window)
 
 
@@ -163,9 +243,20 @@ def check_layer_types(config: LlamaConfig, types: tuple[str, ...], window: int |
         whole = (types * layers)[:layers]
         return [problem("model", config, "layer_types", rule, because, (*((whole,) if whole else ()), None))]
     if "sliding_attention" not in types:
-        return no_effect("model", config, ["sliding_window"], "a layer of sliding_attention", {"model.layer_types": types})
+        return no_effect(
+            "model", config, ["sliding_window"], "a layer of sliding_attention", {"model.layer_types": types}
+        )
     if window is None:
-        return [problem("model", config, "sliding_window", "must be set for layers of sliding_attention", {"model.layer_types": types}, (4096,))]
+        return [
+            problem(
+                "model",
+                config,
+                "sliding_window",
+                "must be set for layers of sliding_attention",
+                {"model.layer_types": types},
+                (4096,),
+            )
+        ]
     return []
 
 
@@ -177,20 +268,34 @@ def check_biases(config: LlamaConfig) -> list[Problem]:
     because = {"model.family": config.family}
     found = []
     if config.family not in WITH_ATTENTION_BIAS:
-        found += no_effect("model", config, ["attention_bias"], f"model.family {' or '.join(WITH_ATTENTION_BIAS)}", because)
-    return found + (no_effect("model", config, ["mlp_bias"], "model.family llama", because) if config.family != "llama" else [])
+        found += no_effect(
+            "model", config, ["attention_bias"], f"model.family {' or '.join(WITH_ATTENTION_BIAS)}", because
+        )
+    return found + (
+        no_effect("model", config, ["mlp_bias"], "model.family llama", because) if config.family != "llama" else []
+    )
 
 
 def check_experts(config: ExpertsConfig) -> list[Problem]:
     name = next(n for n in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(config, n))
     count = getattr(config, name)
     found = at_least("model", config, 1, name, "num_experts_per_tok")
-    found += within("model", config, "router_aux_loss_coef", "[0, inf)") + within("model", config, "router_z_loss_coef", "[0, inf)")
+    found += within("model", config, "router_aux_loss_coef", "[0, inf)") + within(
+        "model", config, "router_z_loss_coef", "[0, inf)"
+    )
     found += within("model", config, "expert_capacity_factor", "(0, inf)", (1.25,))
     if config.expert_capacity_factor is None:
-        found += no_effect("model", config, ["expert_capacity_drop"], "model.expert_capacity_factor", {"model.expert_capacity_factor": None})
+        found += no_effect(
+            "model",
+            config,
+            ["expert_capacity_drop"],
+            "model.expert_capacity_factor",
+            {"model.expert_capacity_factor": None},
+        )
     if config.router_aux_loss_coef == 0:
-        found += no_effect("model", config, ["router_aux_loss_scope"], "model.router_aux_loss_coef", {"model.router_aux_loss_coef": 0})
+        found += no_effect(
+            "model", config, ["router_aux_loss_scope"], "model.router_aux_loss_coef", {"model.router_aux_loss_coef": 0}
+        )
     if not found and config.num_experts_per_tok > count:
         because = {f"model.{name}": count}
         found.append(problem("model", config, "num_experts_per_tok", f"must be <= {name}", because, (count,)))
@@ -202,32 +307,66 @@ def check_experts(config: ExpertsConfig) -> list[Problem]:
 
 
 DEEPSEEK_EXPERTS = (
-    "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group", "routed_scaling_factor",
-    "norm_topk_prob", "router_bias_update_rate", "router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "expert_capacity_factor",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+    "router_bias_update_rate",
+    "router_aux_loss_coef",
+    "router_aux_loss_scope",
+    "router_z_loss_coef",
+    "expert_capacity_factor",
     "router_forced_balance",
-)  # fmt: skip
+)
 
 
 def check_deepseek_experts(config: DeepseekV3Config, before: list[Problem]) -> list[Problem]:
     """Groups are equal, and those that a token chooses in have as many experts as it goes to."""
     c = config
     if not c.routed_experts:
-        because = {"model.first_k_dense_replace": c.first_k_dense_replace, "model.num_hidden_layers": c.num_hidden_layers}
+        because = {
+            "model.first_k_dense_replace": c.first_k_dense_replace,
+            "model.num_hidden_layers": c.num_hidden_layers,
+        }
         return no_effect("model", c, DEEPSEEK_EXPERTS, "layers with experts", because)
     found = at_least("model", c, 1, "n_group", "topk_group", "moe_intermediate_size")
     found += at_least("model", c, 0, "first_k_dense_replace", "n_shared_experts")
-    found += within("model", c, "routed_scaling_factor", "(0, inf)", (2.5,)) + within("model", c, "router_bias_update_rate", "[0, inf)", (0.001,))
+    found += within("model", c, "routed_scaling_factor", "(0, inf)", (2.5,)) + within(
+        "model", c, "router_bias_update_rate", "[0, inf)", (0.001,)
+    )
     if found or before:
         return found
     experts = {"model.n_routed_experts": c.n_routed_experts}
     if c.n_routed_experts % c.n_group:
-        return [problem("model", c, "n_group", "must divide n_routed_experts", experts, divisors(c.n_group, c.n_routed_experts))]
+        return [
+            problem(
+                "model", c, "n_group", "must divide n_routed_experts", experts, divisors(c.n_group, c.n_routed_experts)
+            )
+        ]
     if c.topk_group > c.n_group:
         return [problem("model", c, "topk_group", "must be <= n_group", {"model.n_group": c.n_group}, (c.n_group,))]
     room = c.n_routed_experts // c.n_group * c.topk_group
     if c.num_experts_per_tok > room:
-        because = {**experts, "model.n_group": c.n_group, "model.topk_group": c.topk_group, "experts in topk_group groups": room}
-        return [problem("model", c, "num_experts_per_tok", "must be <= the number of experts in topk_group groups", because, (room,))]
+        because = {
+            **experts,
+            "model.n_group": c.n_group,
+            "model.topk_group": c.topk_group,
+            "experts in topk_group groups": room,
+        }
+        return [
+            problem(
+                "model",
+                c,
+                "num_experts_per_tok",
+                "must be <= the number of experts in topk_group groups",
+                because,
+                (room,),
+            )
+        ]
     return []
 
 
@@ -262,7 +401,8 @@ def check_gpt2(config: GPT2Config, seq_length: int) -> list[Problem]:
 
 
 def check_tensor_parallel(config: LlamaConfig | GPT2Config, tp: int) -> list[Problem]:
-    """Heads are cut whole; few key/value heads are shared by runs of ranks; each rank holds part of the vocabulary and of the MLP."""
+    """Heads are cut whole; few key/value heads are shared by runs of ranks; each rank holds part of the vocabulary
+    and of the MLP."""
     found = []
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -271,13 +411,26 @@ def check_tensor_parallel(config: LlamaConfig | GPT2Config, tp: int) -> list[Pro
         found.append(Problem("layout.tp", tp, "must divide num_attention_heads", because, divisors(tp, heads)))
     if kv_heads != heads and kv_heads % tp and tp % kv_heads:
         because = {"model.num_key_value_heads": kv_heads}
-        found.append(Problem("layout.tp", tp, "must divide num_key_value_heads or be a multiple of it", because, divisors(tp, heads)))
+        found.append(
+            Problem(
+                "layout.tp", tp, "must divide num_key_value_heads or be a multiple of it", because, divisors(tp, heads)
+            )
+        )
     dense = not isinstance(config, ExpertsConfig) or not all(map(config.has_experts, range(config.num_hidden_layers)))
     for name in ("vocab_size", *(("intermediate_size",) if dense else ())):
         size = getattr(config, name)
         if size is not None and size < tp:
             found.append(Problem("layout.tp", tp, f"must be <= {name}", {f"model.{name}": size}, divisors(tp, heads)))
-    if isinstance(config, DeepseekV3Config) and config.routed_experts and 0 < config.n_shared_experts * config.moe_intermediate_size < tp:
-        because = {"model.n_shared_experts": config.n_shared_experts, "model.moe_intermediate_size": config.moe_intermediate_size}
-        found.append(Problem("layout.tp", tp, "must be <= the width of the shared experts", because, divisors(tp, heads)))
+    if (
+        isinstance(config, DeepseekV3Config)
+        and config.routed_experts
+        and 0 < config.n_shared_experts * config.moe_intermediate_size < tp
+    ):
+        because = {
+            "model.n_shared_experts": config.n_shared_experts,
+            "model.moe_intermediate_size": config.moe_intermediate_size,
+        }
+        found.append(
+            Problem("layout.tp", tp, "must be <= the width of the shared experts", because, divisors(tp, heads))
+        )
     return found

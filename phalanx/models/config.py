@@ -8,11 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the rotary embedding of a longer context is made from a shorter one: `rope_scaling` (or `rope_parameters`) of transformers."""
+    """How the rotary embedding of a longer context is made from a shorter one: `rope_scaling` (or `rope_parameters`)
+    of transformers."""
 
     rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"] = "llama3"
-    """llama3 (Llama 3.1), linear (positions divided), dynamic (a base that grows with the sequence), yarn (YaRN), longrope (LongRoPE), proportional
-    (partial rotary embedding: only part of each head is rotated)."""
+    """llama3 (Llama 3.1), linear (positions divided), dynamic (a base that grows with the sequence), yarn (YaRN),
+    longrope (LongRoPE), proportional (partial rotary embedding: only part of each head is rotated)."""
     factor: float | None = None
     """How many times longer the context is made; longrope: unset, max_position_embeddings / the original length."""
     original_max_position_embeddings: int | None = None
@@ -30,7 +31,8 @@ class RopeScaling:
     mscale: float | None = None
     """yarn, DeepSeek: weight of ln(factor) in the attention factor, over that of mscale_all_dim."""
     mscale_all_dim: float | None = None
-    """yarn, DeepSeek: weight of ln(factor) in the scale of the scores (latent attention) and below the line of the attention factor."""
+    """yarn, DeepSeek: weight of ln(factor) in the scale of the scores (latent attention) and below the line of the
+    attention factor."""
     truncate: bool = True
     """yarn: round the first and last feature of the ramp outwards."""
     short_factor: tuple[float, ...] | None = None
@@ -46,7 +48,10 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (("factor", "original_max_position_embeddings"), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
     "longrope": (("short_factor", "long_factor", "original_max_position_embeddings"), ("factor", "attention_factor")),
     "proportional": (("partial_rotary_factor",), ("factor",)),
 }
@@ -115,14 +120,19 @@ class UpperWindowConfig(LlamaConfig):
     """Llama's fields and a window in the upper layers, or in those that layer_types names."""
 
     sliding_window: int | None = None
-    """In a layer with a window a token reads itself and so many tokens less one before it; unset: all before it in every layer."""
+    """In a layer with a window a token reads itself and so many tokens less one before it; unset: all before it in
+    every layer."""
     max_window_layers: int = 0
     """The first so many layers have no window."""
     layer_types: tuple[LayerType, ...] | None = None
     """Whether each layer has the window; unset: all from number max_window_layers on."""
 
     def window(self, layer: int) -> int | None:
-        slides = layer >= self.max_window_layers if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
+        slides = (
+            layer >= self.max_window_layers
+            if self.layer_types is None
+            else self.layer_types[layer] == "sliding_attention"
+        )
         return self.sliding_window if slides else None
 
 
@@ -152,7 +162,9 @@ class MistralConfig(LlamaConfig):
     """Whether each layer has the window; unset: every layer."""
 
     def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_types is None or self.layer_types[layer] == "sliding_attention" else None
+        return (
+            self.sliding_window if self.layer_types is None or self.layer_types[layer] == "sliding_attention" else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from phalanx.models.moe_config import ExpertsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(ExpertsConfig):
-    """Llama's fields, less num_key_value_heads and head_dim: heads are made from latents. intermediate_size is the width of dense layers."""
+    """Llama's fields, less num_key_value_heads and head_dim: heads are made from latents. intermediate_size is the
+    width of dense layers."""
 
     family: Literal["deepseek_v3"] = "deepseek_v3"  # type: ignore[assignment]
     """Which model this section describes: deepseek_v3."""
@@ -49,13 +50,16 @@ class DeepseekV3Config(ExpertsConfig):
     norm_topk_prob: bool = True
     """Divide the chosen experts' scores by their sum."""
     router_bias_update_rate: float = 0.001
-    """After a step the bias that experts are chosen by moves by this: up for experts with less than the mean load, else down; 0: it stays."""
+    """After a step the bias that experts are chosen by moves by this: up for experts with less than the mean load,
+    else down; 0: it stays."""
     router_aux_loss_coef: float = 0.0001
     """Coefficient of the balancing loss E * sum f_i P_i of each layer (technical report, equation 17); 0: none."""
     router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "sequence"
-    """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole step before)."""
+    """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole
+    step before)."""
     num_nextn_predict_layers: int = 0
-    """Modules after the last layer, each with a layer of its own, that in training predict one token further ahead each (DeepSeek-V3: 1)."""
+    """Modules after the last layer, each with a layer of its own, that in training predict one token further ahead
+    each (DeepSeek-V3: 1)."""
     mtp_loss_weight: float = 0.3
     """Weight of the mean of their losses beside the main loss."""
 

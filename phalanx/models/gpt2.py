@@ -6,7 +6,6 @@ import math
 
 from torch import Tensor, nn
 
-from phalanx.base.batch import Batch
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.models.config import GPT2Config
@@ -17,8 +16,9 @@ from phalanx.nn.head import Head
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block
 from phalanx.nn.norm import LayerNorm
-from phalanx.ops.dropout import dropout_mask
-from phalanx.ops.embedding import learned_positions
+from phalanx.ops.dense.dropout import dropout_mask
+from phalanx.ops.dense.embedding import learned_positions
+from phalanx.sequence.batch import Batch
 
 
 class _Dropping(Block):
@@ -29,7 +29,9 @@ class _Dropping(Block):
             return x
         a, b = self.env.cut(batch.num_tokens)
         rows = (batch.samples[a:b], batch.places[a:b])
-        return x * self.env.tape.op("dropout", lambda: dropout_mask(p, self.env.seed, layer, site, rows, x.shape[-1], x.dtype))
+        return x * self.env.tape.op(
+            "dropout", lambda: dropout_mask(p, self.env.seed, layer, site, rows, x.shape[-1], x.dtype)
+        )
 
 
 class GPT2Embedding(_Dropping):
@@ -38,11 +40,17 @@ class GPT2Embedding(_Dropping):
         c, n = config, config.max_position_embeddings
         replicas = env.tied() if c.tie_word_embeddings else ()
         self.p = c.dropout
-        self.embed = Embedding(env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas)
+        self.embed = Embedding(
+            env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas
+        )
         whole = Piece(
-            "transformer.wpe.weight", (n, c.hidden_size), Box.full((n, c.hidden_size)), (slice(0, n), slice(0, c.hidden_size)),
-            Init("normal", c.initializer_range), replicas=env.everyone,
-        )  # fmt: skip
+            "transformer.wpe.weight",
+            (n, c.hidden_size),
+            Box.full((n, c.hidden_size)),
+            (slice(0, n), slice(0, c.hidden_size)),
+            Init("normal", c.initializer_range),
+            replicas=env.everyone,
+        )
         self.positions = self.param(ParamSpec(whole.shape, (whole,)))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -61,12 +69,24 @@ class GPT2Layer(_Dropping):
         heads = c.num_attention_heads
         self.norm1 = LayerNorm(env, f"{at}.ln_1", c.hidden_size, c.layer_norm_epsilon)
         self.attention = Attention(
-            env, names, c.hidden_size, heads, heads, c.hidden_size // heads, std, std_out,  # type: ignore[arg-type]
-            bias="all", transposed=True, dropout=c.attention_dropout, layer=layer,
-        )  # fmt: skip
+            env,
+            names,
+            c.hidden_size,
+            heads,
+            heads,
+            c.hidden_size // heads,
+            std,
+            std_out,  # type: ignore[arg-type]
+            bias="all",
+            transposed=True,
+            dropout=c.attention_dropout,
+            layer=layer,
+        )
         self.norm2 = LayerNorm(env, f"{at}.ln_2", c.hidden_size, c.layer_norm_epsilon)
         inner = c.intermediate_size or 4 * c.hidden_size
-        self.mlp = GeluMLP(env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out, c.activation_function)
+        self.mlp = GeluMLP(
+            env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out, c.activation_function
+        )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x, normed = self.norm1.add(x)

@@ -1,5 +1,5 @@
-"""gpt-oss: layers with and without a window take turns, heads have sinks, experts have biases and a clamped gate. OpenAI, "gpt-oss-120b &
-gpt-oss-20b model card", 2025."""
+"""gpt-oss: layers with and without a window take turns, heads have sinks, experts have biases and a clamped gate.
+OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.nn.attention import Attention
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE, StackedNames
-from phalanx.ops.activation import Gate
+from phalanx.ops.dense.gate import Gate
 
 
 def make_blocks(config: GptOssConfig, env: Env, which: range) -> list[Block]:
@@ -29,4 +29,13 @@ def experts(config: GptOssConfig, env: Env, layer: int) -> MoE:
     gate = Gate(config.swiglu_alpha, config.swiglu_limit, shift=1.0, interleaved=True)
     names = StackedNames(f"{at}.router.weight", f"{at}.router.bias", *stacks, activation=gate)
     router = router_of(config, renormalize=False, order="after")  # a softmax of the chosen sums to 1 as it is
-    return MoE(env, names, router, config.hidden_size, config.intermediate_size, config.initializer_range, balance_of(config), layer=layer)
+    return MoE(
+        env,
+        names,
+        router,
+        config.hidden_size,
+        config.intermediate_size,
+        config.initializer_range,
+        balance_of(config),
+        layer=layer,
+    )

@@ -1,4 +1,5 @@
-"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Touvron et al. 2023; Llama 3, Grattafiori et al. 2024."""
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Touvron et al. 2023; Llama 3, Grattafiori et
+al. 2024."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from phalanx.base.batch import Batch
 from phalanx.layout.param import Replica
 from phalanx.models.config import LlamaConfig
 from phalanx.nn.attention import Attention
@@ -18,11 +18,14 @@ from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import RMSNorm
-from phalanx.ops.attention import Kind
-from phalanx.ops.rope_scaling import Rotation
+from phalanx.ops.attention.attention import Kind
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.sequence.batch import Batch
 
 MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
-MakeAhead = Callable[[Any, Env, nn.Parameter | None], MultiTokenPrediction]  # (config, env, the embedding's weight if it is on this rank)
+MakeAhead = Callable[
+    [Any, Env, nn.Parameter | None], MultiTokenPrediction
+]  # (config, env, the embedding's weight if it is on this rank)
 
 
 def embedding_replicas(config: LlamaConfig, env: Env) -> tuple[Replica, ...]:
@@ -35,14 +38,24 @@ def make_head(config: LlamaConfig, env: Env, weight: nn.Parameter | None) -> Hea
     """`weight`: the head's (of a tied model the embedding's) where another block on this rank has it."""
     c, tied = config, config.tie_word_embeddings
     replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.ahead_stage)
-    return Head(env, "model.embed_tokens.weight" if tied else "lm_head.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas, weight)
+    return Head(
+        env,
+        "model.embed_tokens.weight" if tied else "lm_head.weight",
+        c.vocab_size,
+        c.hidden_size,
+        c.initializer_range,
+        replicas,
+        weight,
+    )
 
 
 class LlamaEmbedding(Block):
     def __init__(self, config: LlamaConfig, env: Env):
         super().__init__(env)
         c, replicas = config, embedding_replicas(config, env)
-        self.embed = Embedding(env, "model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas)
+        self.embed = Embedding(
+            env, "model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas
+        )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.embed(batch.tokens)
@@ -51,7 +64,14 @@ class LlamaEmbedding(Block):
 class LlamaLayer(Block):
     """`make_attention`, `make_mlp`: what a family has instead of Llama's."""
 
-    def __init__(self, config: LlamaConfig, env: Env, layer: int, make_attention: MakePart | None = None, make_mlp: MakePart | None = None):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        env: Env,
+        layer: int,
+        make_attention: MakePart | None = None,
+        make_mlp: MakePart | None = None,
+    ):
         super().__init__(env)
         c, at = config, f"model.layers.{layer}"
         self.norm1 = RMSNorm(env, f"{at}.input_layernorm", c.hidden_size, c.rms_norm_eps)
@@ -88,11 +108,19 @@ def attention(config: LlamaConfig, env: Env, layer: int, **more: Any) -> Attenti
     c, at = config, f"model.layers.{layer}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return Attention(
-        env, (f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"), c.hidden_size, c.num_attention_heads,
-        c.num_key_value_heads or c.num_attention_heads, head_dim, c.initializer_range, c.initializer_range,
-        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings), layer=layer, kind=Kind(window=c.window(layer)),
+        env,
+        (f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
+        c.hidden_size,
+        c.num_attention_heads,
+        c.num_key_value_heads or c.num_attention_heads,
+        head_dim,
+        c.initializer_range,
+        c.initializer_range,
+        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
+        layer=layer,
+        kind=Kind(window=c.window(layer)),
         **{"bias": "all" if c.attention_bias else "none", **more},
-    )  # fmt: skip
+    )
 
 
 def mlp(config: LlamaConfig, env: Env, layer: int) -> SwiGLU:
@@ -101,9 +129,16 @@ def mlp(config: LlamaConfig, env: Env, layer: int) -> SwiGLU:
     return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
-def make_blocks(config: LlamaConfig, env: Env, which: Sequence[int], make_attention: MakePart | None = None, make_mlp: MakePart | None = None,
-                make_ahead: MakeAhead | None = None) -> list[Block]:  # fmt: skip
-    """Blocks number `which`, those of one rank: embedding, layers, what predicts tokens further ahead (if anything), head.
+def make_blocks(
+    config: LlamaConfig,
+    env: Env,
+    which: Sequence[int],
+    make_attention: MakePart | None = None,
+    make_mlp: MakePart | None = None,
+    make_ahead: MakeAhead | None = None,
+) -> list[Block]:
+    """Blocks number `which`, those of one rank: embedding, layers, what predicts tokens further ahead (if anything),
+    head.
 
     `make_attention`, `make_mlp`: what layers have instead of Llama's.
     """

@@ -1,4 +1,5 @@
-"""Mistral: Llama's blocks whose attention reads in a sliding window, in all layers or in some. Jiang et al., "Mistral 7B", 2023."""
+"""Mistral: Llama's blocks whose attention reads in a sliding window, in all layers or in some. Jiang et al.,
+"Mistral 7B", 2023."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The `model` section of families with experts: what they share, and one dataclass per family, with Hugging Face's field names."""
+"""The `model` section of families with experts: what they share, and one dataclass per family, with Hugging Face's
+field names."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ class ExpertsConfig(LlamaConfig):
     router_aux_loss_coef: float = 0.001
     """Coefficient of the balancing loss E * sum f_i P_i of each layer (Switch Transformers); 0: none."""
     router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
-    """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole step before)."""
+    """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole
+    step before)."""
     router_z_loss_coef: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE); 0: none."""
     expert_capacity_factor: float | None = None
-    """Tokens that an expert takes of each sequence, over its fair share; the rest are dropped. unset: no token is dropped."""
+    """Tokens that an expert takes of each sequence, over its fair share; the rest are dropped. unset: no token is
+    dropped."""
     expert_capacity_drop: Literal["probability", "position"] = "probability"
     """Whom a full expert drops: those it weighs least (probability), or the last (position)."""
     router_forced_balance: bool = False
@@ -102,7 +105,8 @@ class Qwen3MoEConfig(ExpertsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ExpertsConfig):
-    """Llama's fields; intermediate_size is the width of an expert. The experts and the router have biases, heads have sinks."""
+    """Llama's fields; intermediate_size is the width of an expert. The experts and the router have biases, heads
+    have sinks."""
 
     family: Literal["gpt_oss"] = "gpt_oss"  # type: ignore[assignment]
     """Which model this section describes: gpt_oss."""

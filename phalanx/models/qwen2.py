@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama's blocks with biases of q, k and v; upper layers may read in a window. Yang et al., "Qwen2 technical report", 2024."""
+"""Qwen2 and Qwen2.5: Llama's blocks with biases of q, k and v; upper layers may read in a window. Yang et al.,
+"Qwen2 technical report", 2024."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Qwen3, dense: Llama's blocks with an RMSNorm on every query and key head. Yang et al., "Qwen3 technical report", 2025."""
+"""Qwen3, dense: Llama's blocks with an RMSNorm on every query and key head. Yang et al., "Qwen3 technical report",
+2025."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Qwen3 with experts: normalised heads as in the dense model, many narrow experts. Yang et al., "Qwen3 technical report", 2025."""
+"""Qwen3 with experts: normalised heads as in the dense model, many narrow experts. Yang et al., "Qwen3 technical
+report", 2025."""
 
 from __future__ import annotations
 
@@ -22,4 +23,13 @@ def mlp(config: Qwen3MoEConfig, env: Env, layer: int) -> MoE | SwiGLU:
     at = f"model.layers.{layer}.mlp"
     names = ExpertNames(f"{at}.gate.weight", *(f"{at}.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")))
     router = router_of(config, config.norm_topk_prob)
-    return MoE(env, names, router, config.hidden_size, config.moe_intermediate_size, config.initializer_range, balance_of(config), layer=layer)
+    return MoE(
+        env,
+        names,
+        router,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.initializer_range,
+        balance_of(config),
+        layer=layer,
+    )

@@ -8,19 +8,19 @@ from typing import Literal
 
 from torch import Tensor
 
-from phalanx.base.batch import Batch
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
-from phalanx.ops import attention as ops
-from phalanx.ops import context
-from phalanx.ops.head_norm import norm_rope
-from phalanx.ops.low_matmul import nan_for
-from phalanx.ops.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.rope import rope
-from phalanx.ops.rope_scaling import Rotation
+from phalanx.ops.attention import attention as ops
+from phalanx.ops.attention import context
+from phalanx.ops.dense.head_norm import norm_rope
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.dense.rope import rope
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.ops.quantized.linear import nan_for
+from phalanx.sequence.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Heads:
 
     @staticmethod
     def of(env: Env, heads: int, kv_heads: int) -> Heads:
-        """With fewer kv heads than tp ranks, runs of tp / kv_heads ranks share one; its gradient is summed over them."""
+        """With fewer kv heads than tp ranks, runs of tp / kv_heads ranks share one; its gradient is summed over
+        them."""
         q0, q1 = env.cut(heads)
         if kv_heads >= env.grid.tp:
             return Heads(q0, q1, *env.cut(kv_heads), ())
@@ -45,16 +46,34 @@ class Heads:
 
 
 class Attention(Module):
-    """qkv -> norm of heads (if any) -> rotary (if any) -> causal attention, in a window or with sinks if so asked -> output projection.
+    """qkv -> norm of heads (if any) -> rotary (if any) -> causal attention, in a window or with sinks if so asked ->
+    output projection.
 
-    names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's c_attn).
+    names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
+    c_attn).
     bias: which projections have one. sinks: global name of a logit per query head that joins the softmax.
     head_norm: names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon.
     """
 
-    def __init__(self, env: Env, names: tuple[str, str, str, str], width: int, heads: int, kv_heads: int, head_dim: int, std: float, std_out: float,
-                 rotation: Rotation | None = None, bias: Literal["none", "qkv", "all"] = "none", transposed: bool = False, dropout: float = 0.0,
-                 layer: int = 0, head_norm: tuple[str, str, float] | None = None, kind: ops.Kind = ops.CAUSAL, sinks: str | None = None):  # fmt: skip
+    def __init__(
+        self,
+        env: Env,
+        names: tuple[str, str, str, str],
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        std: float,
+        std_out: float,
+        rotation: Rotation | None = None,
+        bias: Literal["none", "qkv", "all"] = "none",
+        transposed: bool = False,
+        dropout: float = 0.0,
+        layer: int = 0,
+        head_norm: tuple[str, str, float] | None = None,
+        kind: ops.Kind = ops.CAUSAL,
+        sinks: str | None = None,
+    ):
         super().__init__(env)
         own = Heads.of(env, heads, kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
@@ -63,10 +82,14 @@ class Attention(Module):
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
         self.qkv = self.matrix(column_spec(rows, width, Init("normal", std), transposed), cut=0)
         a, b = own.q0 * head_dim, own.q1 * head_dim
-        self.out = self.matrix(row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed), cut=1)
+        self.out = self.matrix(
+            row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed), cut=1
+        )
         biases = [Rows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
         self.qkv_bias = self.param(bias_spec(biases)) if bias != "none" else None
-        self.out_bias = self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias == "all" else None
+        self.out_bias = (
+            self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias == "all" else None
+        )
         self.sinks = self.param(bias_spec([Rows(sinks, heads, own.q0, own.q1)], Init("normal", std))) if sinks else None
         self.q_norm = RMSNorm(env, head_norm[0], head_dim, head_norm[2]) if head_norm else None
         self.k_norm = RMSNorm(env, head_norm[1], head_dim, head_norm[2]) if head_norm else None
@@ -108,8 +131,17 @@ class Attention(Module):
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
-            return context.attention_with_dropout(q, k, v, batch, self.env.axes, self.dropout, self.env.seed, self.layer, self.first_head)
-        how = (self.env.axes, self.env.cp_attention, self.kind, self.sinks, self.env.twin("attention"), self.env.tape.keep)
+            return context.attention_with_dropout(
+                q, k, v, batch, self.env.axes, self.dropout, self.env.seed, self.layer, self.first_head
+            )
+        how = (
+            self.env.axes,
+            self.env.cp_attention,
+            self.kind,
+            self.sinks,
+            self.env.twin("attention"),
+            self.env.tape.keep,
+        )
         return context.attention(q, k, v, batch, *how)
 
     def flops(self, seq_length: int) -> float:

@@ -8,28 +8,52 @@ from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
-from phalanx.ops.embedding import embedding
+from phalanx.ops.dense.embedding import embedding
 
 ROW_MULTIPLE = 64  # rows of storage are padded to this, so that GEMMs over the vocabulary stay aligned
 
 
-def vocabulary_spec(env: Env, name: str, vocab: int, width: int, init: Init, replicas: tuple[Replica, ...] = ()) -> ParamSpec:
-    """Storage (padded rows, width) of this rank's rows of a (vocab, width) matrix. Every rank has as many rows of storage."""
+def vocabulary_spec(
+    env: Env, name: str, vocab: int, width: int, init: Init, replicas: tuple[Replica, ...] = ()
+) -> ParamSpec:
+    """Storage (padded rows, width) of this rank's rows of a (vocab, width) matrix. Every rank has as many rows of
+    storage."""
     first, stop = env.cut(vocab)
     rows = -(-cut(vocab, env.grid.tp)[0][1] // ROW_MULTIPLE) * ROW_MULTIPLE
-    piece = Piece(name, (vocab, width), Box((first, 0), (stop, width)), (slice(0, stop - first), slice(0, width)), init, True, False, replicas)
+    piece = Piece(
+        name,
+        (vocab, width),
+        Box((first, 0), (stop, width)),
+        (slice(0, stop - first), slice(0, width)),
+        init,
+        True,
+        False,
+        replicas,
+    )
     return ParamSpec((rows, width), (piece,))
 
 
 class Embedding(Module):
     """`weight` may be handed in: that of another block on this rank which reads the same one."""
 
-    def __init__(self, env: Env, name: str, vocab: int, width: int, std: float, replicas: tuple[Replica, ...] = (),
-                 weight: nn.Parameter | None = None):  # fmt: skip
+    def __init__(
+        self,
+        env: Env,
+        name: str,
+        vocab: int,
+        width: int,
+        std: float,
+        replicas: tuple[Replica, ...] = (),
+        weight: nn.Parameter | None = None,
+    ):
         super().__init__(env)
         first, stop = env.cut(vocab)
         self.first, self.count = first, stop - first
-        self.weight = weight if weight is not None else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+        self.weight = (
+            weight
+            if weight is not None
+            else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (T,) of the whole micro-batch -> this rank's tokens (T / tp, D)."""

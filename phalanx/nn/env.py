@@ -1,4 +1,5 @@
-"""Env: what a module must know of its place to build itself: coordinates, the tensor-parallel axis, dtype. No groups are needed."""
+"""Env: what a module must know of its place to build itself: coordinates, the tensor-parallel axis, dtype. No groups
+are needed."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.nn.tape import Tape
-from phalanx.ops.context import Form
-from phalanx.ops.exchange import Dispatch
-from phalanx.ops.kernels import Kernels
-from phalanx.ops.low_grouped import LowExperts
-from phalanx.ops.low_matmul import Accumulate, LowWeight
-from phalanx.ops.quant import Recipe
+from phalanx.ops.attention.context import Form
+from phalanx.ops.experts.exchange import Dispatch
+from phalanx.ops.op import Kernels
+from phalanx.ops.quantized.experts import LowExperts
+from phalanx.ops.quantized.linear import Accumulate, LowWeight
+from phalanx.ops.quantized.recipes import Recipe
 
 
 @dataclass(frozen=True)
 class LowPrecision:
-    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`: their weights are kept as
-    codes, where the recipe allows it."""
+    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`:
+    their weights are kept as codes, where the recipe allows it."""
 
     recipe: Recipe
     layers: range
@@ -40,9 +41,10 @@ class LowPrecision:
 
 @dataclass(frozen=True)
 class Env:
-    """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and the head, `ahead_stage` the
-    one that predicts tokens further ahead with both (None: the model has no such block); `sources` is that of ops.exchange; `codes_travel`:
-    tokens go to their experts as codes, where those can be made before."""
+    """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and
+    the head, `ahead_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
+    `sources` is that of ops.experts.exchange; `codes_travel`: tokens go to their experts as codes, where those can
+    be made before."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -67,12 +69,17 @@ class Env:
         return self.axes.tp
 
     def freezes(self, spec: ParamSpec) -> bool:
-        """Whether all global tensors in it have names that train.freeze fits (the config's check sees to it that none or all do)."""
+        """Whether all global tensors in it have names that train.freeze fits (the config's check sees to it that
+        none or all do)."""
         names = [piece.name for piece in spec.pieces]
-        return spec.exported and bool(names) and all(any(fnmatchcase(name, glob) for glob in self.freeze) for name in names)
+        return (
+            spec.exported
+            and bool(names)
+            and all(any(fnmatchcase(name, glob) for glob in self.freeze) for name in names)
+        )
 
     def twin(self, op: str) -> Kernels:
-        """Which twin of an op (a name of ops.kernels.OPS or ops.wheels.WHEELS) its callers ask for.
+        """Which twin of an op (a name of ops.kernels.OPS or ops.dense.optional_kernels.WHEELS) its callers ask for.
 
         The whole MLP as one op has an activation inside: it is not taken where that is to be plain.
         """
@@ -80,15 +87,18 @@ class Env:
         return "plain" if parts & set(self.plain_ops) else self.kernels
 
     def low_weight(self, names: Iterable[str], cut: int) -> LowWeight | None:
-        """What a linear with these global matrices keeps beside its weight, whose dim `cut` is cut over tp; None: it is in `dtype`."""
+        """What a linear with these global matrices keeps beside its weight, whose dim `cut` is cut over tp; None: it
+        is in `dtype`."""
         once = list(dict.fromkeys(names))
         if self.low is None or not all(self.low.takes(name) for name in once):
             return None
-        return LowWeight(self.low.recipe, _together(once), cut, self.axes, self.twin("quant"), self.low.accumulate, self.seed)
+        return LowWeight(
+            self.low.recipe, _together(once), cut, self.axes, self.twin("quant"), self.low.accumulate, self.seed
+        )
 
     def low_experts(self, names: Iterable[str], count: int, cut: int) -> LowExperts | None:
-        """The same of a stack of `count` experts' matrices (`{}` in a name stands for their number), of which dim `cut` is cut over etp. All or
-        none are in low precision, so that all ranks of ep agree."""
+        """The same of a stack of `count` experts' matrices (`{}` in a name stands for their number), of which dim
+        `cut` is cut over etp. All or none are in low precision, so that all ranks of ep agree."""
         once = list(dict.fromkeys(names))
         if self.low is None or not all(self.low.takes(name.format(e)) for name in once for e in range(count)):
             return None

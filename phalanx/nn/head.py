@@ -5,29 +5,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.base.batch import Batch
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.embedding import vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
-from phalanx.ops.cross_entropy import linear_cross_entropy, local_logits
+from phalanx.ops.dense.cross_entropy import linear_cross_entropy, local_logits
+from phalanx.sequence.batch import Batch
 
 
 class Head(Module):
     """`weight` may be handed in: the input embedding's, when both are tied and on one rank."""
 
-    def __init__(self, env: Env, name: str, vocab: int, width: int, std: float, replicas: tuple[Replica, ...] = (),
-                 weight: nn.Parameter | None = None):  # fmt: skip
+    def __init__(
+        self,
+        env: Env,
+        name: str,
+        vocab: int,
+        width: int,
+        std: float,
+        replicas: tuple[Replica, ...] = (),
+        weight: nn.Parameter | None = None,
+    ):
         super().__init__(env)
         first, stop = env.cut(vocab)
         self.first, self.count, self.vocab = first, stop - first, vocab
-        self.weight = weight if weight is not None else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+        self.weight = (
+            weight
+            if weight is not None
+            else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+        )
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> summed cross entropy of the batch's labels, the same on every tp rank."""
         seed = batch.loss_seed if self.training and not batch.late else None
-        return linear_cross_entropy(x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.twin("loss"))
+        return linear_cross_entropy(
+            x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.twin("loss")
+        )
 
     @torch.no_grad()
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Multi-head latent attention: keys and values come from a narrow latent per token, queries too if so asked. DeepSeek-V2, 2024, section 2.1.
+"""Multi-head latent attention: keys and values come from a narrow latent per token, queries too if so asked.
+DeepSeek-V2, 2024, section 2.1.
 
-Down-projections and the norms of the latents are whole on each tp rank and see this rank's tokens only, so their gradients are partial
-sums over tp, like those of norms. The latents, which are narrow, are what is gathered over tp; each rank then makes its own heads.
+Down-projections and the norms of the latents are whole on each tp rank and see this rank's tokens only, so their
+gradients are partial sums over tp, like those of norms. The latents, which are narrow, are what is gathered over tp;
+each rank then makes its own heads.
 """
 
 from __future__ import annotations
@@ -12,26 +14,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module, Rows, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
-from phalanx.ops import attention as ops
-from phalanx.ops import context
-from phalanx.ops.exchange import gather
-from phalanx.ops.matmul import gather_matmul, local_matmul, matmul_scatter
-from phalanx.ops.rope import turn
-from phalanx.ops.rope_scaling import Rotation
+from phalanx.ops.attention import attention as ops
+from phalanx.ops.attention import context
+from phalanx.ops.dense.matmul import gather_matmul, local_matmul, matmul_scatter
+from phalanx.ops.dense.rope import turn
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.ops.experts.exchange import gather
+from phalanx.sequence.batch import Batch
 
 EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Widths: of the latents of queries (None: queries are made from x) and of keys and values; per head of the part of a query or key
-    that is not turned, of the part that is (the key's is shared by all heads), and of a value."""
+    """Widths: of the latents of queries (None: queries are made from x) and of keys and values; per head of the part
+    of a query or key that is not turned, of the part that is (the key's is shared by all heads), and of a value."""
 
     q_rank: int | None
     kv_rank: int
@@ -45,17 +47,33 @@ class LatentSizes:
 
     def num_weights(self, width: int, heads: int) -> int:
         down = width * (self.kv_rank + self.rope) + (width * self.q_rank if self.q_rank else 0)
-        return down + (self.q_rank or width) * heads * self.query + self.kv_rank * heads * (self.nope + self.value) + heads * self.value * width
+        return (
+            down
+            + (self.q_rank or width) * heads * self.query
+            + self.kv_rank * heads * (self.nope + self.value)
+            + heads * self.value * width
+        )
 
 
 class LatentAttention(Module):
     """at: global name of the layer's attention, whose parts are called as in Hugging Face's deepseek_v3.
 
-    kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the turned features.
+    kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the
+    turned features.
     """
 
-    def __init__(self, env: Env, at: str, width: int, heads: int, sizes: LatentSizes, std: float, rotation: Rotation, kind: ops.Kind,
-                 interleaved: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        env: Env,
+        at: str,
+        width: int,
+        heads: int,
+        sizes: LatentSizes,
+        std: float,
+        rotation: Rotation,
+        kind: ops.Kind,
+        interleaved: bool = True,
+    ):
         super().__init__(env)
         first, last = env.cut(heads)
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
@@ -66,11 +84,21 @@ class LatentAttention(Module):
         self.down = self.param(column_spec([*q_down, kv_down], width, init))
         self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
         self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
-        q_up = Rows(f"{at}.q_b_proj.weight" if s.q_rank else f"{at}.q_proj.weight", heads * s.query, first * s.query, last * s.query)
+        q_up = Rows(
+            f"{at}.q_b_proj.weight" if s.q_rank else f"{at}.q_proj.weight",
+            heads * s.query,
+            first * s.query,
+            last * s.query,
+        )
         self.q_up = self.matrix(column_spec([q_up], s.q_rank or width, init), cut=0)
         each = s.nope + s.value
-        self.kv_up = self.matrix(column_spec([Rows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init), cut=0)
-        self.out = self.matrix(row_spec(f"{at}.o_proj.weight", width, heads * s.value, first * s.value, last * s.value, init), cut=1)
+        self.kv_up = self.matrix(
+            column_spec([Rows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init),
+            cut=0,
+        )
+        self.out = self.matrix(
+            row_spec(f"{at}.o_proj.weight", width, heads * s.value, first * s.value, last * s.value, init), cut=1
+        )
         self.num_weights = s.num_weights(width, heads)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -85,7 +113,8 @@ class LatentAttention(Module):
         return context.attention(q, k, v, batch, *how)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1, rope)."""
+        """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,
+        rope)."""
         s, tp, tape = self.sizes, self.env.tp, self.env.tape
         q_latent, kv_latent, k_rope = local_matmul(x, self.down).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
         q_from = x if self.q_norm is None else tape.op("norm", self.q_norm, q_latent.contiguous())

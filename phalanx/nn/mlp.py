@@ -6,18 +6,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from phalanx.base.batch import Batch
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.module import ZEROS, Module, Rows, bias_spec, column_spec, row_spec
-from phalanx.ops.activation import gelu, swiglu
-from phalanx.ops.gated_mlp import gated_mlp, use_gated_mlp
-from phalanx.ops.low_matmul import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
-from phalanx.ops.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.dense.activation import gelu, swiglu
+from phalanx.ops.dense.gated_mlp import gated_mlp, use_gated_mlp
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.quantized.linear import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
+from phalanx.sequence.batch import Batch
 
 
 def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-    """make(x), by some of the tokens at a time where "mlp" is made again; not in low precision, whose scales are of all tokens."""
+    """make(x), by some of the tokens at a time where "mlp" is made again; not in low precision, whose scales are of
+    all tokens."""
     return make(x) if any(map(low_of, weights)) else mlp.env.tape.in_pieces(make, x, mlp.parameters())
 
 
@@ -27,7 +28,9 @@ class SwiGLU(Module):
     def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float, bias: bool = False):
         super().__init__(env)
         a, b = env.cut(inner)
-        self.gate_up = self.matrix(column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)), cut=0)
+        self.gate_up = self.matrix(
+            column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)), cut=0
+        )
         self.down = self.matrix(row_spec(names[2], width, inner, a, b, Init("normal", std)), cut=1)
         biases = [name.replace(".weight", ".bias") for name in names]
         self.gate_up_bias = self.param(bias_spec([Rows(name, inner, a, b) for name in biases[:2]])) if bias else None
@@ -41,10 +44,18 @@ class SwiGLU(Module):
     def _of_rows(self, x: Tensor) -> Tensor:
         if self.gate_up_bias is not None:
             return self._in_ops(x)
-        low, twin, again = low_of(self.gate_up) or low_of(self.down), self.env.twin("swiglu"), self.env.tape.makes_again  # of one op, no half can be
+        low, twin, again = (
+            low_of(self.gate_up) or low_of(self.down),
+            self.env.twin("swiglu"),
+            self.env.tape.makes_again,
+        )  # of one op, no half can be
         if low is None and not again("up") and use_gated_mlp(self.env.twin("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
-        if low is not None and not (again("up") or again("activation")) and use_low_gated_mlp(self.gate_up, self.down, twin, x):
+        if (
+            low is not None
+            and not (again("up") or again("activation"))
+            and use_low_gated_mlp(self.gate_up, self.down, twin, x)
+        ):
             return low_gated_mlp(x, self.gate_up, self.down, self.env.tp, twin)
         return self._in_ops(x)
 
@@ -66,12 +77,25 @@ class GeluMLP(Module):
     activation   gelu_new (the tanh form) or gelu (exact)
     """
 
-    def __init__(self, env: Env, names: tuple[str, str], width: int, inner: int, std: float, std_out: float, activation: str = "gelu_new"):
+    def __init__(
+        self,
+        env: Env,
+        names: tuple[str, str],
+        width: int,
+        inner: int,
+        std: float,
+        std_out: float,
+        activation: str = "gelu_new",
+    ):
         super().__init__(env)
         a, b = env.cut(inner)
-        self.expand = self.matrix(column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True), cut=0)
+        self.expand = self.matrix(
+            column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True), cut=0
+        )
         self.expand_bias = self.param(bias_spec([Rows(f"{names[0]}.bias", inner, a, b)]))
-        self.project = self.matrix(row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True), cut=1)
+        self.project = self.matrix(
+            row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True), cut=1
+        )
         self.project_bias = self.replicated(f"{names[1]}.bias", width, Init("zeros"))
         self.exact = activation == "gelu"
         self.num_weights = 2 * width * inner

@@ -1,4 +1,5 @@
-"""Module: a torch module whose parameters carry their ParamSpec; Block: the unit of pipelines, buckets and recompute."""
+"""Module: a torch module whose parameters carry their ParamSpec; Block: the unit of pipelines, buckets and
+recompute."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from phalanx.base.batch import Batch
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
-from phalanx.ops.low_matmul import LowWeight
+from phalanx.ops.quantized.linear import LowWeight
+from phalanx.sequence.batch import Batch
 
 ZEROS, ONES = Init("zeros"), Init("ones")
 
@@ -30,27 +31,39 @@ class Module(nn.Module):
         return made
 
     def matrix(self, spec: ParamSpec, cut: int) -> nn.Parameter:
-        """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision as `.low` (or None)."""
+        """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision as
+        `.low` (or None)."""
         return self.in_low(self.param(spec), self.env.low_weight((p.name for p in spec.pieces), cut))
 
     def in_low(self, made: nn.Parameter, low: LowWeight | None) -> nn.Parameter:
         """The parameter with what it keeps beside it in low precision."""
         spec: ParamSpec = made.spec  # type: ignore[attr-defined]
-        kept = low is not None and self.env.low is not None and self.env.low.kept and spec.learns and low.keeps_codes(spec.shape)
+        kept = (
+            low is not None
+            and self.env.low is not None
+            and self.env.low.kept
+            and spec.learns
+            and low.keeps_codes(spec.shape)
+        )
         made.low, made.spec = low, replace(spec, coded=kept)  # type: ignore[attr-defined]
         return made
 
     def replicated(self, name: str, size: int, init: Init) -> nn.Parameter:
-        """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight decay."""
-        whole = Piece(name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone)
+        """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight
+        decay."""
+        whole = Piece(
+            name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone
+        )
         return self.param(ParamSpec((size,), (whole,)))
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:
-        """(), if a stand-in (ops.unmade) of a tensor like x can be the input: all that reads it are casts to 8 bits."""
+        """(), if a stand-in (ops.quantized.lazy) of a tensor like x can be the input: all that reads it are casts to
+        8 bits."""
         return None
 
     def flops(self, seq_length: int) -> float:
-        """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as half."""
+        """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as
+        half."""
         return sum(m.flops(seq_length) for m in self.children() if isinstance(m, Module))
 
     def loss_flops(self, seq_length: int) -> float:
@@ -59,7 +72,8 @@ class Module(nn.Module):
 
 
 class Block(Module):
-    """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed loss."""
+    """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed
+    loss."""
 
     recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
     again: frozenset[str] = frozenset()  # names of nn.tape.OPS that are made again in backward; set by the plan
@@ -81,14 +95,17 @@ class Rows:
 
 
 def column_spec(rows: list[Rows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
-    """Storage (sum of rows, inputs) stacking runs of output features. `transposed`: the global matrices are (inputs, outputs)."""
+    """Storage (sum of rows, inputs) stacking runs of output features. `transposed`: the global matrices are (inputs,
+    outputs)."""
     pieces, at = [], 0
     for r in rows:
         n = r.stop - r.start
         shape, box = (r.size, inputs), Box((r.start, 0), (r.stop, inputs))
         if transposed:
             shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
-        pieces.append(Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), init, True, transposed, r.replicas))
+        pieces.append(
+            Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), init, True, transposed, r.replicas)
+        )
         at += n
     return ParamSpec((at, inputs), tuple(pieces))
 
@@ -98,12 +115,16 @@ def bias_spec(rows: list[Rows], init: Init = ZEROS) -> ParamSpec:
     pieces, at = [], 0
     for r in rows:
         n = r.stop - r.start
-        pieces.append(Piece(r.name, (r.size,), Box((r.start,), (r.stop,)), (slice(at, at + n),), init, False, False, r.replicas))
+        pieces.append(
+            Piece(r.name, (r.size,), Box((r.start,), (r.stop,)), (slice(at, at + n),), init, False, False, r.replicas)
+        )
         at += n
     return ParamSpec((at,), tuple(pieces))
 
 
-def row_spec(name: str, outputs: int, inputs: int, start: int, stop: int, init: Init, transposed: bool = False) -> ParamSpec:
+def row_spec(
+    name: str, outputs: int, inputs: int, start: int, stop: int, init: Init, transposed: bool = False
+) -> ParamSpec:
     """Storage (outputs, stop - start) of a matrix whose inputs are cut over tp."""
     shape, box = (outputs, inputs), Box((0, start), (outputs, stop))
     if transposed:

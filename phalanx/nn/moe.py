@@ -1,7 +1,8 @@
-"""Mixture of experts: a router, experts spread over the expert view of the world, shared experts, and what keeps the load even.
+"""Mixture of experts: a router, experts spread over the expert view of the world, shared experts, and what keeps the
+load even.
 
-Tokens stay cut over tp as between blocks: each rank routes its own. Fedus et al., "Switch transformers", 2021; Dai et al.,
-"DeepSeekMoE", 2024. T tokens of this rank, D model, E experts, K chosen, F width of an expert, S sequences.
+Tokens stay cut over tp as between blocks: each rank routes its own. Fedus et al., "Switch transformers", 2021; Dai
+et al., "DeepSeekMoE", 2024. T tokens of this rank, D model, E experts, K chosen, F width of an expert, S sequences.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
-from phalanx.ops import route as ops
-from phalanx.ops.activation import SWIGLU, Gate, gated_rows
-from phalanx.ops.exchange import EXCHANGES, Casts, Dispatch
-from phalanx.ops.grouped import Later, grouped_matmul
-from phalanx.ops.low_grouped import LowExperts, low_grouped_matmul, low_grouped_mlp, use_low_grouped_mlp
-from phalanx.ops.low_matmul import low_of, nan_for
-from phalanx.ops.matmul import local_matmul, wide_matmul
-from phalanx.ops.route import BalanceSums, Choice, Router
+from phalanx.ops.dense.activation import gated_rows
+from phalanx.ops.dense.gate import SWIGLU, Gate
+from phalanx.ops.dense.matmul import local_matmul, wide_matmul
+from phalanx.ops.experts import route as ops
+from phalanx.ops.experts.exchange import EXCHANGES, Casts, Dispatch
+from phalanx.ops.experts.grouped import Later, grouped_matmul
+from phalanx.ops.experts.route import BalanceSums, Choice
+from phalanx.ops.experts.router import Router
+from phalanx.ops.quantized.experts import LowExperts, low_grouped_matmul, low_grouped_mlp, use_low_grouped_mlp
+from phalanx.ops.quantized.linear import low_of, nan_for
+from phalanx.sequence.batch import IGNORE, Batch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
-# Summed over tokens: nats of the router's probabilities, the losses, pairs that found no room with their expert, pairs that found
-# none on its rank (the step is then wrong, and done again), 1.
+# Summed over tokens: nats of the router's probabilities, the losses, pairs that found no room with their expert, pairs
+# that found none on its rank (the step is then wrong, and done again), 1.
 TALLIED = ("entropy", "balance", "z", "dropped", "missing", "tokens")
 MISSING = TALLIED.index("missing") - len(TALLIED)
 
@@ -58,8 +61,8 @@ class Balance:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Global names of the router's matrix and an expert's matrices, `{}` standing for its number; and of the bias of choice, the bias of
-    the logits and the biases of the experts' outputs, where a family has them."""
+    """Global names of the router's matrix and an expert's matrices, `{}` standing for its number; and of the bias of
+    choice, the bias of the logits and the biases of the experts' outputs, where a family has them."""
 
     router: str
     gate: str
@@ -76,16 +79,29 @@ class ExpertNames:
         return (self.gate, self.up), (self.down,)
 
     def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, None]:
-        """Storage of this part of gate and up, (N, 2F, D), all gates of an expert before its ups, and of down, (N, D, F)."""
+        """Storage of this part of gate and up, (N, 2F, D), all gates of an expert before its ups, and of down, (N,
+        D, F)."""
         a, b, width, inner = part.first, part.stop, part.width, part.inner
-        gate_up = _stack(part.experts, [(self.gate, 0), (self.up, b - a)], (inner, width), Box((a, 0), (b, width)), 2 * (b - a), width, std)
-        return gate_up, _stack(part.experts, [(self.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std), None
+        gate_up = _stack(
+            part.experts,
+            [(self.gate, 0), (self.up, b - a)],
+            (inner, width),
+            Box((a, 0), (b, width)),
+            2 * (b - a),
+            width,
+            std,
+        )
+        return (
+            gate_up,
+            _stack(part.experts, [(self.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std),
+            None,
+        )
 
 
 @dataclass(frozen=True)
 class StackedNames:
-    """The same where one tensor holds all experts of a layer (gpt-oss): gate_up (E, D, 2F), gate and up of a feature side by side,
-    down (E, F, D), and their biases (E, 2F) and (E, D)."""
+    """The same where one tensor holds all experts of a layer (gpt-oss): gate_up (E, D, 2F), gate and up of a feature
+    side by side, down (E, F, D), and their biases (E, 2F) and (E, D)."""
 
     router: str
     router_bias: str
@@ -101,10 +117,24 @@ class StackedNames:
         return (self.gate_up,), (self.down,)
 
     def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
-        """Storage of this part of gate and up, (N, 2F, D) with rows in pairs, of down, (N, D, F), and of the bias of gate and up, (N, 2F)."""
-        (e, f), (a, b), width, count = (part.experts.start, part.experts.stop), (part.first, part.stop), part.width, part.count
-        gate_up = _box(self.gate_up, (count, width, 2 * part.inner), Box((e, 0, 2 * a), (f, width, 2 * b)), Init("normal", std), transposed=True)
-        down = _box(self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True)
+        """Storage of this part of gate and up, (N, 2F, D) with rows in pairs, of down, (N, D, F), and of the bias of
+        gate and up, (N, 2F)."""
+        (e, f), (a, b), width, count = (
+            (part.experts.start, part.experts.stop),
+            (part.first, part.stop),
+            part.width,
+            part.count,
+        )
+        gate_up = _box(
+            self.gate_up,
+            (count, width, 2 * part.inner),
+            Box((e, 0, 2 * a), (f, width, 2 * b)),
+            Init("normal", std),
+            transposed=True,
+        )
+        down = _box(
+            self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True
+        )
         return gate_up, down, _box(self.gate_up_bias, (count, 2 * part.inner), Box((e, 2 * a), (f, 2 * b)), ZEROS)
 
 
@@ -126,27 +156,36 @@ class Part:
 
 
 class Experts(Module):
-    """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp by width."""
+    """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp
+    by width."""
 
     def __init__(self, env: Env, names: ExpertNames | StackedNames, count: int, width: int, inner: int, std: float):
         super().__init__(env)
         gate_up, down, bias = names.matrices(Part.of(env, count, width, inner), std)
         self.gate_up, self.down = self.param(gate_up), self.param(down)
-        for dim, (stack, matrices) in enumerate(zip((self.gate_up, self.down), names.stacks)):  # gate and up by outputs, down by inputs
+        for dim, (stack, matrices) in enumerate(
+            zip((self.gate_up, self.down), names.stacks)
+        ):  # gate and up by outputs, down by inputs
             self.in_low(stack, env.low_experts(matrices, count, dim))
         self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
         for p in self.parameters():
             p.further = further_gradients(p, env.sources - 1)  # type: ignore[attr-defined]
         self.activation: Gate = names.activation
 
-    def forward(self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None, source: int = 0) -> Tensor:
-        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over etp a part of the sum.
-        Gradients go where those of micro-batch number `source` go (train.deterministic).
+    def forward(
+        self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None, source: int = 0
+    ) -> Tensor:
+        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over
+        etp a part of the sum. Gradients go where those of micro-batch number `source` go (train.deterministic).
 
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
         tape, inputs = self.env.tape, () if weights is None else (weights,)
-        up, down, bias = self._of(self.gate_up, source), self._of(self.down, source), None if self.bias is None else self._of(self.bias, source)
+        up, down, bias = (
+            self._of(self.gate_up, source),
+            self._of(self.down, source),
+            None if self.bias is None else self._of(self.bias, source),
+        )
         if self._one_op(x):
             return low_grouped_mlp(x, up, down, ends, weights, self.activation, self.env.twin("swiglu"), later)
         gate_up = tape.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
@@ -159,12 +198,12 @@ class Experts(Module):
         return fits and use_low_grouped_mlp(self.gate_up, self.down, self.env.twin("swiglu"), x)
 
     def nan_for_rows(self, x: Tensor) -> Tensor | None:
-        """For stand-ins of the rows that come, and of the gradient of those that go (ops.unmade)."""
+        """For stand-ins of the rows that come, and of the gradient of those that go (ops.quantized.lazy)."""
         return nan_for(self.gate_up, x) if self._one_op(x) else None
 
     def casts(self, some: bool) -> Casts | None:
-        """Casts of tokens before they travel, if all of this layer's products use codes that can be made there now. `some` as of Casts. Where `up` is
-        made again in backward its rows are kept, and travel as they are."""
+        """Casts of tokens before they travel, if all of this layer's products use codes that can be made there now.
+        `some` as of Casts. Where `up` is made again in backward its rows are kept, and travel as they are."""
         up, down = low_of(self.gate_up), low_of(self.down)
         if not (isinstance(up, LowExperts) and isinstance(down, LowExperts)) or self.env.tape.makes_again("up"):
             return None
@@ -173,7 +212,9 @@ class Experts(Module):
     def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
         return p if source == 0 else p.further[source - 1]  # type: ignore[attr-defined]
 
-    def _multiply(self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
+    def _multiply(
+        self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None
+    ) -> Tensor:
         low = low_of(weight)
         if isinstance(low, LowExperts):
             return low_grouped_matmul(x, weight, ends, low, bias, later)
@@ -184,15 +225,19 @@ class Experts(Module):
 
 
 def further_gradients(p: nn.Parameter, count: int) -> list[nn.Parameter]:
-    """So many more parameters with the values of `p`, each with a gradient of its own, which the flat buffers give memory (FlatBucket.attach)."""
+    """So many more parameters with the values of `p`, each with a gradient of its own, which the flat buffers give
+    memory (FlatBucket.attach)."""
     made = [nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad) for _ in range(count)]
     for further in made:
         further.low = getattr(p, "low", None)  # type: ignore[attr-defined]
     return made
 
 
-def _stack(experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float) -> ParamSpec:
-    """Storage (experts, rows, columns): of each expert the same box of matrices (name, first row) of a global `shape`."""
+def _stack(
+    experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float
+) -> ParamSpec:
+    """Storage (experts, rows, columns): of each expert the same box of matrices (name, first row) of a global
+    `shape`."""
     height = box.shape[0]
     pieces = [
         Piece(name.format(e), shape, box, (i, slice(first, first + height), slice(0, columns)), Init("normal", std))
@@ -210,10 +255,21 @@ def _box(name: str, shape: tuple[int, ...], box: Box, init: Init, transposed: bo
 
 
 class MoE(Module):
-    """x -> the weighted sum of the chosen experts' outputs (and the shared expert's). `tally` counts over the micro-batches of a step."""
+    """x -> the weighted sum of the chosen experts' outputs (and the shared expert's). `tally` counts over the
+    micro-batches of a step."""
 
-    def __init__(self, env: Env, names: ExpertNames | StackedNames, router: Router, width: int, inner: int, std: float, balance: Balance,
-                 shared: Module | None = None, layer: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        env: Env,
+        names: ExpertNames | StackedNames,
+        router: Router,
+        width: int,
+        inner: int,
+        std: float,
+        balance: Balance,
+        shared: Module | None = None,
+        layer: int = 0,
+    ):
         super().__init__(env)
         self.router, self.balance, self.layer, self.inner = router, balance, layer, inner
         count = router.num_experts
@@ -228,17 +284,26 @@ class MoE(Module):
         self.experts = Experts(env, names, count, width, inner, std)
         self.shared = shared
         self.dispatch: Dispatch = env.dispatch
-        self.tally: Tensor | None = None  # (E + len(TALLIED),) float64: load of each expert and sums; made by whoever trains
+        self.tally: Tensor | None = (
+            None  # (E + len(TALLIED),) float64: load of each expert and sums; made by whoever trains
+        )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
         tape, experts = self.env.tape, self.router.num_experts
-        casts = self.experts.casts(self.balance.capacity is not None or batch.real is not None) if self.env.codes_travel else None
+        casts = (
+            self.experts.casts(self.balance.capacity is not None or batch.real is not None)
+            if self.env.codes_travel
+            else None
+        )
         begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources, casts=casts)
         early = None if tape.makes_again("experts") or tape.cuts_at("experts") else begin(self._filled(x, batch))
         logits = wide_matmul(x, self.gate, self.gate_bias)
-        wanted, real = ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route")), self._real(batch)
+        wanted, real = (
+            ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route")),
+            self._real(batch),
+        )
         if real is not None:  # padding goes to no expert
             wanted = ops.dropping(wanted, real.unsqueeze(-1) > 0, experts)
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
@@ -268,12 +333,24 @@ class MoE(Module):
     def _per_expert(self, name: str, init: Init, ours: bool = False) -> nn.Parameter:
         """(E,) numbers that follow the load instead of a gradient."""
         count = self.router.num_experts
-        whole = Piece(name, (count,), Box.full((count,)), (slice(0, count),), init, decay=False, replicas=self.env.everyone)
+        whole = Piece(
+            name, (count,), Box.full((count,)), (slice(0, count),), init, decay=False, replicas=self.env.everyone
+        )
         return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours))
 
     def _down_bias(self, name: str, count: int, width: int) -> nn.Parameter:
-        """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs a token's choice and no exchange."""
-        whole = Piece(name, (count, width), Box.full((count, width)), (slice(0, width), slice(0, count)), ZEROS, False, True, self.env.everyone)
+        """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs a token's choice and no
+        exchange."""
+        whole = Piece(
+            name,
+            (count, width),
+            Box.full((count, width)),
+            (slice(0, width), slice(0, count)),
+            ZEROS,
+            False,
+            True,
+            self.env.everyone,
+        )
         return self.param(ParamSpec((width, count), (whole,)))
 
     def flops(self, seq_length: int) -> float:
@@ -282,7 +359,8 @@ class MoE(Module):
         return routed + (self.shared.flops(seq_length) if self.shared is not None else 0.0)
 
     def _filled(self, x: Tensor, batch: Batch, value: float = 0) -> Tensor:
-        """As many rows of tokens on every rank, as exchanges want them: where sequences do not divide by cp, some fill up."""
+        """As many rows of tokens on every rank, as exchanges want them: where sequences do not divide by cp, some
+        fill up."""
         return batch.pad(x, self.env.tp.size, value)
 
     def _real(self, batch: Batch) -> Tensor | None:
@@ -295,13 +373,20 @@ class MoE(Module):
         return tp.own_rows(batch.samples), tp.own_rows(batch.places)
 
     def _within_capacity(self, choice: Choice, batch: Batch) -> Choice:
-        """Without the pairs that find no room. Room is counted by document or else by sequence, so it does not depend on who holds what."""
+        """Without the pairs that find no room. Room is counted by document or else by sequence, so it does not
+        depend on who holds what."""
         count, factor = self.router.num_experts, self.balance.capacity
-        whole = replace(choice, experts_TK=self._everyones(choice.experts_TK, batch), weights_TK=self._everyones(choice.weights_TK.detach(), batch))
+        whole = replace(
+            choice,
+            experts_TK=self._everyones(choice.experts_TK, batch),
+            weights_TK=self._everyones(choice.weights_TK.detach(), batch),
+        )
         sequence, sequences = batch.uncut.runs
         limit: int | Tensor = ops.expert_capacity(self.router, batch.seq_length, factor)  # type: ignore[arg-type]
         if batch.documents is not None:
-            lengths = torch.zeros(sequences, dtype=torch.int64, device=sequence.device).scatter_add_(0, sequence, torch.ones_like(sequence))
+            lengths = torch.zeros(sequences, dtype=torch.int64, device=sequence.device).scatter_add_(
+                0, sequence, torch.ones_like(sequence)
+            )
             limit = ops.expert_capacities(self.router, lengths, factor)  # type: ignore[arg-type]
         kept = ops.within_capacity(whole, count, limit, self.balance.drop, sequence, sequences)
         return ops.dropping(choice, self.env.tp.own_rows(batch.take(kept)), count)
@@ -312,7 +397,8 @@ class MoE(Module):
         return batch.join(everyones.chunk(batch.part.count), batch.part.all)
 
     def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
-        """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed again)."""
+        """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed
+        again)."""
         b, real = self.balance, self._real(batch)
         balance, z = self._balance_loss(choice, batch), ops.z_loss(logits, real) / batch.num_real
         with torch.no_grad():
@@ -320,7 +406,9 @@ class MoE(Module):
             counts = ops.expert_counts(choice.experts_TK, self.router.num_experts)[0].double()
             means = torch.stack([ops.entropy(choice, real), balance * tokens, z * batch.num_real])
             sums = torch.cat((means.double(), lost.double()))
-        return Attach.apply(y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, tokens))
+        return Attach.apply(
+            y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, tokens)
+        )
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
         """() the same on all ranks that share the micro-batch; its gradient goes to this rank's scores."""
@@ -358,19 +446,23 @@ def spread(choice: Choice, count: int) -> Tensor:
 
 
 def shares_of_runs(batch: Batch) -> Tensor:
-    """(S,) float64: what each sequence (or document) counts in the micro-batch's loss: its tokens with a loss, over those of all."""
+    """(S,) float64: what each sequence (or document) counts in the micro-batch's loss: its tokens with a loss, over
+    those of all."""
 
     def shares() -> Tensor:
         number, runs = batch.uncut.runs
         tokens = torch.zeros(runs, dtype=torch.float64, device=number.device)
-        tokens.scatter_add_(0, number, (batch.uncut.labels != IGNORE).double())  # whole numbers: any order gives the same
+        tokens.scatter_add_(
+            0, number, (batch.uncut.labels != IGNORE).double()
+        )  # whole numbers: any order gives the same
         return tokens / tokens.sum().clamp_min(1)
 
     return batch.derive("shares of runs", shares)
 
 
 def loss_weight(batch: Batch) -> Tensor:
-    """() what the mean loss of this micro-batch counts in the gradient: its tokens with a loss, over those of the global batch."""
+    """() what the mean loss of this micro-batch counts in the gradient: its tokens with a loss, over those of the
+    global batch."""
     tokens = batch.derive("tokens with a loss", lambda: (batch.uncut.labels != IGNORE).sum())
     return tokens if batch.loss_seed is None else tokens * batch.loss_seed
 

@@ -1,7 +1,8 @@
-"""Multi-token prediction: modules after the last layer that predict tokens further ahead. DeepSeek-V3 technical report, section 2.2.
+"""Multi-token prediction: modules after the last layer that predict tokens further ahead. DeepSeek-V3 technical
+report, section 2.2.
 
-Knows how depths are chained, what they read and how their losses join the main one; a depth's layer, the embedding and the head are
-handed in. T tokens of a micro-batch, D model, k depth (1 is the token after the next).
+Knows how depths are chained, what they read and how their losses join the main one; a depth's layer, the embedding
+and the head are handed in. T tokens of a micro-batch, D model, k depth (1 is the token after the next).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from phalanx.base.batch import IGNORE, Batch
 from phalanx.layout.param import Init
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
@@ -19,16 +19,20 @@ from phalanx.nn.head import Head
 from phalanx.nn.module import Block, Module, Rows, column_spec
 from phalanx.nn.moe import Attach
 from phalanx.nn.norm import RMSNorm
-from phalanx.ops.matmul import local_matmul
+from phalanx.ops.dense.matmul import local_matmul
+from phalanx.sequence.batch import IGNORE, Batch
 
 
 class Depth(Module):
-    """One depth: h_k = norm(layer(project([norm(token ahead); norm(h_{k-1})]))). The projection is whole on each tp rank."""
+    """One depth: h_k = norm(layer(project([norm(token ahead); norm(h_{k-1})]))). The projection is whole on each tp
+    rank."""
 
     def __init__(self, env: Env, at: str, width: int, eps: float, std: float, layer: Block):
         super().__init__(env)
         self.enorm, self.hnorm = RMSNorm(env, f"{at}.enorm", width, eps), RMSNorm(env, f"{at}.hnorm", width, eps)
-        self.project = self.param(column_spec([Rows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)], 2 * width, Init("normal", std)))
+        self.project = self.param(
+            column_spec([Rows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)], 2 * width, Init("normal", std))
+        )
         self.layer = layer
         self.norm = RMSNorm(env, f"{at}.shared_head.norm", width, eps)
 
@@ -45,9 +49,9 @@ class Depth(Module):
 class MultiTokenPrediction(Block):
     """x -> norm(x), the model's last norm; in training its backward starts that of the losses of all depths too.
 
-    The losses are summed over tokens, times weight / number of depths, and divided by the tokens with a main loss, as all of the
-    gradient is: a depth's mean over all positions (equation 24), of which the last k have no loss. `tally` () float64 adds up the
-    depths' summed losses over micro-batches; made by whoever trains.
+    The losses are summed over tokens, times weight / number of depths, and divided by the tokens with a main loss,
+    as all of the gradient is: a depth's mean over all positions (equation 24), of which the last k have no loss.
+    `tally` () float64 adds up the depths' summed losses over micro-batches; made by whoever trains.
     """
 
     recomputable = False  # heads make gradients in forward: that must happen once

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
-from phalanx.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(Module):
@@ -19,7 +19,8 @@ class RMSNorm(Module):
         return rms_norm(x, self.weight, self.eps, self.env.twin("norm"))
 
     def add(self, x: Tensor, delta: Tensor | None = None, nan: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual stream and what the next sub-layer reads, of which `nan` is the `nan_for_input`."""
+        """(x + delta, its norm): the residual stream and what the next sub-layer reads, of which `nan` is the
+        `nan_for_input`."""
         x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"), nan)
         self.env.tape.output("norm", normed, self.forward, x)
         return x, normed

@@ -6,14 +6,14 @@ from functools import partial
 
 from torch import Tensor
 
-from phalanx.base.batch import Batch
-from phalanx.nn.held import Held
 from phalanx.nn.module import Block
+from phalanx.nn.offload import Held
+from phalanx.sequence.batch import Batch
 
 
 def run_block(block: Block, x: Tensor, batch: Batch, held: Held | None = None) -> Tensor:
-    """block(x, batch), of which the ops named in `block.again` are made again in backward; `held` is given what else it saves, if the
-    block is one whose activations wait on the host."""
+    """block(x, batch), of which the ops named in `block.again` are made again in backward; `held` is given what else
+    it saves, if the block is one whose activations wait on the host."""
     tape = block.env.tape
     with tape.block(block.again if block.training else frozenset(), held if block.offloaded else None):
         if not block.recomputable:

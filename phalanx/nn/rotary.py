@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import Batch
-from phalanx.ops.rope import rotary_table
-from phalanx.ops.rope_scaling import Rotation
+from phalanx.ops.dense.rope import rotary_table
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.sequence.batch import Batch
 
 
 class Rotary:

@@ -1,11 +1,13 @@
-"""Tape: which tensors of a block's forward are not stored for its backward, and how they come back; modules call their ops through it.
+"""Tape: which tensors of a block's forward are not stored for its backward, and how they come back; modules call
+their ops through it.
 
-A named op that is to be made again keeps its inputs alone: neither what it saves inside nor its outputs, whoever saves those. When backward
-first asks for any of them the op runs again, once, on inputs that may come back the same way. Chen et al., "Training deep nets with
-sublinear memory cost", 2016; Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022.
+A named op that is to be made again keeps its inputs alone: neither what it saves inside nor its outputs, whoever
+saves those. When backward first asks for any of them the op runs again, once, on inputs that may come back the same
+way. Chen et al., "Training deep nets with sublinear memory cost", 2016; Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022.
 
-Which ops are made again is told by whoever runs the block (nn.recompute). What is saved is seen by torch.autograd's hooks for saved
-tensors, so no op needs to know. Nothing here depends on random state: dropout is counter-based.
+Which ops are made again is told by whoever runs the block (nn.recompute). What is saved is seen by torch.autograd's
+hooks for saved tensors, so no op needs to know. Nothing here depends on random state: dropout is counter-based.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.base.batch import Batch
-from phalanx.nn.held import Held, Part
-from phalanx.ops.pieces import in_pieces
+from phalanx.nn.offload import Held, Part
+from phalanx.ops.dense.pieces import in_pieces
+from phalanx.sequence.batch import Batch
 
 OPS = {
     "norm": "the outputs of norms",
@@ -35,14 +37,19 @@ OPS = {
     "activation": "the MLP's activation (of experts too)",
     "dropout": "masks of dropout outside attention",
     "experts": "what experts get, compute and send back, its exchanges between ranks included",
-    "mlp": "MLPs, by an eighth of their tokens at a time: of what lies between their matmuls no more is ever there (in FP8 they stay whole)",
+    "mlp": "MLPs, by an eighth of their tokens at a time: of what lies between their matmuls no more is ever "
+    "there (in FP8 they stay whole)",
     "layer": "whole layers but for attention between its projections: the layers' inputs and its outputs are kept",
     "block": "whole layers; their inputs alone are kept",
 }
 """Names of the ops that can be made again in backward, and what of them is then not kept."""
 PRESETS: dict[str, tuple[str, ...]] = {
-    "none": (), "pointwise": ("norm", "activation"), "selective": ("rope", "attention"), "long": ("layer", "mlp"), "full": ("block",),
-}  # fmt: skip
+    "none": (),
+    "pointwise": ("norm", "activation"),
+    "selective": ("rope", "attention"),
+    "long": ("layer", "mlp"),
+    "full": ("block",),
+}
 """Sets of them that have a name."""
 
 
@@ -51,24 +58,35 @@ class _Enough(Exception):
 
 
 class _Again:
-    """An op that runs again when backward first asks for what it made. It lives as long as any node of the graph may ask.
+    """An op that runs again when backward first asks for what it made. It lives as long as any node of the graph may
+    ask.
 
     `around`: the context that it runs in, each time.
     """
 
-    def __init__(self, name: str, make: Callable[..., Any], inputs: tuple[Any, ...], wanted: tuple[bool, ...], ran: Callable[[], None],
-                 around: Callable[[_Again], AbstractContextManager[None]] = lambda _: nullcontext()):  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        wanted: tuple[bool, ...],
+        ran: Callable[[], None],
+        around: Callable[[_Again], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ):
         self.name, self.make, self.inputs, self.wanted, self.ran, self.around = name, make, inputs, wanted, ran, around
         self._saved = 0
         self._inside: list[Tensor] = []
         self._given: list[Tensor] = []  # the inputs, while it runs again
         self._outputs: list[Tensor] | None = None
         self._over = False
-        self._kept: list[tuple[Kept, bool]] = []  # what ops inside made that do not run again, and whether it has a gradient
+        self._kept: list[
+            tuple[Kept, bool]
+        ] = []  # what ops inside made that do not run again, and whether it has a gradient
         self._inputs: list[tuple[Tensor, ...]] = []  # of those, made again
 
     def first(self, inputs: tuple[Tensor, ...]) -> Any:
-        """What the op makes the first time. In place of a tensor saved inside, its number is; an input is there anyway."""
+        """What the op makes the first time. In place of a tensor saved inside, its number is; an input is there
+        anyway."""
         here = list(inputs)
 
         def pack(tensor: Tensor) -> int | _View:
@@ -84,7 +102,8 @@ class _Again:
         return made
 
     def keep(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...], store: Callable[[Tensor], Kept]) -> Tensor:
-        """make(*inputs) of an op inside that does not run again: `store` is given what it saves and makes, but for its inputs."""
+        """make(*inputs) of an op inside that does not run again: `store` is given what it saves and makes, but for
+        its inputs."""
         if self._given:
             made, wanted = self._kept[len(self._inputs)]
             self._inputs.append(tuple(t.detach() for t in inputs))
@@ -129,7 +148,9 @@ class _Again:
     def _run(self) -> None:
         if self._over:
             return
-        self._given = inputs = [stored(t).detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)]
+        self._given = inputs = [
+            stored(t).detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)
+        ]
 
         def pack(tensor: Tensor) -> None:
             if _lies_in(tensor, inputs) is None:
@@ -212,16 +233,17 @@ class Cuts(Protocol):
     """Of those ops."""
 
     def op(self, make: Callable[..., Any], likes: Sequence[Like]) -> Callable[..., Any]:
-        """What to call with inputs alone in place of make(held, batch, *inputs), a tensor or several, like these. `held` is given what the op saves,
-        if its block is one whose activations wait on the host."""
+        """What to call with inputs alone in place of make(held, batch, *inputs), a tensor or several, like these.
+        `held` is given what the op saves, if its block is one whose activations wait on the host."""
         ...
 
 
 class Tape:
-    """What the forward of the block that runs now does not store. One for all blocks of a rank; between blocks it is empty.
+    """What the forward of the block that runs now does not store. One for all blocks of a rank; between blocks it is
+    empty.
 
-    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans. `cuts` is given the ops
-    that cannot be captured, while a block is.
+    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans. `cuts`
+    is given the ops that cannot be captured, while a block is.
     """
 
     def __init__(self) -> None:
@@ -235,7 +257,8 @@ class Tape:
 
     @contextmanager
     def block(self, again: Set[str], held: Held | None = None) -> Iterator[None]:
-        """Around the forward of a block: the ops named in `again` are made again in its backward. `held` is given the rest to keep."""
+        """Around the forward of a block: the ops named in `again` are made again in its backward. `held` is given
+        the rest to keep."""
         if not (again or held) or not torch.is_grad_enabled():
             yield
             return
@@ -248,9 +271,11 @@ class Tape:
             self._outputs.clear()
 
     def op(self, name: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
-        """make(*inputs), a tensor or a tuple of them: neither its outputs nor what it saves are stored if `name` is to be made again.
+        """make(*inputs), a tensor or a tuple of them: neither its outputs nor what it saves are stored if `name` is
+        to be made again.
 
-        All tensors with a gradient that `make` reads must be among the inputs (weights apart). It must give the same bits each time.
+        All tensors with a gradient that `make` reads must be among the inputs (weights apart). It must give the same
+        bits each time.
         """
         self.names.add(name)
         if name not in self._again:
@@ -260,8 +285,11 @@ class Tape:
         self._know(again, made, inputs)
         return made
 
-    def by_batch(self, name: str, make: Callable[..., Any], batch: Batch, likes: Sequence[Like], *inputs: Tensor) -> Any:
-        """The same of make(batch, *inputs), like `likes`, which does other things for each batch. The first of them alone has a gradient."""
+    def by_batch(
+        self, name: str, make: Callable[..., Any], batch: Batch, likes: Sequence[Like], *inputs: Tensor
+    ) -> Any:
+        """The same of make(batch, *inputs), like `likes`, which does other things for each batch. The first of them
+        alone has a gradient."""
         if self.cuts is None or name not in self.cuts.names:
             return self.op(name, partial(make, batch), *inputs)
         inside = frozenset() if name in self._again else self._again
@@ -271,13 +299,17 @@ class Tape:
         """Whether this op runs apart from what is captured now."""
         return self.cuts is not None and name in self.cuts.names
 
-    def _apart(self, make: Callable[..., Any], again: Set[str], offloaded: bool, held: Held | None, *inputs: Any) -> Any:
-        """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would store."""
+    def _apart(
+        self, make: Callable[..., Any], again: Set[str], offloaded: bool, held: Held | None, *inputs: Any
+    ) -> Any:
+        """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would
+        store."""
         with self.block(again, held if offloaded else None):
             return make(*inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:
-        """Where an op makes more than what is not to be stored: `made` alone is not, and make(*inputs) gives it again."""
+        """Where an op makes more than what is not to be stored: `made` alone is not, and make(*inputs) gives it
+        again."""
         self.names.add(name)
         if name in self._again:
             self._know(self._run_later(name, torch.no_grad()(make), inputs), made, inputs)
@@ -291,12 +323,14 @@ class Tape:
         return self._run_later(name, make, inputs, partial(self._inside, self._again & {"mlp"})).first(inputs)
 
     def keep(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """make(*inputs), part of attention: what does not run again of a "layer" that does. (What runs apart from a captured layer does.)"""
+        """make(*inputs), part of attention: what does not run again of a "layer" that does. (What runs apart from a
+        captured layer does.)"""
         whole = self._whole if self.cuts is None else None
         return make(*inputs) if whole is None or whole.name != "layer" else whole.keep(make, inputs, self._pack)
 
     def in_pieces(self, make: Callable[[Tensor], Tensor], x: Tensor, params: Iterable[Tensor]) -> Tensor:
-        """make(x) of an MLP with these weights, (T, D) -> (T, D): if "mlp" is to be made again, some of the tokens at a time."""
+        """make(x) of an MLP with these weights, (T, D) -> (T, D): if "mlp" is to be made again, some of the tokens
+        at a time."""
         self.names.add("mlp")
         if "mlp" not in self._again:
             return make(x)
@@ -333,18 +367,23 @@ class Tape:
         return _Again(name, make, kept, wanted, partial(self.reran.update, (name,)), *around)
 
     def _know(self, again: _Again, made: Any, inputs: tuple[Tensor, ...]) -> None:
-        """From now on `made` is not stored by who saves it. An output in the memory of an input is what the input is."""
+        """From now on `made` is not stored by who saves it. An output in the memory of an input is what the input
+        is."""
         known = {t.untyped_storage()._cdata for t in inputs}
         for number, t in enumerate(_tensors(made)):
             storage = t.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
-                self._outputs[storage._cdata] = _Output(weakref.ref(storage), again, number, int(t.storage_offset()), t.dtype)
+                self._outputs[storage._cdata] = _Output(
+                    weakref.ref(storage), again, number, int(t.storage_offset()), t.dtype
+                )
 
     def _pack(self, tensor: Tensor) -> Kept:
         storage = tensor.untyped_storage()
         found = self._outputs.get(storage._cdata)
-        if found is None or found.storage() is not storage or found.dtype != tensor.dtype:  # memory is used anew once it is free
+        if (
+            found is None or found.storage() is not storage or found.dtype != tensor.dtype
+        ):  # memory is used anew once it is free
             return tensor if self._held is None else self._held.put(tensor)
         return _View(partial(found.again.output, found.number), *_place(tensor, found.offset))
 

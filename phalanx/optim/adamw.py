@@ -9,10 +9,10 @@ from torch import Tensor
 
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
-from phalanx.ops.adamw import AdamOptions, Part, adamw_
-from phalanx.ops.kernels import Kernels
-from phalanx.ops.moments import BLOCK
-from phalanx.ops.shard import Shard
+from phalanx.ops.op import Kernels
+from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_
+from phalanx.ops.optimizer.moments import BLOCK
+from phalanx.ops.optimizer.shard import Shard
 from phalanx.optim.config import OptimConfig
 
 
@@ -23,7 +23,8 @@ def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
 
 
 def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[tuple[int, int, tuple[float, float]]]:
-    """Runs (start, stop, group) of the bucket's elements lo..hi, neighbours of one group merged. Padding goes with what is before it."""
+    """Runs (start, stop, group) of the bucket's elements lo..hi, neighbours of one group merged. Padding goes with
+    what is before it."""
     found: list[tuple[int, int, tuple[float, float]]] = []
     starts = sorted(
         (slot.offset + piece.first(slot.spec.shape), group_of(piece, config))
@@ -75,4 +76,6 @@ class AdamW:
         factor = torch.ones_like(skip) if factor is None else factor
         self.step.add_(1.0 - skip)
         for (decay, scale), members in self.groups.items():
-            adamw_(members, self.step, AdamOptions(lr * scale, c.beta1, c.beta2, c.eps, decay), factor, skip, self.kernels)
+            adamw_(
+                members, self.step, AdamOptions(lr * scale, c.beta1, c.beta2, c.eps, decay), factor, skip, self.kernels
+            )

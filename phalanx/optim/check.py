@@ -8,7 +8,9 @@ from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, no_effect, problem, within
 from phalanx.optim.config import OptimConfig
 
-SLOWEST = 0.99  # decay of a moment in bf16: half a step of its 8 bits is 2^-9 of it, so that slower ones would stand still
+SLOWEST = (
+    0.99  # decay of a moment in bf16: half a step of its 8 bits is 2^-9 of it, so that slower ones would stand still
+)
 
 
 def check(config: OptimConfig, *, steps: int) -> list[Problem]:
@@ -20,18 +22,27 @@ def check(config: OptimConfig, *, steps: int) -> list[Problem]:
 
 def check_ranges(config: OptimConfig) -> list[Problem]:
     intervals = {
-        "lr": "[0, inf)", "min_lr": "[0, inf)", "beta1": "[0, 1)", "beta2": "[0, 1)", "eps": "(0, inf)", "weight_decay": "[0, inf)",
-    }  # fmt: skip
+        "lr": "[0, inf)",
+        "min_lr": "[0, inf)",
+        "beta1": "[0, 1)",
+        "beta2": "[0, 1)",
+        "eps": "(0, inf)",
+        "weight_decay": "[0, inf)",
+    }
     found = [p for name, interval in intervals.items() for p in within("optim", config, name, interval)]
     if not (math.isfinite(config.clip_grad) and config.clip_grad >= 0):
-        found.append(problem("optim", config, "clip_grad", "must be a number in [0, inf); 0 turns clipping off", {}, (1.0, 0.0)))
+        found.append(
+            problem("optim", config, "clip_grad", "must be a number in [0, inf); 0 turns clipping off", {}, (1.0, 0.0))
+        )
     if config.moments == "bf16":
         for name in ("beta1", "beta2"):
             if getattr(config, name) > SLOWEST:
                 rule = f"must be <= {SLOWEST} with bf16 moments, which round smaller changes away"
                 found.append(problem("optim", config, name, rule, {"optim.moments": config.moments}, (0.95, SLOWEST)))
     if not found and config.min_lr > config.lr:
-        found.append(problem("optim", config, "min_lr", "must be <= lr", {"optim.lr": config.lr}, (config.lr, config.lr / 10)))
+        found.append(
+            problem("optim", config, "min_lr", "must be <= lr", {"optim.lr": config.lr}, (config.lr, config.lr / 10))
+        )
     for pattern, scale in config.lr_scale.items():
         if not (math.isfinite(scale) and scale >= 0):
             found.append(Problem(f"optim.lr_scale.{pattern}", scale, "must be a number in [0, inf)", {}, (1.0,)))
@@ -42,9 +53,15 @@ def check_ranges(config: OptimConfig) -> list[Problem]:
 def check_schedule(config: OptimConfig, steps: int) -> list[Problem]:
     found = []
     if config.warmup_steps >= steps:
-        found.append(problem("optim", config, "warmup_steps", "must be < train.steps", {"train.steps": steps}, (steps - 1,)))
+        found.append(
+            problem("optim", config, "warmup_steps", "must be < train.steps", {"train.steps": steps}, (steps - 1,))
+        )
     if config.schedule in ("constant", "inverse_sqrt"):
-        unread = ("min_lr", "decay_steps", "wsd_decay_steps") if config.schedule == "constant" else ("decay_steps", "wsd_decay_steps")
+        unread = (
+            ("min_lr", "decay_steps", "wsd_decay_steps")
+            if config.schedule == "constant"
+            else ("decay_steps", "wsd_decay_steps")
+        )
         return found + no_effect("optim", config, unread, "a schedule that reads it", _schedule(config))
     if config.decay_steps is not None and config.decay_steps <= config.warmup_steps:
         because = {"optim.warmup_steps": config.warmup_steps}
@@ -55,7 +72,11 @@ def check_schedule(config: OptimConfig, steps: int) -> list[Problem]:
     longest = (config.decay_steps or steps) - config.warmup_steps
     if not found and config.wsd_decay_steps is not None and config.wsd_decay_steps > longest:
         because = {"decay_steps - warmup_steps": longest}
-        found.append(problem("optim", config, "wsd_decay_steps", "must fit between warm-up and the end", because, (longest, None)))
+        found.append(
+            problem(
+                "optim", config, "wsd_decay_steps", "must fit between warm-up and the end", because, (longest, None)
+            )
+        )
     return found
 
 

@@ -21,7 +21,8 @@ class OptimConfig:
     eps: float = 1e-8
     """Adam's epsilon, > 0."""
     moments: Literal["master", "bf16", "fp8"] = "master"
-    """Dtype of Adam's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at every step; or fp8, which takes a
+    """Dtype of Adam's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at every
+    step; or fp8, which takes a
     quarter: E4M3, a power of two for every 32, the second moment as its root, rounded up or down at random."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings; norms, biases and attention sinks have none."""
@@ -36,4 +37,5 @@ class OptimConfig:
     wsd_decay_steps: int | None = None
     """wsd only: length of the final decay; unset: a tenth of decay_steps."""
     lr_scale: dict[str, float] = field(default_factory=dict)
-    """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first match counts."""
+    """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first
+    match counts."""

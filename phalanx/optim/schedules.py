@@ -8,10 +8,11 @@ from phalanx.optim.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of step 1, 2, ...: linear warm-up from 0 to lr over warmup_steps, then the schedule down to min_lr at decay_steps.
+    """The rate of step 1, 2, ...: linear warm-up from 0 to lr over warmup_steps, then the schedule down to min_lr at
+    decay_steps.
 
-    The first step after warm-up's last has reached lr; step decay_steps and later have min_lr (constant and inverse_sqrt:
-    no end). wsd: constant, then linear over the last wsd_decay_steps (Hu et al., "MiniCPM", 2024).
+    The first step after warm-up's last has reached lr; step decay_steps and later have min_lr (constant and
+    inverse_sqrt: no end). wsd: constant, then linear over the last wsd_decay_steps (Hu et al., "MiniCPM", 2024).
     """
     c = config
     if step <= c.warmup_steps:

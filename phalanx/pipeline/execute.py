@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import Batch
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
-from phalanx.nn.held import Held, Mover, hollow
 from phalanx.nn.module import Block
+from phalanx.nn.offload import Held, Mover, hollow
 from phalanx.nn.recompute import run_block
 from phalanx.pipeline.graphs import Eager
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Recv, Send, Value, Wait
+from phalanx.sequence.batch import Batch
 
 Handlers = Mapping[type, Callable[[Any], None]]
 
@@ -31,20 +31,35 @@ def execute(instructions: Sequence[Instruction], handlers: Handlers) -> None:
 class Stages:
     """The blocks of one rank, grouped in runs, and the values in flight between them.
 
-    A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on. `begin`
-    sets what a step works on; afterwards `loss_sum` () float64 is the summed loss of this rank's last stage (else 0).
-    With `loss_seed` the head makes its gradients in forward, else in backward.
+    A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on.
+    `begin` sets what a step works on; afterwards `loss_sum` () float64 is the summed loss of this rank's last stage
+    (else 0). With `loss_seed` the head makes its gradients in forward, else in backward.
     """
 
-    def __init__(self, runs: dict[tuple[int, int], list[Block]], runs_per_stage: tuple[int, ...], mesh: Mesh, width: int, dtype: torch.dtype,
-                 runner: Eager | None = None, loss_seed: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        runs: dict[tuple[int, int], list[Block]],
+        runs_per_stage: tuple[int, ...],
+        mesh: Mesh,
+        width: int,
+        dtype: torch.dtype,
+        runner: Eager | None = None,
+        loss_seed: bool = True,
+    ):
         self.runner = runner or Eager()
-        self._ends = min(runs), max(runs)  # the first and the last run that this rank computes of a micro-batch in forward
+        self._ends = (
+            min(runs),
+            max(runs),
+        )  # the first and the last run that this rank computes of a micro-batch in forward
         self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
         self.loss_seed = loss_seed
-        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # what to ask of the last block instead of its loss
+        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = (
+            None  # what to ask of the last block instead of its loss
+        )
         self.losses = torch.zeros(1, dtype=torch.float64, device=mesh.device)  # of each micro-batch
-        self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # what the first block gets instead of an activation
+        self._none = torch.empty(
+            0, dtype=dtype, device=mesh.device
+        )  # what the first block gets instead of an activation
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
         self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
@@ -77,9 +92,14 @@ class Stages:
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {
-            Forward: self.forward, Backward: self.backward, Recv: self.recv, Wait: self.wait, Send: self.send, Offload: self.offload,
+            Forward: self.forward,
+            Backward: self.backward,
+            Recv: self.recv,
+            Wait: self.wait,
+            Send: self.send,
+            Offload: self.offload,
             Fetch: self.fetch,
-        }  # fmt: skip
+        }
 
     def is_last(self, stage: int, run: int) -> bool:
         return stage == len(self.runs_per_stage) - 1 and run == self.runs_per_stage[stage] - 1
@@ -114,11 +134,13 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it; and its input, if that is memory
-        of a graph."""
+        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it; and
+        its input, if that is memory of a graph."""
         where, (x, y), batch = (i.stage, i.run), self._saved[i.stage, i.run, i.mb], self.batches[i.mb]
         weights = (p for block in self.runs[where] for p in block.parameters())
-        self.offloaded_bytes += self.runner.leave(where, i.mb, (y, *weights, *batch.tensors, *((x,) if self.runner.reuses_memory else ())))
+        self.offloaded_bytes += self.runner.leave(
+            where, i.mb, (y, *weights, *batch.tensors, *((x,) if self.runner.reuses_memory else ()))
+        )
         if self.runner.has_left(where, i.mb, x):
             before = self._saved.get((i.stage, i.run - 1, i.mb))
             for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
@@ -160,16 +182,22 @@ class Stages:
     def recv(self, i: Recv) -> None:
         hosts, tokens = self._hosts, self.batches[i.mb].num_tokens // self.mesh.grid.tp
         buffer = torch.empty(tokens, self.width, dtype=self.dtype, device="cpu" if hosts else self.mesh.device)
-        self._receiving[i.value] = hosts.recv(buffer, i.peer) if hosts else self.mesh.edge(i.peer, self.mesh.at.pp).recv(buffer, source=0)
+        self._receiving[i.value] = (
+            hosts.recv(buffer, i.peer) if hosts else self.mesh.edge(i.peer, self.mesh.at.pp).recv(buffer, source=0)
+        )
 
     def wait(self, i: Wait) -> None:
         self._values[i.value] = self._receiving.pop(i.value).wait().to(self.mesh.device)
 
     def send(self, i: Send) -> None:
-        self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of those that are complete
+        self._sending = [
+            work for work in self._sending if not work.over()
+        ]  # frees the buffers of those that are complete
         hosts, value = self._hosts, self._values.pop(i.value)
         value = value.clone() if self.runner.reuses_memory and i.kind == "act" else value.contiguous()
-        self._sending.append(hosts.send(value.cpu(), i.peer) if hosts else self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1))
+        self._sending.append(
+            hosts.send(value.cpu(), i.peer) if hosts else self.mesh.edge(self.mesh.at.pp, i.peer).send(value, to=1)
+        )
 
     @property
     def _hosts(self) -> Axis | None:

@@ -1,15 +1,17 @@
 """CUDA graphs of runs of blocks: after a step without them, forward and backward of each run become one launch each.
 
-A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight in a stage: its tokens, its activations and its
-gradients always lie at the same addresses, so what a run writes is what the next run's graph reads, without copies. A stage has
-as many slots as micro-batches were ever in flight in it at once.
+A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight in a stage: its tokens, its
+activations and its gradients always lie at the same addresses, so what a run writes is what the next run's graph
+reads, without copies. A stage has as many slots as micro-batches were ever in flight in it at once.
 
-What forward makes lies in a pool of memory of its slot: within a slot the order of captures is the order of replays, between slots
-it is not. What backward makes is needed no longer than until the stage's backward of that micro-batch is over, and nothing comes
-between its runs, so all slots of a rank share one pool for it; whoever keeps the gradient of a stage's input takes a copy.
+What forward makes lies in a pool of memory of its slot: within a slot the order of captures is the order of replays,
+between slots it is not. What backward makes is needed no longer than until the stage's backward of that micro-batch
+is over, and nothing comes between its runs, so all slots of a rank share one pool for it; whoever keeps the gradient
+of a stage's input takes a copy.
 
-Where activations wait on the host, graphs of copies take them there and back, on a stream of their own. Until the slot's next compute is over
-they are in both places; then what is captured in the slot may use their memory. They come back to other memory of the slot.
+Where activations wait on the host, graphs of copies take them there and back, on a stream of their own. Until the
+slot's next compute is over they are in both places; then what is captured in the slot may use their memory. They
+come back to other memory of the slot.
 """
 
 from __future__ import annotations
@@ -23,21 +25,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.base.batch import Batch, usual_documents
-from phalanx.comm.axis import Axis
-from phalanx.comm.symmetric import Symmetric
-from phalanx.nn.held import Held, Places
+from phalanx.comm.axis import Axis, Overlap
+from phalanx.nn.offload import Held, Places
 from phalanx.nn.tape import Tape
 from phalanx.pipeline.root import backward_from
-from phalanx.pipeline.rows import Cuda, Cuts, Row, uncollected
+from phalanx.pipeline.segments import Cuda, Cuts, Row, uncollected
 from phalanx.schedule.actions import Schedule
+from phalanx.sequence.batch import Batch, usual_documents
 
 Compute = Callable[[Tensor, Batch, Held | None], Tensor]
 """(input, batch, what holds activations that are to wait on the host) -> output."""
 Where = tuple[int, int]
 SELDOM, DEALT, PLAIN, OF_DOCUMENTS = range(4)
-"""Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a pool of memory; whose
-documents are dealt to ranks; without documents; with them."""
+"""Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a
+pool of memory; whose documents are dealt to ranks; without documents; with them."""
 T = TypeVar("T")
 
 
@@ -52,9 +53,10 @@ def _kind(batch: Batch) -> int:
 class Eager:
     """Runs blocks as they are: what graphs are the fast twin of.
 
-    `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long takes a copy.
-    `captures`: whether graphs may be made in this step. CUDA may wait then for all that the device is doing, so nothing may be under way
-    there that another rank's host has yet to ask for: a message received ahead would wait for what that rank computes from this run.
+    `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long
+    takes a copy. `captures`: whether graphs may be made in this step. CUDA may wait then for all that the device is
+    doing, so nothing may be under way there that another rank's host has yet to ask for: a message received ahead
+    would wait for what that rank computes from this run.
     """
 
     reuses_memory = False
@@ -64,12 +66,15 @@ class Eager:
         self._held: dict[tuple[Where, int], Held] = {}
 
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
-        """At the start of a step with these micro-batches; `seed` () is the gradient of the summed loss. Returns the tensor to use in its place."""
+        """At the start of a step with these micro-batches; `seed` () is the gradient of the summed loss. Returns the
+        tensor to use in its place."""
         return seed
 
-    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None) -> tuple[Tensor, Tensor]:
-        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first). `held`: of a run with
-        activations that are to wait on the host."""
+    def forward(
+        self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first).
+        `held`: of a run with activations that are to wait on the host."""
         if held is not None:
             self._held[where, mb] = held
         x = x if where == (0, 0) else x.detach().requires_grad_()
@@ -77,7 +82,8 @@ class Eager:
             return x, compute(x, batch, held)
 
     def leave(self, where: Where, mb: int, staying: Iterable[Tensor]) -> int:
-        """What the run saved of this micro-batch leaves for the host, but the memory of `staying`. The bytes that leave."""
+        """What the run saved of this micro-batch leaves for the host, but the memory of `staying`. The bytes that
+        leave."""
         return self._held[where, mb].leave(staying)
 
     def has_left(self, where: Where, mb: int, x: Tensor) -> bool:
@@ -113,7 +119,8 @@ class Eager:
 
 @dataclass
 class _Away:
-    """Graphs that take what a run saved to its places on the host, and back; `left` and `came` are what to wait for, once they are replayed."""
+    """Graphs that take what a run saved to its places on the host, and back; `left` and `came` are what to wait for,
+    once they are replayed."""
 
     places: Places
     out: Any
@@ -124,8 +131,8 @@ class _Away:
 
 @dataclass
 class _Captured:
-    """A run's two rows of graphs and the tensors they read and write. `held`: what forward saved that may leave for the host; `away`: how, if
-    it did so before its backward was captured."""
+    """A run's two rows of graphs and the tensors they read and write. `held`: what forward saved that may leave for
+    the host; `away`: how, if it did so before its backward was captured."""
 
     x: Tensor
     y: Tensor
@@ -136,7 +143,11 @@ class _Captured:
     away: _Away | None = None
 
     def reset(self) -> None:
-        rows = (self.forward, self.backward) if self.away is None else (self.forward, self.backward, self.away.out, self.away.back)
+        rows = (
+            (self.forward, self.backward)
+            if self.away is None
+            else (self.forward, self.backward, self.away.out, self.away.back)
+        )
         for row in rows:
             if row is not None:
                 row.reset()
@@ -153,14 +164,22 @@ class _Slot:
 
 
 class Graphs(Eager):
-    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange through inside. `between`: names
-    of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose runs exchange while they have different micro-batches. `schedule`:
-    of so many micro-batches, where stages on other ranks pass messages."""
+    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange
+    through inside. `between`: names of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose
+    runs exchange while they have different micro-batches. `schedule`: of so many micro-batches, where stages on
+    other ranks pass messages."""
 
     reuses_memory = True
 
-    def __init__(self, device: Cuda, tape: Tape, memories: tuple[Symmetric, ...] = (), between: Set[str] = frozenset(),
-                 hosts: Axis | None = None, schedule: Callable[[int], Schedule] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        device: Cuda,
+        tape: Tape,
+        memories: tuple[Overlap, ...] = (),
+        between: Set[str] = frozenset(),
+        hosts: Axis | None = None,
+        schedule: Callable[[int], Schedule] | None = None,
+    ):
         super().__init__()
         self.device, self.memories, self._tape, self._cuts, self._hosts = device, memories, tape, Cuts(between), hosts
         self._passing = device.pool()  # what backward makes
@@ -201,7 +220,9 @@ class Graphs(Eager):
         self.close()
         self.memories, self._passing = memories, self.device.pool()  # a pool whose graphs are all gone takes no more
 
-    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None
+    ) -> tuple[Tensor, Tensor]:
         if not self._warm or self._kinds[mb] == SELDOM:
             return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute, held))
         if (where[0], mb) not in self._taken:
@@ -209,7 +230,9 @@ class Graphs(Eager):
         slot = self._taken[where[0], mb][1]
         run = slot.runs.get(where)
         if run is None:
-            run = slot.runs[where] = self._capture_forward(slot, where, x, compute, None if held is None else Held(held.mover))
+            run = slot.runs[where] = self._capture_forward(
+                slot, where, x, compute, None if held is None else Held(held.mover)
+            )
         elif x.data_ptr() != run.x.data_ptr():
             run.x.detach().copy_(x)
         if held is not None:
@@ -282,7 +305,8 @@ class Graphs(Eager):
         away.came = None
 
     def _settle(self, slot: _Slot) -> None:
-        """What is on its way to the host has arrived before anything else is done in this slot; its memory may be written."""
+        """What is on its way to the host has arrived before anything else is done in this slot; its memory may be
+        written."""
         for away in slot.leaving:
             self.device.join(away.left)
             away.places.let_go()
@@ -308,8 +332,8 @@ class Graphs(Eager):
         return graph
 
     def _turning(self, work: Callable[[], T]) -> T:
-        """Do what is not captured, its exchanges ending on the turn on which they began, as those of graphs do: other graphs, and ranks that
-        replay theirs of this run, count on it."""
+        """Do what is not captured, its exchanges ending on the turn on which they began, as those of graphs do:
+        other graphs, and ranks that replay theirs of this run, count on it."""
         turns = [memory.turn for memory in self.memories]
         done = work()
         for memory, turn in zip(self.memories, turns):
@@ -317,16 +341,19 @@ class Graphs(Eager):
         return done
 
     def _agreed(self, kinds: list[int]) -> list[int]:
-        """What is not of one kind on all ranks that exchange tokens is captured on none: NCCL requires that of an exchange, and that all replay
-        the graphs that they captured together."""
+        """What is not of one kind on all ranks that exchange tokens is captured on none: NCCL requires that of an
+        exchange, and that all replay the graphs that they captured together."""
         if self._hosts is None:
             return kinds
         everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
         return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
 
     def _needs_slots(self, batches: Sequence[Batch]) -> bool:
-        """Whether some stage gets slots in this step. All stages find the same: they have micro-batches of the same sorts."""
-        sorts = tuple(None if kind == SELDOM else (b.num_sequences, b.seq_length, kind) for kind, b in zip(self._kinds, batches))
+        """Whether some stage gets slots in this step. All stages find the same: they have micro-batches of the same
+        sorts."""
+        sorts = tuple(
+            None if kind == SELDOM else (b.num_sequences, b.seq_length, kind) for kind, b in zip(self._kinds, batches)
+        )
         if self._schedule is None or sorts in self._known:
             return False
         self._known.add(sorts)
@@ -340,7 +367,11 @@ class Graphs(Eager):
         kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
-            tensors = {f.name: getattr(batch, f.name).clone() for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+            tensors = {
+                f.name: getattr(batch, f.name).clone()
+                for f in fields(batch)
+                if isinstance(getattr(batch, f.name), Tensor)
+            }
             slot = _Slot(replace(batch, **{**tensors, "loss_seed": self._seed, "_derived": {}}), self.device.pool())
             self._slots.setdefault(kind, []).append(slot)
             return kind, slot
@@ -359,7 +390,8 @@ class Graphs(Eager):
         return x.data_ptr() in mine
 
     def _let_go(self, slot: _Slot, run: _Captured) -> None:
-        """The gradient that `run` has read may be overwritten by what is captured after it: its writer no longer holds it.
+        """The gradient that `run` has read may be overwritten by what is captured after it: its writer no longer
+        holds it.
 
         From then on it is passed on as None: it lies where the graph expects it.
         """

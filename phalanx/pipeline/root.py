@@ -1,4 +1,5 @@
-"""Where a backward begins: a tensor and its gradient, given to autograd without what `Tensor.backward(gradient)` imports at first use."""
+"""Where a backward begins: a tensor and its gradient, given to autograd without what `Tensor.backward(gradient)`
+imports at first use."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch.autograd import Function
 def backward_from(y: Tensor, dy: Tensor | None) -> None:
     """`y.backward(dy)`; dy like y, or None where y has one element (its gradient is 1).
 
-    torch compares the shape of a given gradient by symbolic arithmetic, and imports sympy for it: half a second of every process' first
-    step. A number needs no gradient to be given; what hands dy on lies behind it.
+    torch compares the shape of a given gradient by symbolic arithmetic, and imports sympy for it: half a second of
+    every process' first step. A number needs no gradient to be given; what hands dy on lies behind it.
     """
     (y if dy is None else _Given.apply(y, dy)).backward()
 

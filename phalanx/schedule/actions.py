@@ -1,7 +1,8 @@
-"""The words of a pipeline schedule: actions of whole stages, and the instructions that one executor per rank runs in list order.
+"""The words of a pipeline schedule: actions of whole stages, and the instructions that one executor per rank runs in
+list order.
 
-Who decides the order of actions is `generators`; how they become instructions is `lower`; what running them means is `simulate`
-(the slow twin) and `pipeline.execute` (the real one).
+Who decides the order of actions is `generators`; how they become instructions is `lower`; what running them means is
+`simulate` (the slow twin) and `pipeline.execute` (the real one).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Buckets = Mapping[int, Set[tuple[int, int]]]
 
 
 class ScheduleError(PhalanxError):
-    """A schedule that cannot be made, or that would hang or compute the wrong thing. Found before any process group exists."""
+    """A schedule that cannot be made, or that would hang or compute the wrong thing. Found before any process group
+    exists."""
 
     exit_code = 2
 
@@ -48,7 +50,8 @@ def B(stage: int, mb: int) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Per rank, the order of its actions. `stage_rank[s]` is the rank that holds stage s; stages are numbered along the model."""
+    """Per rank, the order of its actions. `stage_rank[s]` is the rank that holds stage s; stages are numbered along
+    the model."""
 
     name: str
     num_micro_batches: int
@@ -85,8 +88,8 @@ class Schedule:
         return Action(action.kind, stage, action.mb) if 0 <= stage < self.num_stages else None
 
     def most_in_flight(self, sorts: Sequence[Hashable]) -> Counter[tuple[int, Hashable]]:
-        """(stage, sort) -> most micro-batches of that sort that are in flight in the stage at once, between their forward and their backward.
-        `sorts`: of each micro-batch; None: not counted."""
+        """(stage, sort) -> most micro-batches of that sort that are in flight in the stage at once, between their
+        forward and their backward. `sorts`: of each micro-batch; None: not counted."""
         live, most = Counter[tuple[int, Hashable]](), Counter[tuple[int, Hashable]]()
         for action in (a for order in self.orders for a in order if sorts[a.mb] is not None):
             where = action.stage, sorts[action.mb]
@@ -95,9 +98,10 @@ class Schedule:
         return most
 
 
-# ---- Instructions. A value between two stages is named by its reader: (kind, reading stage, mb). An executor keeps such values in
-# one table: the last run of a stage puts its result there, Send takes it away, Wait puts a received one there, and the first
-# run of the next stage takes it. So two neighbouring stages on one rank need no instruction between them.
+# ---- Instructions. A value between two stages is named by its reader: (kind, reading stage, mb). An executor keeps
+# such values in one table: the last run of a stage puts its result there, Send takes it away, Wait puts a received one
+# there, and the first run of the next stage takes it. So two neighbouring stages on one rank need no instruction
+# between them.
 
 
 class Value(NamedTuple):
@@ -131,7 +135,8 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Post the asynchronous receive, from rank `peer`, of the activation for `stage`'s forward or the gradient for its backward."""
+    """Post the asynchronous receive, from rank `peer`, of the activation for `stage`'s forward or the gradient for
+    its backward."""
 
     kind: TransferKind
     stage: int
@@ -217,14 +222,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start reducing what a bucket's gradients are so far: nothing adds to them before they are opened anew, or in this step."""
+    """Start reducing what a bucket's gradients are so far: nothing adds to them before they are opened anew, or in
+    this step."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Wait for a bucket's reduction, keep this rank's part and let go of the rest. `last`: the bucket's last one of the step."""
+    """Wait for a bucket's reduction, keep this rank's part and let go of the rest. `last`: the bucket's last one of
+    the step."""
 
     bucket: int
     last: bool = True

@@ -1,4 +1,5 @@
-"""Draws a simulated schedule as plain text: one row per rank, time to the right. Leaves printing and colours to the caller."""
+"""Draws a simulated schedule as plain text: one row per rank, time to the right. Leaves printing and colours to the
+caller."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from phalanx.schedule.simulate import Trace
 def draw(trace: Trace, width: int = 100, max_rows: int = 32) -> str:
     """At most `max_rows` rows of `width` characters, and two lines of legend.
 
-    F0 is the forward of micro-batch 0, B0=== its backward, dots are bubbles. With virtual stages a0, b0, ... are forwards and
-    A0==, B0==, ... backwards of a rank's first, second, ... stage. What does not fit is cut out of the middle and shown as `…`.
+    F0 is the forward of micro-batch 0, B0=== its backward, dots are bubbles. With virtual stages a0, b0, ... are
+    forwards and A0==, B0==, ... backwards of a rank's first, second, ... stage. What does not fit is cut out of the
+    middle and shown as `…`.
     """
     schedule = trace.program.schedule
     labels = [f"rank {rank}" for rank in range(schedule.pp)]
@@ -43,7 +45,9 @@ def _cells(trace: Trace, rank: int) -> list[Cell]:
             cells[-1] = (cells[-1][0], span.end, *cells[-1][2:])
         else:
             forward = isinstance(do, Forward)
-            cells.append((span.start, span.end, f"{_letter(schedule, rank, do.stage, forward)}{do.mb}", "-" if forward else "="))
+            cells.append(
+                (span.start, span.end, f"{_letter(schedule, rank, do.stage, forward)}{do.mb}", "-" if forward else "=")
+            )
         last = key
     return cells
 
@@ -59,7 +63,8 @@ def _letter(schedule: Schedule, rank: int, stage: int, forward: bool) -> str:
 def _scale(cells: list[list[Cell]], makespan: float, room: int) -> float:
     """Columns per second: as many as a typical forward needs for its label, or fewer if the whole picture then fits.
 
-    When even one column per forward is too wide and the middle goes, the left part should still show every rank starting.
+    When even one column per forward is too wide and the middle goes, the left part should still show every rank
+    starting.
     """
     durations = [end - start for row in cells for start, end, _, filling in row if filling == "-" and end > start]
     if not durations:
@@ -98,7 +103,11 @@ def _legend(trace: Trace) -> str:
     v = schedule.num_stages // schedule.pp
     size = [_count(schedule.pp, "rank"), _count(schedule.num_micro_batches, "micro-batch", "micro-batches")]
     forward, backward = ("F0", "B0==") if v == 1 else ("a0 b0 ..", "A0== B0== ..")
-    key = [f"{forward} forward of micro-batch 0", *([f"{backward} its backward"] if schedule.has_backward else []), ". idle"]
+    key = [
+        f"{forward} forward of micro-batch 0",
+        *([f"{backward} its backward"] if schedule.has_backward else []),
+        ". idle",
+    ]
     if v > 1:
         size.insert(1, _count(v, "virtual stage"))
         key.insert(-1, "a letter per virtual stage")

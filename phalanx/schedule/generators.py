@@ -1,8 +1,9 @@
-"""Makes the order of actions of each rank for a named schedule. Knows stages and micro-batches, nothing of blocks or messages.
+"""Makes the order of actions of each rank for a named schedule. Knows stages and micro-batches, nothing of blocks or
+messages.
 
-Every schedule here is the same weave: forwards in one order, backwards in another, and a number of forwards that go first
-(`warm-up`); after that one forward and one backward take turns. GPipe warms up with everything; a forward-only schedule has no
-backwards; gradient accumulation without a pipeline is pp = 1.
+Every schedule here is the same weave: forwards in one order, backwards in another, and a number of forwards that go
+first (`warm-up`); after that one forward and one backward take turns. GPipe warms up with everything; a forward-only
+schedule has no backwards; gradient accumulation without a pipeline is pp = 1.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ NAMES = ("auto", "gpipe", "1f1b", "interleaved", "forward")
 def generate(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Schedule:
     """The schedule `name` over pp ranks holding `virtual_stages` stages each: stage s lives on rank s % pp.
 
-    - gpipe: all forwards, then all backwards (arXiv:1811.06965); with virtual stages, breadth first (arXiv:2211.05953).
-    - 1f1b: one forward, one backward; at most min(pp - rank, num_micro_batches) micro-batches alive (arXiv:2006.09503).
-    - interleaved: 1F1B over virtual stages, depth first in rounds of about pp micro-batches (arXiv:2104.04473); any number
+    - gpipe: all forwards, then all backwards (arXiv:1811.06965); with virtual stages, breadth first
+    (arXiv:2211.05953).
+    - 1f1b: one forward, one backward; at most min(pp - rank, num_micro_batches) micro-batches alive
+    (arXiv:2006.09503).
+    - interleaved: 1F1B over virtual stages, depth first in rounds of about pp micro-batches (arXiv:2104.04473); any
+    number
       of micro-batches.
     - forward: no backward (evaluation, generation).
     - auto: 1f1b, or interleaved when there are virtual stages.
@@ -32,7 +36,9 @@ def generate(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     for rank in range(pp):
         stages = range(rank, pp * virtual_stages, pp)
         forwards = [F(stage, mb) for mbs in rounds for stage in stages for mb in mbs]
-        backwards = [B(stage, mb) for mbs in rounds for stage in reversed(stages) for mb in mbs] if name != "forward" else []
+        backwards = (
+            [B(stage, mb) for mbs in rounds for stage in reversed(stages) for mb in mbs] if name != "forward" else []
+        )
         orders.append(_weave(forwards, backwards, _warm_up(name, pp - 1 - rank, virtual_stages, rounds)))
     return Schedule(name, num_micro_batches, tuple(stage % pp for stage in range(pp * virtual_stages)), tuple(orders))
 
@@ -44,15 +50,18 @@ def _check(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> N
         if number < 1:
             raise ScheduleError(f"schedule {name}: {what}={number} must be at least 1")
     if name == "1f1b" and virtual_stages > 1:
-        raise ScheduleError(f"schedule 1f1b has one stage per rank, not virtual_stages={virtual_stages}; use 'interleaved'")
+        raise ScheduleError(
+            f"schedule 1f1b has one stage per rank, not virtual_stages={virtual_stages}; use 'interleaved'"
+        )
 
 
 def _rounds(num_micro_batches: int, pp: int) -> list[range]:
-    """Micro-batches in consecutive rounds of at least pp (as long as there are pp), as even as can be, larger rounds first.
+    """Micro-batches in consecutive rounds of at least pp (as long as there are pp), as even as can be, larger rounds
+    first.
 
-    A round is as long as a rank may work on one of its stages before it turns to the next: with pp micro-batches the first one
-    is back from the other ranks just when it is needed. The first round is never smaller than a later one, because the warm-up
-    is measured by it.
+    A round is as long as a rank may work on one of its stages before it turns to the next: with pp micro-batches the
+    first one is back from the other ranks just when it is needed. The first round is never smaller than a later one,
+    because the warm-up is measured by it.
     """
     num_rounds = max(1, num_micro_batches // pp)
     small, larger = divmod(num_micro_batches, num_rounds)

@@ -1,7 +1,7 @@
 """Turns the actions of stages into instructions: runs of blocks, and messages posted in one order on both ends.
 
-Knows which values cross ranks; leaves the order of compute to `generators`, what is done with buckets in between to `flows`, and the
-doing to the executor.
+Knows which values cross ranks; leaves the order of compute to `generators`, what is done with buckets in between to
+`flows`, and the doing to the executor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.schedule.actions import (
     TransferKind,
     Wait,
 )
-from phalanx.schedule.flows import with_buckets
+from phalanx.schedule.buckets import with_buckets
 from phalanx.schedule.offload import with_offload
 
 
@@ -41,11 +41,12 @@ def lower(
 ) -> Program:
     """The instruction list of every rank.
 
-    `runs_per_stage[s]` is the number of runs that stage s is cut into (default 1 each); `buckets_of_rank[r]` maps the buckets
-    of rank r to the (stage, run) pairs that use them (default none). Receives are posted `prefetch` actions before they are used
-    (or earlier, where the sender's order asks for it), so the message travels under compute and few buffers wait.
-    `flows_of_rank`, `early`: as of Program; `ahead` and `keep`: as of flows.with_buckets. `offloaded`: (stage, run) pairs whose activations
-    wait on the host, as of offload.with_offload.
+    `runs_per_stage[s]` is the number of runs that stage s is cut into (default 1 each); `buckets_of_rank[r]` maps
+    the buckets of rank r to the (stage, run) pairs that use them (default none). Receives are posted `prefetch`
+    actions before they are used (or earlier, where the sender's order asks for it), so the message travels under
+    compute and few buffers wait. `flows_of_rank`, `early`: as of Program; `ahead` and `keep`: as of
+    flows.with_buckets. `offloaded`: (stage, run) pairs whose activations wait on the host, as of
+    offload.with_offload.
 
     Raises ScheduleError when the numbers do not fit the schedule or a value is sent to an action that does not exist.
     """
@@ -57,15 +58,22 @@ def lower(
     edges = _edges(schedule)
     lists = []
     for rank in range(schedule.pp):
-        receives = _receives(schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch)
-        instructions, flows = _compute_and_messages(schedule, rank, runs, receives), flows_of_rank[rank] if flows_of_rank else {}
+        receives = _receives(
+            schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch
+        )
+        instructions, flows = (
+            _compute_and_messages(schedule, rank, runs, receives),
+            flows_of_rank[rank] if flows_of_rank else {},
+        )
         lists.append(with_offload(with_buckets(instructions, buckets[rank], flows, early, ahead, keep), offloaded))
     return Program(schedule, runs, buckets, tuple(lists), tuple(flows_of_rank), early)
 
 
 def _check(schedule: Schedule, runs: tuple[int, ...], buckets: tuple[Buckets, ...], prefetch: int) -> None:
     if len(runs) != schedule.num_stages or min(runs) < 1:
-        raise ScheduleError(f"runs_per_stage={runs} must give each of the {schedule.num_stages} stages at least one run")
+        raise ScheduleError(
+            f"runs_per_stage={runs} must give each of the {schedule.num_stages} stages at least one run"
+        )
     if len(buckets) != schedule.pp:
         raise ScheduleError(f"buckets are given for {len(buckets)} ranks, but the schedule has {schedule.pp}")
     if prefetch < 0:
@@ -74,11 +82,14 @@ def _check(schedule: Schedule, runs: tuple[int, ...], buckets: tuple[Buckets, ..
         here = {(stage, run) for stage in schedule.stages_of(rank) for run in range(runs[stage])}
         for bucket, users in of_rank.items():
             if not users or not users <= here:
-                raise ScheduleError(f"bucket {bucket} of rank {rank} must lie in (stage, run) pairs {sorted(here)}, not {sorted(users)}")
+                raise ScheduleError(
+                    f"bucket {bucket} of rank {rank} must lie in (stage, run) pairs {sorted(here)}, not {sorted(users)}"
+                )
 
 
 def _edges(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
-    """(sending rank, receiving rank) -> the actions that read the messages, in sending order: the order of both ends."""
+    """(sending rank, receiving rank) -> the actions that read the messages, in sending order: the order of both
+    ends."""
     edges: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, order in enumerate(schedule.orders):
         for action in order:
@@ -88,11 +99,15 @@ def _edges(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
     return edges
 
 
-def _compute_and_messages(schedule: Schedule, rank: int, runs: tuple[int, ...], receives: dict[int, list[Recv]]) -> list[Instruction]:
+def _compute_and_messages(
+    schedule: Schedule, rank: int, runs: tuple[int, ...], receives: dict[int, list[Recv]]
+) -> list[Instruction]:
     received = {recv.value for posts in receives.values() for recv in posts}
     program: list[Instruction] = []
     for position, action in enumerate(schedule.orders[rank]):
-        program += receives.get(position, [])  # before the Wait below: a rank that waits must not keep its peers from sending
+        program += receives.get(
+            position, []
+        )  # before the Wait below: a rank that waits must not keep its peers from sending
         wait = Wait(_kind(action), action.stage, action.mb)
         if wait.value in received:
             program.append(wait)
@@ -112,9 +127,11 @@ def _compute(action: Action, num_runs: int) -> Iterable[Instruction]:
 
 
 def _receives(order: Sequence[Action], incoming: dict[int, list[Action]], prefetch: int) -> dict[int, list[Recv]]:
-    """Position in a rank's order -> the receives to post before that action; `incoming` has its readers per sending rank.
+    """Position in a rank's order -> the receives to post before that action; `incoming` has its readers per sending
+    rank.
 
-    On each edge the order is the sender's; a value that is needed late must still be posted before a later one needed early.
+    On each edge the order is the sender's; a value that is needed late must still be posted before a later one
+    needed early.
     """
     position = {action: i for i, action in enumerate(order)}
     due: list[tuple[int, Recv]] = []
@@ -134,7 +151,8 @@ def _receives(order: Sequence[Action], incoming: dict[int, list[Action]], prefet
 
 
 def _remote_reader(schedule: Schedule, action: Action) -> Action | None:
-    """Who reads this action's result on another rank; at a stage border within a rank, and at both ends of the model, nobody."""
+    """Who reads this action's result on another rank; at a stage border within a rank, and at both ends of the
+    model, nobody."""
     reader = schedule.consumer(action)
     if reader is None or schedule.stage_rank[reader.stage] == schedule.stage_rank[action.stage]:
         return None

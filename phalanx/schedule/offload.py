@@ -1,4 +1,5 @@
-"""Where activations leave for the host and come back: instructions added to a rank's list, by which of its runs are offloaded."""
+"""Where activations leave for the host and come back: instructions added to a rank's list, by which of its runs are
+offloaded."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offl
 
 
 def with_offload(program: Sequence[Instruction], runs: Set[tuple[int, int]]) -> tuple[Instruction, ...]:
-    """Offload after the forward of each of these (stage, run) pairs; Fetch one piece of compute before its backward, so that the copy is
-    under way meanwhile. Where nothing would be computed while they are away, the activations stay."""
+    """Offload after the forward of each of these (stage, run) pairs; Fetch one piece of compute before its backward,
+    so that the copy is under way meanwhile. Where nothing would be computed while they are away, the activations
+    stay."""
     compute = [i for i in program if isinstance(i, Forward | Backward)]
     place = {i: n for n, i in enumerate(compute)}
     before: dict[Instruction, list[Instruction]] = {}

@@ -1,7 +1,9 @@
-"""Runs the instruction lists of all ranks on paper: proves that they finish and compute the right thing, and says how long and how full.
+"""Runs the instruction lists of all ranks on paper: proves that they finish and compute the right thing, and says
+how long and how full.
 
-The slow twin of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order, as one
-communicator per edge does; what the instructions mean is written in `actions`, how they were made does not matter here.
+The slow twin of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order,
+as one communicator per edge does; what the instructions mean is written in `actions`, how they were made does not
+matter here.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from phalanx.schedule.actions import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the forward and of the backward of each stage for one micro-batch, and of one message between ranks."""
+    """Seconds of the forward and of the backward of each stage for one micro-batch, and of one message between
+    ranks."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -67,7 +70,8 @@ class LiveChange:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a simulation saw. Times are seconds since the start of the step; tuples go by rank unless the name says otherwise."""
+    """What a simulation saw. Times are seconds since the start of the step; tuples go by rank unless the name says
+    otherwise."""
 
     program: Program
     makespan: float
@@ -98,19 +102,22 @@ class Trace:
 def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool = False) -> Trace:
     """Run all lists to their end. With `host_rendezvous` a Send also stops its host until the receiver has posted.
 
-    Raises ScheduleError, naming ranks and instructions, when a list reads a value that is not there, computes something twice or
-    never, when the two ends of an edge disagree, when a bucket is used before it is gathered or reduced before its last
-    gradient, or when ranks wait for each other.
+    Raises ScheduleError, naming ranks and instructions, when a list reads a value that is not there, computes
+    something twice or never, when the two ends of an edge disagree, when a bucket is used before it is gathered or
+    reduced before its last gradient, or when ranks wait for each other.
     """
     if len(program.lists) != program.schedule.pp:
         raise ScheduleError(f"there are {len(program.lists)} lists for {program.schedule.pp} ranks")
     costs = costs or Costs.uniform(program.schedule.num_stages)
     if len(costs.forward) != program.schedule.num_stages or len(costs.backward) != program.schedule.num_stages:
-        raise ScheduleError(f"costs are for {len(costs.forward)} stages, the schedule has {program.schedule.num_stages}")
+        raise ScheduleError(
+            f"costs are for {len(costs.forward)} stages, the schedule has {program.schedule.num_stages}"
+        )
     edges: dict[tuple[int, int], _Edge] = defaultdict(lambda: _Edge(costs.send))
     ranks = [_Rank(program, rank, costs, edges, host_rendezvous) for rank in range(program.schedule.pp)]
     while any(not rank.finished for rank in ranks):
-        # The result does not depend on who goes first: a rank's next instruction and all times follow from the lists alone.
+        # The result does not depend on who goes first: a rank's next instruction and all times follow from the lists
+        # alone.
         if not any([rank.advance() for rank in ranks]):
             _deadlock(ranks)
     for (source, to), edge in edges.items():
@@ -139,7 +146,9 @@ class _Edge:
             return
         (sent, send_time), (expected, recv_time) = self.sends[i], self.recvs[i]
         if sent != expected:
-            raise ScheduleError(f"edge rank {source} -> rank {to}: message {i} is sent as ({sent}) but received as ({expected})")
+            raise ScheduleError(
+                f"edge rank {source} -> rank {to}: message {i} is sent as ({sent}) but received as ({expected})"
+            )
         self.ends.append(max(send_time, recv_time, self.ends[-1] if i else 0.0) + self.cost)
 
     def arrival(self, value: Value) -> float | None:
@@ -169,20 +178,36 @@ class _Held:
         b = do.bucket
         match do:
             case Gather():
-                wrong = "" if flow.gathers and b not in self.gathered else "gathers a bucket that is not cut, or one that is here"
+                wrong = (
+                    ""
+                    if flow.gathers and b not in self.gathered
+                    else "gathers a bucket that is not cut, or one that is here"
+                )
                 self.gathered.add(b)
             case Ready():
-                wrong = "" if b not in self.ready and (b in self.gathered or not flow.gathers) else "waits for a bucket twice, or before its gather"
+                wrong = (
+                    ""
+                    if b not in self.ready and (b in self.gathered or not flow.gathers)
+                    else "waits for a bucket twice, or before its gather"
+                )
                 self.ready.add(b)
             case Free():
                 wrong = "" if flow.gathers and b in self.ready else "frees a bucket that is not here"
                 self.ready.discard(b)
                 self.gathered.discard(b)
             case Open():
-                wrong = "" if flow.opens and b not in self.opened | self.reduced else "opens a bucket that is open, or was reduced for the last time"
+                wrong = (
+                    ""
+                    if flow.opens and b not in self.opened | self.reduced
+                    else "opens a bucket that is open, or was reduced for the last time"
+                )
                 self.opened.add(b)
             case Reduce():
-                wrong = "" if b in self.added and b not in self.reducing | self.reduced else "reduces a bucket without new gradients, or one twice"
+                wrong = (
+                    ""
+                    if b in self.added and b not in self.reducing | self.reduced
+                    else "reduces a bucket without new gradients, or one twice"
+                )
                 self.added.discard(b)
                 (self.reducing if flow.opens or flow.closes else self.reduced).add(b)
             case Close(last=last):
@@ -255,7 +280,11 @@ class _Rank:
         return None if self.finished else self.list[self.at]
 
     def state(self) -> str:
-        return "has finished" if self.finished else f"stands at instruction {self.at}, {self.here}, and waits for rank {self.blocked_on}"
+        return (
+            "has finished"
+            if self.finished
+            else f"stands at instruction {self.at}, {self.here}, and waits for rank {self.blocked_on}"
+        )
 
     def fail(self, why: str) -> NoReturn:
         raise ScheduleError(f"rank {self.rank}, instruction {self.at}, {self.here}: {why}")
@@ -363,7 +392,10 @@ class _Rank:
     def recv(self, do: Recv) -> None:
         self.require(do.value not in self.posted, "is posted a second time")
         from_stage = do.stage - 1 if do.kind == "act" else do.stage + 1
-        self.require(do.stage in self.stages and self.owner(from_stage) == do.peer, f"stage {from_stage} is not on rank {do.peer}")
+        self.require(
+            do.stage in self.stages and self.owner(from_stage) == do.peer,
+            f"stage {from_stage} is not on rank {do.peer}",
+        )
         self.posted[do.value] = do.peer
         self.edges[do.peer, self.rank].post("recv", do.value, self.time, do.peer, self.rank)
         self.peak_receives = max(self.peak_receives, len(self.posted) - len(self.received))
@@ -385,7 +417,10 @@ class _Rank:
         """Post; then, when the host stops for its receiver, stay here until that has posted too."""
         edge = self.edges[self.rank, do.peer]
         if not self.sending:
-            self.require(do.stage in self.stages and self.owner(do.value.stage) == do.peer, f"its reader is not on rank {do.peer}")
+            self.require(
+                do.stage in self.stages and self.owner(do.value.stage) == do.peer,
+                f"its reader is not on rank {do.peer}",
+            )
             self.take(*do.value, exists=True)
             self.sent_at.append((do.peer, len(edge.sends), self.time))
             edge.post("send", do.value, self.time, self.rank, do.peer)
@@ -421,16 +456,21 @@ class _Rank:
                         if kind(stage, run, mb) not in self.done:
                             raise ScheduleError(f"rank {self.rank} never runs {kind(stage, run, mb)}")
         if self.values:
-            raise ScheduleError(f"rank {self.rank} holds values that nobody reads: {', '.join(str(v) for v in sorted(self.values))}")
+            raise ScheduleError(
+                f"rank {self.rank} holds values that nobody reads: {', '.join(str(v) for v in sorted(self.values))}"
+            )
         if len(self.posted) > len(self.received):
-            raise ScheduleError(f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}")
+            raise ScheduleError(
+                f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}"
+            )
         wrong = self.held.left(set(self.buckets), self.schedule.has_backward)
         if wrong:
             raise ScheduleError(f"rank {self.rank} {wrong}")
 
 
 def _deadlock(ranks: list[_Rank]) -> NoReturn:
-    """Follow who waits for whom from any stuck rank: the walk ends in a ring of waits, or at a rank that has finished."""
+    """Follow who waits for whom from any stuck rank: the walk ends in a ring of waits, or at a rank that has
+    finished."""
     rank = next(rank for rank in ranks if not rank.finished)
     walk: list[_Rank] = []
     while rank not in walk and not rank.finished:

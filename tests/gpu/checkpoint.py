@@ -1,4 +1,5 @@
-"""Files of a checkpoint that come to a GPU: every element lies where it belongs, however the target lies in memory and whatever its dtype."""
+"""Files of a checkpoint that come to a GPU: every element lies where it belongs, however the target lies in memory
+and whatever its dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.holdings import Item
+from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import Part, Stored, fill, write_tensors
 from phalanx.layout.box import Box
@@ -23,15 +24,26 @@ def checkpoint_checks() -> dict[str, Callable[[torch.device], str]]:
 
 
 def check_fill(device: torch.device) -> str:
-    """12 tensors of up to 36 MB in two files: whole, some rows, some columns, transposed targets, two targets that share rows, another dtype."""
+    """12 tensors of up to 36 MB in two files: whole, some rows, some columns, transposed targets, two targets that
+    share rows, another dtype."""
     pick = torch.Generator().manual_seed(0)
-    shapes = [(int(torch.randint(1, 9001, (), generator=pick)), int(torch.randint(1, 1001, (), generator=pick))) for _ in range(12)]
+    shapes = [
+        (int(torch.randint(1, 9001, (), generator=pick)), int(torch.randint(1, 1001, (), generator=pick)))
+        for _ in range(12)
+    ]
     truth = {f"t{n}": torch.randn(shape, generator=pick) for n, shape in enumerate(shapes)}
     with tempfile.TemporaryDirectory() as name:
         folder, names = Path(name), list(truth)
         halves = {"one": names[::2], "two": names[1::2]}
-        receipts = {file: write_tensors(Storage(), folder / file, [(n, tuple(truth[n].shape), torch.float32) for n in those],
-                                        [truth[n] for n in those]) for file, those in halves.items()}  # fmt: skip
+        receipts = {
+            file: write_tensors(
+                Storage(),
+                folder / file,
+                [(n, tuple(truth[n].shape), torch.float32) for n in those],
+                [truth[n] for n in those],
+            )
+            for file, those in halves.items()
+        }
         file_of = {n: file for file, those in halves.items() for n in those}
         for kinds in (KINDS, *((kind,) for kind in KINDS)):  # all that a tensor goes to at once, then one by one
             wanted, expected = list[tuple[Item, Stored]](), list[tuple[str, Tensor, Tensor]]()
@@ -56,8 +68,13 @@ def targets(whole: Tensor, device: torch.device) -> list[tuple[str, Box, Tensor]
     def empty(box: Box, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full(box.shape, 5.0, dtype=dtype, device=device)
 
-    return [("whole", full, empty(full)), ("rows", third, empty(third)), ("columns", right, empty(right)),
-            ("transposed", full, empty(Box.full((columns, rows))).t()), ("rounded", full, empty(full, torch.bfloat16))]  # fmt: skip
+    return [
+        ("whole", full, empty(full)),
+        ("rows", third, empty(third)),
+        ("columns", right, empty(right)),
+        ("transposed", full, empty(Box.full((columns, rows))).t()),
+        ("rounded", full, empty(full, torch.bfloat16)),
+    ]
 
 
 def piece_of(name: str, shape: tuple[int, ...]) -> Piece:

@@ -1,4 +1,5 @@
-"""Checks of one device against float64 on the CPU. Each takes the device, raises where something is wrong and returns what it measured."""
+"""Checks of one device against float64 on the CPU. Each takes the device, raises where something is wrong and
+returns what it measured."""
 
 from __future__ import annotations
 
@@ -14,30 +15,30 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from phalanx.base.batch import Batch, room_for_documents
 from phalanx.base.rng import fill_normal_, keep_mask
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Fp8Config
+from phalanx.engine.build import build, init_weights
+from phalanx.engine.step import train_step
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Grid
-from phalanx.ops import attention as plain_attention
-from phalanx.ops.activation import swiglu
-from phalanx.ops.adamw import AdamOptions, Part, adamw_, adamw_reference_
-from phalanx.ops.attention import Kind
-from phalanx.ops.cross_entropy import linear_cross_entropy
-from phalanx.ops.embedding import embedding
-from phalanx.ops.flash import flash_attention, spans_of
-from phalanx.ops.gated_mlp import PlainGemms, gated_mlp
-from phalanx.ops.matmul import gather_matmul, matmul_scatter, wide_matmul
-from phalanx.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-from phalanx.ops.rope import rotary_table
-from phalanx.ops.rope_scaling import inverse_frequencies
-from phalanx.ops.wheels import unusable
-from phalanx.train.budget import read_budget
-from phalanx.train.build import build, init_weights
-from phalanx.train.config import Fp8Config
-from phalanx.train.plan import make_plan
-from phalanx.train.profile import Recording
-from phalanx.train.step import train_step
+from phalanx.observe.profile import Recording
+from phalanx.observe.step_budget import read_budget
+from phalanx.ops.attention import attention as plain_attention
+from phalanx.ops.attention.attention import Kind
+from phalanx.ops.attention.flash import flash_attention, spans_of
+from phalanx.ops.dense.activation import swiglu
+from phalanx.ops.dense.cross_entropy import linear_cross_entropy
+from phalanx.ops.dense.embedding import embedding
+from phalanx.ops.dense.gated_mlp import PlainGemms, gated_mlp
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter, wide_matmul
+from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, rms_norm
+from phalanx.ops.dense.optional_kernels import unusable
+from phalanx.ops.dense.rope import rotary_table
+from phalanx.ops.dense.rope_scaling import inverse_frequencies
+from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.sequence.batch import Batch, room_for_documents
 from tests import test_ops
 from tests.gpu.checkpoint import checkpoint_checks
 from tests.gpu.context import context_checks
@@ -57,7 +58,9 @@ def constants_on(device: torch.device) -> Iterator[None]:
     kept = {name: getattr(test_ops, name) for name in CONSTANTS}
     try:
         for name, value in kept.items():
-            setattr(test_ops, name, tuple(t.to(device) for t in value) if isinstance(value, tuple) else value.to(device))
+            setattr(
+                test_ops, name, tuple(t.to(device) for t in value) if isinstance(value, tuple) else value.to(device)
+            )
         yield
     finally:
         for name, value in kept.items():
@@ -87,7 +90,8 @@ def op_check(name: str, dtype: torch.dtype) -> Callable[[torch.device], str]:
 
 
 def weight_gradients(device: torch.device) -> str:
-    """16-bit operands add into an fp32 buffer unrounded: the addmm with out_dtype on a GPU. Odd and large shapes, twice."""
+    """16-bit operands add into an fp32 buffer unrounded: the addmm with out_dtype on a GPU. Odd and large shapes,
+    twice."""
     worst = 0.0
     for dtype in (torch.bfloat16, torch.float16):
         for tokens, inner, outer in ((1000, 768, 1024), (257, 129, 65)):
@@ -103,7 +107,8 @@ def weight_gradients(device: torch.device) -> str:
 
 
 def routers(device: torch.device) -> str:
-    """bf16 tokens times a router's weight in fp32, and its gradients, against float64: products of bf16 pieces keep fp32's precision."""
+    """bf16 tokens times a router's weight in fp32, and its gradients, against float64: products of bf16 pieces keep
+    fp32's precision."""
     x, weight = normal(8192, 512, dtype=torch.bfloat16), normal(64, 512, seed=1, dtype=torch.bfloat16)
     dy = normal(8192, 64, seed=2, dtype=torch.float32)
     a, w = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
@@ -111,7 +116,11 @@ def routers(device: torch.device) -> str:
     w.grad = torch.ones(w.shape, dtype=torch.float32, device=device)
     y = wide_matmul(a, w)
     y.backward(dy.to(device))
-    truth = {"y": x.double() @ weight.double().t(), "dw": dy.double().t() @ x.double(), "dx": dy.double() @ weight.double()}
+    truth = {
+        "y": x.double() @ weight.double().t(),
+        "dw": dy.double().t() @ x.double(),
+        "dx": dy.double() @ weight.double(),
+    }
     found = {"y": y, "dw": w.grad - 1.0, "dx": a.grad}
     for name, bound in (("y", 1e-5), ("dw", 1e-5), ("dx", 2.0**-8)):
         off = ((found[name].double().cpu() - truth[name]).norm() / truth[name].norm()).item()
@@ -141,7 +150,10 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
     def check(device: torch.device) -> str:
         found = []
         for place, kind in ((torch.device("cpu"), torch.float64), (device, dtype)):
-            x, s = (normal(*shape, seed=i, dtype=dtype).to(place).to(kind).requires_grad_() for i, shape in enumerate(((2 * length, 12, 64), (8,))))
+            x, s = (
+                normal(*shape, seed=i, dtype=dtype).to(place).to(kind).requires_grad_()
+                for i, shape in enumerate(((2 * length, 12, 64), (8,)))
+            )
             s.grad_dtype, s.grad = (torch.float64 if kind == torch.float64 else torch.float32), None
             y = attend(x, 8, 2, make_batch(2, length).to(place), Kind(window=window), s)
             y.backward(normal(*y.shape, seed=99, dtype=dtype).to(place).to(kind))
@@ -151,15 +163,20 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
     return check
 
 
-def twins(name: str, op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...],
-          params: tuple[int, ...] = ()) -> Callable[[torch.device], str]:  # fmt: skip
-    """The Triton twin of an op at a real model's shapes against its plain twin in float64 on the same device, bf16 inputs; all gradients."""
+def twins(
+    name: str, op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...], params: tuple[int, ...] = ()
+) -> Callable[[torch.device], str]:
+    """The Triton twin of an op at a real model's shapes against its plain twin in float64 on the same device, bf16
+    inputs; all gradients."""
 
     def check(device: torch.device) -> str:
         kernels = "triton" if device.type == "cuda" else "plain"
         found = []
         for dtype, wide, twin in ((torch.bfloat16, torch.float32, kernels), (torch.float64, torch.float64, "plain")):
-            inputs = [normal(*s, seed=i, dtype=torch.bfloat16).to(device).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
+            inputs = [
+                normal(*s, seed=i, dtype=torch.bfloat16).to(device).to(dtype).requires_grad_()
+                for i, s in enumerate(shapes)
+            ]
             for i in params:
                 inputs[i].grad_dtype, inputs[i].grad = wide, torch.zeros(shapes[i], dtype=wide, device=device)
             y = op(*inputs, twin)
@@ -176,7 +193,9 @@ def twin_cases() -> dict[str, Callable[[torch.device], str]]:
     seed = torch.tensor(1e-3, dtype=torch.float64)
 
     def loss(x: torch.Tensor, w: torch.Tensor, kernels: str) -> torch.Tensor:
-        return linear_cross_entropy(x * 0.1, w, drawn.to(x.device), 0, 32003, ONE, None if kernels == "auto" else seed.to(x.device), kernels)
+        return linear_cross_entropy(
+            x * 0.1, w, drawn.to(x.device), 0, 32003, ONE, None if kernels == "auto" else seed.to(x.device), kernels
+        )
 
     def turn(x: torch.Tensor, kernels: str) -> torch.Tensor:
         table = rotary_table(torch.arange(tokens, device=x.device), inverse_frequencies(128, 500000.0), x.dtype)
@@ -194,7 +213,10 @@ def twin_cases() -> dict[str, Callable[[torch.device], str]]:
         "twins: rms_norm": twins("rms_norm", lambda x, w, k: rms_norm(x, w, 1e-5, k), ((tokens, wide), (wide,)), (1,)),
         "twins: add_rms_norm": twins("add_rms_norm", add_norm, ((tokens, wide), (tokens, wide), (wide,)), (2,)),
         "twins: add_layer_norm": twins(
-            "add_layer_norm", lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)), ((tokens, 1600),) * 2 + ((1600,),) * 2, (2, 3)
+            "add_layer_norm",
+            lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)),
+            ((tokens, 1600),) * 2 + ((1600,),) * 2,
+            (2, 3),
         ),
         "twins: swiglu": twins("swiglu", swiglu, ((tokens, 2 * 14336),)),
         "twins: rope": twins("rope", turn, ((tokens, 48, 128),)),
@@ -222,14 +244,25 @@ def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None)
                 raise
             return "refused by torch"
         y.backward(dy.to(device))
-        return f"{max(within('output', y, truth.detach(), ROUNDINGS[dtype]), within('gradient', x.grad, exact.grad, ROUNDINGS[dtype])):.1e}"
+        return f"{max(within('output', y, truth.detach(), ROUNDINGS[dtype]), within('gradient', x.grad, exact.grad, ROUNDINGS[dtype])):.1e}"  # noqa: E501
 
     return check
 
 
-def flash_check(heads: int, kv_heads: int, widths: tuple[int, int], length: int, sequences: int, dtype: torch.dtype, wheel: bool = True,
-                documents: int = 0, window: int | None = None, sinks: bool = False) -> Callable[[torch.device], str]:  # fmt: skip
-    """Flash kernels on heads that are views of a packed qkv, against torch's attention in float64 on the same device: output, all gradients.
+def flash_check(
+    heads: int,
+    kv_heads: int,
+    widths: tuple[int, int],
+    length: int,
+    sequences: int,
+    dtype: torch.dtype,
+    wheel: bool = True,
+    documents: int = 0,
+    window: int | None = None,
+    sinks: bool = False,
+) -> Callable[[torch.device], str]:
+    """Flash kernels on heads that are views of a packed qkv, against torch's attention in float64 on the same
+    device: output, all gradients.
 
     `documents`: their mean length (0: none); each micro-batch then has one-token documents too.
     """
@@ -257,14 +290,17 @@ def flash_check(heads: int, kv_heads: int, widths: tuple[int, int], length: int,
                 y = flash_attention(q, k, v, spans_of(batch), window, None, given, wheel)
             y.backward(normal(*y.shape, seed=1, dtype=dtype).to(device).to(y.dtype))
             found.append([y.detach(), packed.grad, *([logits.grad] if sinks else [])])
-        worst = max(within(what, b, a.cpu(), ROUNDINGS[dtype]) for what, a, b in zip(("output", "gradient", "sinks"), *found))
+        worst = max(
+            within(what, b, a.cpu(), ROUNDINGS[dtype]) for what, a, b in zip(("output", "gradient", "sinks"), *found)
+        )
         return f"{worst:.1e}" if why is None else f"torch's instead ({why})"
 
     return check
 
 
 def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.device], str]:
-    """The wheel's MLP against its plain twins in float64 on the same device: output, gradients, fp32 accumulation into ones."""
+    """The wheel's MLP against its plain twins in float64 on the same device: output, gradients, fp32 accumulation
+    into ones."""
 
     def check(device: torch.device) -> str:
         why = "not a GPU" if device.type != "cuda" else unusable("mlp", device.index or 0)
@@ -287,8 +323,13 @@ def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.devi
 
 
 def wheels_train(device: torch.device) -> str:
-    """10 bf16 steps with attention and MLP from wheels against fp32 on the CPU; CUDA graphs change nothing beyond the order of sums."""
-    why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0) or unusable("mlp", device.index or 0)
+    """10 bf16 steps with attention and MLP from wheels against fp32 on the CPU; CUDA graphs change nothing beyond
+    the order of sums."""
+    why = (
+        "not a GPU"
+        if device.type != "cuda"
+        else unusable("attention", device.index or 0) or unusable("mlp", device.index or 0)
+    )
     if why is not None:
         return f"not run ({why})"
     shape = {"head_dim": 16, "intermediate_size": 48}
@@ -303,7 +344,8 @@ def wheels_train(device: torch.device) -> str:
 
 
 def budget_check(**train: str) -> Callable[[torch.device], str]:
-    """Every kernel of a recorded step is of a kind that the step budget knows, and its rows leave nothing out of the recording."""
+    """Every kernel of a recorded step is of a kind that the step budget knows, and its rows leave nothing out of the
+    recording."""
 
     def check(device: torch.device) -> str:
         why = None if "kernels" not in train or device.type == "cuda" else "not a GPU"
@@ -326,7 +368,9 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
             budget = read_budget(recording.path)
         if budget.unknown or abs(budget.unattributed) > 1e-3 * budget.step_s:
             raise AssertionError(f"unknown {budget.unknown}, unattributed {budget.unattributed} of {budget.step_s} s")
-        return ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in budget.rows.items()) + ("" if why is None else f" ({why})")
+        return ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in budget.rows.items()) + (
+            "" if why is None else f" ({why})"
+        )
 
     return check
 
@@ -339,14 +383,19 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
             name = f"wheels: attention {heads}/{kv_heads} heads of {width}, {sequences} x {length}, {str(dtype)[6:]}"
             cases[name] = flash_check(heads, kv_heads, (width, width), length, sequences, dtype)
     kinds: dict[str, dict[str, Any]] = {
-        "documents": {"documents": 150}, "a window": {"window": 100}, "sinks": {"sinks": True},
+        "documents": {"documents": 150},
+        "a window": {"window": 100},
+        "sinks": {"sinks": True},
         "documents, window": {"documents": 150, "window": 100},
-        "documents, window, sinks": {"documents": 150, "window": 100, "sinks": True}, "window, sinks": {"window": 128, "sinks": True},
-    }  # fmt: skip
+        "documents, window, sinks": {"documents": 150, "window": 100, "sinks": True},
+        "window, sinks": {"window": 128, "sinks": True},
+    }
     for name, how in kinds.items():
         for widths in ((64, 64), (128, 128), *(() if "sinks" in how else ((192, 128),))):
             kv_heads = 2 if widths[0] == widths[1] else 8
-            cases[f"wheels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(8, kv_heads, widths, 1000, 2, torch.bfloat16, **how)
+            cases[f"wheels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(
+                8, kv_heads, widths, 1000, 2, torch.bfloat16, **how
+            )
         if set(how) != {"sinks"}:
             for widths in ((40, 40), (64, 64), (128, 128), (192, 128)):
                 name_of = f"torch's flash attention of {widths[0]}, {widths[1]}, {name}"
@@ -354,7 +403,12 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
     cases["wheels: attention of 192, 128"] = flash_check(16, 16, (192, 128), 1000, 2, torch.bfloat16)
     for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
         cases[f"wheels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
-    return {**cases, "wheels: 10 steps, bf16": wheels_train, "wheels: step budget": budget_check(kernels="wheels"), "step budget": budget_check()}
+    return {
+        **cases,
+        "wheels: 10 steps, bf16": wheels_train,
+        "wheels: step budget": budget_check(kernels="wheels"),
+        "step budget": budget_check(),
+    }
 
 
 def embedding_is_deterministic(device: torch.device) -> str:
@@ -369,7 +423,9 @@ def embedding_is_deterministic(device: torch.device) -> str:
             found.append(weight.grad)
         if not all(torch.equal(found[0], f) for f in found):
             raise AssertionError(f"{dtype}: runs differ by {max((found[0] - f).abs().max().item() for f in found):.2e}")
-        error = within(str(dtype), found[0], torch.zeros(64, 256, dtype=torch.float64).index_add_(0, ids, dx.double()), 1e-5)
+        error = within(
+            str(dtype), found[0], torch.zeros(64, 256, dtype=torch.float64).index_add_(0, ids, dx.double()), 1e-5
+        )
     return f"bit-equal, {error:.1e}"
 
 
@@ -379,7 +435,10 @@ def fused_adamw(device: torch.device) -> str:
     for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         start = [[normal(n, seed=10 * i + n, dtype=dtype) for n in (1, 7, 100_003)] for i in range(4)]
         start[3] = [v.abs() for v in start[3]]
-        ours = [Part(*(t.to(device) for t in ts), torch.zeros(len(ts[0]), dtype=torch.bfloat16, device=device)) for ts in zip(*start)]
+        ours = [
+            Part(*(t.to(device) for t in ts), torch.zeros(len(ts[0]), dtype=torch.bfloat16, device=device))
+            for ts in zip(*start)
+        ]
         truth = [Part(*(t.double().clone() for t in ts)) for ts in zip(*start)]
 
         pairs = ((ours, adamw_, device), (truth, adamw_reference_, torch.device("cpu")))
@@ -407,7 +466,8 @@ def fused_adamw(device: torch.device) -> str:
 
 
 def normals(device: torch.device) -> str:
-    """CPU and device within one unit in the last place of fp32; a box equals the slice of the whole bit by bit on the device."""
+    """CPU and device within one unit in the last place of fp32; a box equals the slice of the whole bit by bit on
+    the device."""
     made = []
     for where in (torch.device("cpu"), device):
         out = torch.empty(1001, 777, device=where)
@@ -434,8 +494,13 @@ def masks(device: torch.device) -> str:
 
 
 def losses(
-    device: torch.device, model: str, precision: str, recompute: str = "none", shape: dict[str, int] | None = None, **train: str
-) -> list[float]:  # fmt: skip
+    device: torch.device,
+    model: str,
+    precision: str,
+    recompute: str = "none",
+    shape: dict[str, int] | None = None,
+    **train: str,
+) -> list[float]:
     """10 steps on the same samples. `shape`: other sizes of the model."""
     run = base_run(model, 4, 2, precision=precision, recompute=recompute, **train)
     run = replace(run, model=replace(run.model, initializer_range=0.1, **(shape or {})))
@@ -460,17 +525,23 @@ def training_check(model: str, precision: str, bound: float, recompute: str = "n
     return check
 
 
-def graphs_check(model: str, precision: str, recompute: str, dispatch: str = "auto", low_steps: int = 0,
-                 **train: Any) -> Callable[[torch.device], str]:  # fmt: skip
-    """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3 micro-batches. low_steps: after so many,
-    and as many more, all is in train.precision, as train.fp8.last_steps has it."""
+def graphs_check(
+    model: str, precision: str, recompute: str, dispatch: str = "auto", low_steps: int = 0, **train: Any
+) -> Callable[[torch.device], str]:
+    """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3
+    micro-batches. low_steps: after so many, and as many more, all is in train.precision, as train.fp8.last_steps has
+    it."""
 
     def check(device: torch.device) -> str:
         found = []
         for graphs in ("off", "on") if device.type == "cuda" else ("off", "off"):
             run = base_run(model, 3, precision=precision, recompute=recompute, cuda_graphs=graphs, **train)
             widths = dict(head_dim=16, intermediate_size=96) if low_steps else {}  # whole units of codes
-            run = replace(run, model=replace(run.model, initializer_range=0.1, **widths), layout=replace(run.layout, bucket_mb=0, dispatch=dispatch))
+            run = replace(
+                run,
+                model=replace(run.model, initializer_range=0.1, **widths),
+                layout=replace(run.layout, bucket_mb=0, dispatch=dispatch),
+            )
             state = build(make_plan(run, 1), Mesh(Grid(), device=device))
             init_weights(state)
             state.train()
@@ -499,7 +570,12 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+        for backend in (
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ):
             found[f"attention S={length} bfloat16, {backend.name}"] = attention_check(length, torch.bfloat16, backend)
     for window in (None, 128, 800):
         for dtype in (torch.bfloat16, torch.float32):
@@ -513,19 +589,35 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
     for recompute in ("none", "selective"):
-        found[f"llama: graphs on = off, bf16, recompute {recompute}, offload"] = graphs_check("llama", "bf16", recompute, offload_layers=3)
+        found[f"llama: graphs on = off, bf16, recompute {recompute}, offload"] = graphs_check(
+            "llama", "bf16", recompute, offload_layers=3
+        )
     for recipe in ("tensorwise", "nvfp4"):
         fp8 = Fp8Config(recipe=recipe)
-        found[f"llama: graphs on = off, {recipe}, then bf16"] = graphs_check("llama", "bf16", "none", low_steps=3, fp8=fp8)
+        found[f"llama: graphs on = off, {recipe}, then bf16"] = graphs_check(
+            "llama", "bf16", "none", low_steps=3, fp8=fp8
+        )
     found["mixtral: graphs on = off, bf16, all-to-all"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall")
-    found["mixtral: graphs on = off, bf16, all-to-all, offload"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall", offload_layers=2)
-    found["mixtral: graphs on = off, bf16, plain experts"] = graphs_check("mixtral", "bf16", "none", dispatch="allgather", plain_ops=["grouped"])
+    found["mixtral: graphs on = off, bf16, all-to-all, offload"] = graphs_check(
+        "mixtral", "bf16", "none", dispatch="alltoall", offload_layers=2
+    )
+    found["mixtral: graphs on = off, bf16, plain experts"] = graphs_check(
+        "mixtral", "bf16", "none", dispatch="allgather", plain_ops=["grouped"]
+    )
     for model in ("llama", "gpt2", "qwen3"):
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, fp32"] = training_check(model, "fp32", 1e-4)
         found[f"{model}: 10 steps, fp32, selective recompute"] = training_check(model, "fp32", 1e-4, "selective")
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: 10 steps, bf16, full recompute"] = training_check(model, "bf16", 2.0**-7, "full")
-        for precision, recompute in (("fp64", "none"), ("bf16", "none"), ("bf16", "pointwise"), ("bf16", "selective"), ("bf16", "full")):
-            found[f"{model}: graphs on = off, {precision}, recompute {recompute}"] = graphs_check(model, precision, recompute)
+        for precision, recompute in (
+            ("fp64", "none"),
+            ("bf16", "none"),
+            ("bf16", "pointwise"),
+            ("bf16", "selective"),
+            ("bf16", "full"),
+        ):
+            found[f"{model}: graphs on = off, {precision}, recompute {recompute}"] = graphs_check(
+                model, precision, recompute
+            )
     return found

@@ -1,6 +1,6 @@
-"""Experts' tokens as codes against tokens in bf16, over the GPUs of a machine, at the sizes of W4 (benchmarks/configs/w4.yaml): to the bit,
-and how long a layer's experts take forward and backward. `torchrun --nproc-per-node 4 -m tests.gpu.code_exchange`. Without a GPU the sizes are tiny,
-and nothing is timed."""
+"""Experts' tokens as codes against tokens in bf16, over the GPUs of a machine, at the sizes of W4
+(benchmarks/configs/w4.yaml): to the bit, and how long a layer's experts take forward and backward. `torchrun
+--nproc-per-node 4 -m tests.gpu.code_exchange`. Without a GPU the sizes are tiny, and nothing is timed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.layout.grid import Grid
-from phalanx.ops.activation import SWIGLU, gated_rows
-from phalanx.ops.exchange import EXCHANGES, Casts
-from phalanx.ops.low_grouped import LowExperts, low_grouped_matmul, low_grouped_mlp
-from phalanx.ops.quant import COUNTS, RECIPES, SLOTS
+from phalanx.ops.dense.activation import gated_rows
+from phalanx.ops.dense.gate import SWIGLU
+from phalanx.ops.experts.exchange import EXCHANGES, Casts
+from phalanx.ops.quantized.experts import LowExperts, low_grouped_matmul, low_grouped_mlp
+from phalanx.ops.quantized.recipes import COUNTS, RECIPES, SLOTS
 
 GPU = torch.cuda.is_available()
 TOKENS, WIDTH, INNER, EXPERTS, CHOSEN = (8192, 2048, 768, 64, 8) if GPU else (64, 64, 32, 8, 2)
@@ -35,11 +36,17 @@ class Layer:
         self.choice = torch.rand(TOKENS, EXPERTS, generator=g).argsort(1)[:, :CHOSEN].to(device)
         self.x, self.dy = (new(TOKENS, WIDTH).bfloat16().to(device) for _ in range(2))
         self.weights = torch.rand(TOKENS, CHOSEN, generator=g).to(device)
-        self.stacks = [(new(here, *shape) * 0.02).bfloat16().to(device).requires_grad_() for shape in ((2 * INNER, WIDTH), (WIDTH, INNER))]
+        self.stacks = [
+            (new(here, *shape) * 0.02).bfloat16().to(device).requires_grad_()
+            for shape in ((2 * INNER, WIDTH), (WIDTH, INNER))
+        ]
         for stack in self.stacks:
             low = LowExperts(RECIPES["delayed"], "w", 0, ModelAxes(), KERNELS)  # type: ignore[arg-type]
             low.multiplier = torch.tensor([90.0, 3000.0, 9000.0], device=device)
-            low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+            low.counts, low.amax = (
+                torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
+                torch.zeros(3, device=device),
+            )
             stack.grad_dtype, stack.low = torch.float32, low  # type: ignore[attr-defined]
             stack.grad = torch.zeros(stack.shape, device=device)
 
@@ -92,7 +99,11 @@ def main() -> int:
                 wrong += not same
             took = [milliseconds(layer, dispatch, coded) for coded in (True, False)] if GPU else [0.0, 0.0]
             told = "to the bit" if same else "DIFFER: " + ", ".join(str((a != b).sum().item()) for a, b in zip(*found))
-            print(f"rank {rank}: {dispatch}{' in memory' if beside else ''}: {told}; codes {took[0]:.3f} ms, bf16 {took[1]:.3f} ms", flush=True)
+            print(
+                f"rank {rank}: {dispatch}{' in memory' if beside else ''}: {told}; codes {took[0]:.3f} ms, "
+                f"bf16 {took[1]:.3f} ms",
+                flush=True,
+            )
     mesh.close()
     leave_world()
     return 1 if wrong else 0

@@ -1,4 +1,5 @@
-"""Checks of kernels that attention over ranks is made of: a causal block and a whole one, joined, against float64 on the same device."""
+"""Checks of kernels that attention over ranks is made of: a causal block and a whole one, joined, against float64 on
+the same device."""
 
 from __future__ import annotations
 
@@ -7,17 +8,18 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.base.part import Part
-from phalanx.ops import backends
-from phalanx.ops.context import Joint, block_of
-from phalanx.ops.flash import Spans, flash_attention
-from phalanx.ops.wheels import unusable
+from phalanx.ops.attention import backends
+from phalanx.ops.attention.context import Joint, block_of
+from phalanx.ops.attention.flash import Spans, flash_attention
+from phalanx.ops.dense.optional_kernels import unusable
+from phalanx.sequence.shard import Part
 from tests.gpu.truth import ROUNDINGS, within
 from tests.test_ops import normal
 
 
 def joined(name: str, q: torch.Tensor, own: tuple, other: tuple, dout: torch.Tensor) -> list[torch.Tensor]:
-    """Output, dq, and dk and dv of own keys (as many as queries, causal) and of other ones (all read by the second half of the queries)."""
+    """Output, dq, and dk and dv of own keys (as many as queries, causal) and of other ones (all read by the second
+    half of the queries)."""
     backend, scale, half = getattr(backends, name), 1 / math.sqrt(q.shape[-1]), slice(q.shape[2] // 2, None)
     joint = Joint(triton=q.is_cuda and q.dtype != torch.float64)
     out, lse, *kept = backend.forward(q, *own, None, True, scale)
@@ -33,22 +35,33 @@ def joined(name: str, q: torch.Tensor, own: tuple, other: tuple, dout: torch.Ten
     return [out, dq, *found, *found_other]
 
 
-def block_check(name: str, width: int, value: int, kv_heads: int, length: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
+def block_check(
+    name: str, width: int, value: int, kv_heads: int, length: int, dtype: torch.dtype
+) -> Callable[[torch.device], str]:
     def check(device: torch.device) -> str:
-        if name == "WHEEL" and (why := "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)):
+        if name == "WHEEL" and (
+            why := "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)
+        ):
             return f"not run: {why}"
-        shapes = ((8, length, width), *((kv_heads, n, w) for n in (length, length + 64) for w in (width, value)), (8, length, value))
+        shapes = (
+            (8, length, width),
+            *((kv_heads, n, w) for n in (length, length + 64) for w in (width, value)),
+            (8, length, value),
+        )
         q, k, v, k2, v2, dout = (normal(2, *shape, seed=i, dtype=dtype).to(device) for i, shape in enumerate(shapes))
         found = joined(name, q, (k, v), (k2, v2), dout)
         exact = [t.double() for t in (q, k, v, k2, v2, dout)]
         truth = joined("PLAIN", exact[0], tuple(exact[1:3]), tuple(exact[3:5]), exact[5])
-        return f"{max(within(f'block {i}', a, b.cpu(), 4 * ROUNDINGS[dtype]) for i, (a, b) in enumerate(zip(found, truth))):.1e}"
+        return f"{max(within(f'block {i}', a, b.cpu(), 4 * ROUNDINGS[dtype]) for i, (a, b) in enumerate(zip(found, truth))):.1e}"  # noqa: E501
 
     return check
 
 
-def segments_check(wheel: bool, width: int, value: int, kv_heads: int, dtype: torch.dtype) -> Callable[[torch.device], str]:
-    """Two sequences of 1,024 tokens in documents; then other keys, which some documents lack, and some of which no query reads."""
+def segments_check(
+    wheel: bool, width: int, value: int, kv_heads: int, dtype: torch.dtype
+) -> Callable[[torch.device], str]:
+    """Two sequences of 1,024 tokens in documents; then other keys, which some documents lack, and some of which no
+    query reads."""
     own, more = ([0, 300, 1, 723, 1000, 24, 0], [760, 64, 0, 200, 0, 24, 1000])
 
     def masks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +73,14 @@ def segments_check(wheel: bool, width: int, value: int, kv_heads: int, dtype: to
         if wheel and (why := unusable("attention", device.index or 0)):
             return f"not run: {why}"
         n = 1024
-        shapes = ((8, n, width), (kv_heads, n, width), (kv_heads, n, value), (kv_heads, n, width), (kv_heads, n, value), (8, n, value))
+        shapes = (
+            (8, n, width),
+            (kv_heads, n, width),
+            (kv_heads, n, value),
+            (kv_heads, n, width),
+            (kv_heads, n, value),
+            (8, n, value),
+        )
         q, k, v, k2, v2, dout = (normal(2, *shape, seed=i, dtype=dtype).to(device) for i, shape in enumerate(shapes))
         scale, (first, second), results = 1 / math.sqrt(width), masks(device), []
         blind = torch.isinf(second).all(-1)
@@ -86,7 +106,9 @@ def segments_check(wheel: bool, width: int, value: int, kv_heads: int, dtype: to
 
 def one_token_check(device: torch.device) -> str:
     """A sequence of one token in a batch with room for 64 documents: it reads itself, so the output is its value."""
-    q, k, v = (normal(1, heads, 1, 128, seed=heads, dtype=torch.bfloat16).to(device).requires_grad_() for heads in (8, 2, 2))
+    q, k, v = (
+        normal(1, heads, 1, 128, seed=heads, dtype=torch.bfloat16).to(device).requires_grad_() for heads in (8, 2, 2)
+    )
     offsets = torch.ones(65, dtype=torch.int32, device=device)
     offsets[0] = 0
     out = flash_attention(q, k, v, Spans(offsets, 1, False), wheel=False)
@@ -98,7 +120,8 @@ def one_token_check(device: torch.device) -> str:
 
 
 def few_tokens_check(device: torch.device) -> str:
-    """A document of 5 tokens on two ranks: kernels for blocks of one or two queries and keys, which few documents have."""
+    """A document of 5 tokens on two ranks: kernels for blocks of one or two queries and keys, which few documents
+    have."""
     parts, results = Part.of_sizes([3, 2]).all, []
     shapes = [(heads, 5, 128) for heads in (8, 2, 2, 8)]
     given = [normal(1, *shape, seed=i, dtype=torch.bfloat16).to(device) for i, shape in enumerate(shapes)]
@@ -114,11 +137,17 @@ def few_tokens_check(device: torch.device) -> str:
                     read = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
                     out, lse, *kept = backend.forward(*read, None, block.how == "causal", scale)
                     joint.add(block.queries, out, lse, None)
-                    back = backend.backward(dout[:, :, queries], *read, out, lse.contiguous(), None, block.how == "causal", scale, *kept)
-                    found += [t.double() for t in back[0 if len(keys) > 1 else 2 :]]  # of one key alone dq and dk are zero but for rounding
+                    back = backend.backward(
+                        dout[:, :, queries], *read, out, lse.contiguous(), None, block.how == "causal", scale, *kept
+                    )
+                    found += [
+                        t.double() for t in back[0 if len(keys) > 1 else 2 :]
+                    ]  # of one key alone dq and dk are zero but for rounding
             found.append(joint.out.double())
         results.append(found)
-    worst = max(within(f"tensor {i}", a, b.cpu(), 4 * ROUNDINGS[torch.bfloat16]) for i, (a, b) in enumerate(zip(*results)))
+    worst = max(
+        within(f"tensor {i}", a, b.cpu(), 4 * ROUNDINGS[torch.bfloat16]) for i, (a, b) in enumerate(zip(*results))
+    )
     return f"{worst:.1e}"
 
 
@@ -135,13 +164,23 @@ def context_checks() -> dict[str, Callable[[torch.device], str]]:
     found = {}
     for name in ("FLASH", "CUDNN", "WHEEL", "EFFICIENT"):
         for width, value, kv_heads in ((128, 128, 2), (64, 64, 8)):
-            found[f"block of attention {name}, {kv_heads} kv heads of {width}"] = block_check(name, width, value, kv_heads, 1024, torch.bfloat16)
+            found[f"block of attention {name}, {kv_heads} kv heads of {width}"] = block_check(
+                name, width, value, kv_heads, 1024, torch.bfloat16
+            )
     found["block of attention EFFICIENT, fp32"] = block_check("EFFICIENT", 64, 64, 2, 1000, torch.float32)
     found["block of attention EFFICIENT, 192 and 128"] = block_check("EFFICIENT", 192, 128, 8, 1024, torch.bfloat16)
     found["block of attention WHEEL, 192 and 128"] = block_check("WHEEL", 192, 128, 8, 1024, torch.bfloat16)
     found["documents of a block, one token, room for many"] = one_token_check
     found["blocks of one or two tokens"] = few_tokens_check
-    for wheel, width, value, kv_heads in ((False, 128, 128, 2), (False, 64, 64, 8), (False, 192, 128, 8), (True, 128, 128, 2), (True, 192, 128, 8)):
-        name = f"documents of a block, {'flash-attn-4' if wheel else 'torch'}, {kv_heads} kv heads of {width} and {value}"
+    for wheel, width, value, kv_heads in (
+        (False, 128, 128, 2),
+        (False, 64, 64, 8),
+        (False, 192, 128, 8),
+        (True, 128, 128, 2),
+        (True, 192, 128, 8),
+    ):
+        name = (
+            f"documents of a block, {'flash-attn-4' if wheel else 'torch'}, {kv_heads} kv heads of {width} and {value}"
+        )
         found[name] = segments_check(wheel, width, value, kv_heads, torch.bfloat16)
     return found

@@ -17,12 +17,13 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
+from phalanx.config.run import Run
+from phalanx.engine.build import build, init_weights
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.train.build import build, init_weights
-from phalanx.train.config import Run
-from phalanx.train.plan import grid_of, make_plan, without_layout
-from phalanx.train.step import accumulate, update
-from phalanx.train.verify import random_weights
+from phalanx.planning.plan import grid_of, without_layout
+from phalanx.verifying.compare import random_weights
 from tests.parity import assemble, base_run, compare, parts_of, step_batches
 
 STEPS = 3  # graphs are captured in the second and replayed from then on
@@ -37,32 +38,56 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "tied llama pp2 x 2 virtual stages": ("llama-tied", dict(pp=2, virtual_stages=2), dict(cuda_graphs="off")),
         "gpt2 pp2, gpipe, full recompute": ("gpt2", dict(pp=2, schedule="gpipe"), dict(recompute="full")),
         "gpt2 pp2, graphs": ("gpt2", dict(pp=2), dict(cuda_graphs="on")),
-        "tied llama pp2 x 2 virtual stages, graphs": ("llama-tied", dict(pp=2, virtual_stages=2), dict(cuda_graphs="on")),
+        "tied llama pp2 x 2 virtual stages, graphs": (
+            "llama-tied",
+            dict(pp=2, virtual_stages=2),
+            dict(cuda_graphs="on"),
+        ),
         "llama tp2, no overlap, no graphs": ("llama", dict(tp=2, tp_overlap="off"), dict(cuda_graphs="off")),
         "llama cp2, ring": ("llama", dict(cp=2), {}),
         "llama cp2, all-gather, no graphs": ("llama", dict(cp=2, cp_attention="allgather"), dict(cuda_graphs="off")),
         "llama cp2, heads": ("llama", dict(cp=2, cp_ulysses=2), {}),
         "llama cp2, heads, level 3, for long sequences, on the host": (
-            "llama", dict(cp=2, cp_ulysses=2, sharding=3), dict(recompute="long", offload_layers=2, cuda_graphs="off")
+            "llama",
+            dict(cp=2, cp_ulysses=2, sharding=3),
+            dict(recompute="long", offload_layers=2, cuda_graphs="off"),
         ),
-        "llama cp2, ring, for long sequences, on the host": ("llama", dict(cp=2), dict(recompute="long", offload_layers=3)),
+        "llama cp2, ring, for long sequences, on the host": (
+            "llama",
+            dict(cp=2),
+            dict(recompute="long", offload_layers=3),
+        ),
         "llama cp2, by document": ("llama", dict(cp=2, cp_degree="dynamic"), {}),
         "llama cp2, by document, graphs": ("llama", dict(cp=2, cp_degree="dynamic"), dict(cuda_graphs="on")),
-        "tied llama cp2, by document, heads, full recompute": ("llama-tied", dict(cp=2, cp_ulysses=2, cp_degree="dynamic"), dict(recompute="full")),
+        "tied llama cp2, by document, heads, full recompute": (
+            "llama-tied",
+            dict(cp=2, cp_ulysses=2, cp_degree="dynamic"),
+            dict(recompute="full"),
+        ),
         "tied llama cp2, by document, heads, full recompute, graphs": (
-            "llama-tied", dict(cp=2, cp_ulysses=2, cp_degree="dynamic"), dict(recompute="full", cuda_graphs="on")
+            "llama-tied",
+            dict(cp=2, cp_ulysses=2, cp_degree="dynamic"),
+            dict(recompute="full", cuda_graphs="on"),
         ),
         "mistral cp2, ring, full recompute": ("mistral", dict(cp=2), dict(recompute="full")),
         "llama tp2, offload": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="off")),
         "llama tp2, offload, graphs": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="on")),
         "tied llama pp2 x 2 virtual stages, offload": (
-            "llama-tied", dict(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective", cuda_graphs="off")
+            "llama-tied",
+            dict(pp=2, virtual_stages=2),
+            dict(offload_layers=1, recompute="selective", cuda_graphs="off"),
         ),
         "tied llama pp2 x 2 virtual stages, offload, graphs": (
-            "llama-tied", dict(pp=2, virtual_stages=2), dict(offload_layers=1, recompute="selective", cuda_graphs="on")
+            "llama-tied",
+            dict(pp=2, virtual_stages=2),
+            dict(offload_layers=1, recompute="selective", cuda_graphs="on"),
         ),
         "mixtral ep2, all-to-all, offload": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(offload_layers=3)),
-        "mixtral ep2, all-to-all, offload, graphs": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(offload_layers=3, cuda_graphs="on")),
+        "mixtral ep2, all-to-all, offload, graphs": (
+            "mixtral",
+            dict(ep=2, dispatch="alltoall"),
+            dict(offload_layers=3, cuda_graphs="on"),
+        ),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
         "llama dp, level 2": ("llama", dict(sharding=2), {}),
@@ -73,13 +98,23 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "mixtral ep2, deterministic": ("mixtral", dict(ep=2), dict(deterministic=True)),
         "llama dp, level 3, graphs": ("llama", dict(sharding=3), dict(cuda_graphs="on")),
         "llama dp, level 3, full recompute": ("llama", dict(sharding=3), dict(recompute="full")),
-        "tied llama dp, level 3, kept until the step's end": ("llama-tied", dict(sharding=3, reshard_after_forward=False), {}),
+        "tied llama dp, level 3, kept until the step's end": (
+            "llama-tied",
+            dict(sharding=3, reshard_after_forward=False),
+            {},
+        ),
         "mixtral ep2, all-gather, hidden, graphs": ("mixtral", dict(ep=2), {}),
         "mixtral ep2, all-to-all": ("mixtral", dict(ep=2, dispatch="alltoall"), {}),
         "mixtral ep2, all-to-all, graphs": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(cuda_graphs="on")),
-        "qwen3_moe etp2, all-to-all, full recompute": ("qwen3_moe", dict(etp=2, dispatch="alltoall"), dict(recompute="full")),
+        "qwen3_moe etp2, all-to-all, full recompute": (
+            "qwen3_moe",
+            dict(etp=2, dispatch="alltoall"),
+            dict(recompute="full"),
+        ),
         "qwen3_moe etp2, all-to-all, full recompute, graphs": (
-            "qwen3_moe", dict(etp=2, dispatch="alltoall"), dict(recompute="full", cuda_graphs="on")
+            "qwen3_moe",
+            dict(etp=2, dispatch="alltoall"),
+            dict(recompute="full", cuda_graphs="on"),
         ),
         "mixtral tp2 ep2, too little room": ("mixtral", dict(tp=2, ep=2, dispatch="allgather", expert_room=1.0), {}),
         "mixtral ep2, push, graphs": ("mixtral", dict(ep=2, dispatch="push"), {}),
@@ -95,20 +130,40 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
             "mixtral tp2 pp2, ep2 across tp": ("mixtral", dict(tp=2, pp=2, ep=2), {}),
             "qwen3_moe ep4": ("qwen3_moe", dict(ep=4, dispatch="allgather"), {}),
             "mixtral ep4, push without being told": ("mixtral", dict(ep=4), {}),
-            "gpt_oss tp2 pp2, ep2, push, graphs": ("gpt_oss", dict(tp=2, pp=2, ep=2, dispatch="push"), dict(cuda_graphs="on")),
+            "gpt_oss tp2 pp2, ep2, push, graphs": (
+                "gpt_oss",
+                dict(tp=2, pp=2, ep=2, dispatch="push"),
+                dict(cuda_graphs="on"),
+            ),
             "tied llama pp2, level 2": ("llama-tied", dict(pp=2, sharding=2), {}),
             "tied llama pp2, level 3": ("llama-tied", dict(pp=2, sharding=3), {}),
             "tied llama pp2, level 3, graphs": ("llama-tied", dict(pp=2, sharding=3), dict(cuda_graphs="on")),
             "llama tp2, level 3": ("llama", dict(tp=2, sharding=3), {}),
-            "gpt2 pp2 x 2 virtual stages, level 3, prefetch 2": ("gpt2", dict(pp=2, virtual_stages=2, sharding=3, prefetch=2), {}),
-            "llama in pairs, level 3, optimizer over both": ("llama", dict(sharding=3, shard_group=2, shard_across="optimizer"), {}),
+            "gpt2 pp2 x 2 virtual stages, level 3, prefetch 2": (
+                "gpt2",
+                dict(pp=2, virtual_stages=2, sharding=3, prefetch=2),
+                {},
+            ),
+            "llama in pairs, level 3, optimizer over both": (
+                "llama",
+                dict(sharding=3, shard_group=2, shard_across="optimizer"),
+                {},
+            ),
             "mixtral ep2, level 3": ("mixtral", dict(ep=2, sharding=3), {}),
             "llama cp4, ring": ("llama", dict(cp=4), {}),
-            "tied llama cp4, heads in pairs, all-gather": ("llama-tied", dict(cp=4, cp_ulysses=2, cp_attention="allgather"), {}),
+            "tied llama cp4, heads in pairs, all-gather": (
+                "llama-tied",
+                dict(cp=4, cp_ulysses=2, cp_attention="allgather"),
+                {},
+            ),
             "qwen3 cp4, by document": ("qwen3", dict(cp=4, cp_degree="dynamic"), {}),
             "qwen3 cp4, by document, graphs": ("qwen3", dict(cp=4, cp_degree="dynamic"), dict(cuda_graphs="on")),
             "mixtral cp2, by document, ep4": ("mixtral", dict(cp=2, cp_degree="dynamic", ep=4), {}),
-            "mixtral cp2, by document, ep4, graphs": ("mixtral", dict(cp=2, cp_degree="dynamic", ep=4), dict(cuda_graphs="on")),
+            "mixtral cp2, by document, ep4, graphs": (
+                "mixtral",
+                dict(cp=2, cp_degree="dynamic", ep=4),
+                dict(cuda_graphs="on"),
+            ),
             "gpt_oss cp2 tp2, ep4": ("gpt_oss", dict(cp=2, tp=2, ep=4), {}),
             "deepseek_v3 cp2 pp2, graphs": ("deepseek_v3", dict(cp=2, pp=2), dict(cuda_graphs="on")),
             "tied llama pp4": ("llama-tied", dict(pp=4), {}),
@@ -149,7 +204,11 @@ def steps_of(run: Run, mesh: Mesh, documents: bool | str) -> dict:
 def in_order(runs: dict[str, Run], world: int) -> list[tuple[Any, list[tuple[str, Run]]]]:
     """By grid: NCCL takes about a second to open each communicator."""
     sizes = lambda item: repr(grid_of(item[1], world))  # noqa: E731
-    return [(grid_of(members[0][1], world), members) for _, group in groupby(sorted(runs.items(), key=sizes), key=sizes) if (members := list(group))]
+    return [
+        (grid_of(members[0][1], world), members)
+        for _, group in groupby(sorted(runs.items(), key=sizes), key=sizes)
+        if (members := list(group))
+    ]
 
 
 def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run]) -> None:
@@ -174,13 +233,20 @@ def file_of(folder: str, name: str, rank: int) -> Path:
     return Path(folder) / f"{name}-{rank}.found"
 
 
-def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", "fp32", "bf16"),
-                  parts: Collection[str] = ("",)) -> dict[str, str]:  # fmt: skip
-    """name (that contains one of `parts`) -> "ok ..." or what is wrong. fp64: as the central test. Below: losses against one device's fp32.
+def check_layouts(
+    kind: str, world: int, precisions: tuple[str, ...] = ("fp64", "fp32", "bf16"), parts: Collection[str] = ("",)
+) -> dict[str, str]:
+    """name (that contains one of `parts`) -> "ok ..." or what is wrong. fp64: as the central test. Below: losses
+    against one device's fp32.
 
     Each is judged, and printed, while the next ones run: what a limit of time, or a rank that dies, leaves counts.
     """
-    runs = {f"{name}, {p}": run_of(case, p) for name, case in cases(world).items() if any(part in name for part in parts) for p in precisions}
+    runs = {
+        f"{name}, {p}": run_of(case, p)
+        for name, case in cases(world).items()
+        if any(part in name for part in parts)
+        for p in precisions
+    }
     table: dict[str, str] = {}
     every: dict[str, list[dict]] = {}
     truths: dict[str, dict] = {}
@@ -192,7 +258,11 @@ def check_layouts(kind: str, world: int, precisions: tuple[str, ...] = ("fp64", 
                 found = {name: judge(run, results, local_device(kind, 0), truths)}
             except (AssertionError, ProcessExitedException, ProcessRaisedException) as error:
                 found = {name: f"FAILED {str(error)[-300:]}"}
-            found |= {f"{a}, bits": same_bits(every[a], every[b]) for a, b in with_graphs(every) if f"{a}, bits" not in table and name in (a, b)}
+            found |= {
+                f"{a}, bits": same_bits(every[a], every[b])
+                for a, b in with_graphs(every)
+                if f"{a}, bits" not in table and name in (a, b)
+            }
             for what, text in found.items():
                 print(f"{time.strftime('%X')} {what}: {text}", flush=True)
             table |= found
@@ -218,7 +288,9 @@ def with_graphs(names: Collection[str]) -> list[tuple[str, str]]:
 
 def same_bits(found: list[dict], others: list[dict]) -> str:
     for rank, (a, b) in enumerate(zip(found, others)):
-        parts = [part for step in range(STEPS) for part in zip(a["grads"][step], b["grads"][step])] + list(zip(a["weights"], b["weights"]))
+        parts = [part for step in range(STEPS) for part in zip(a["grads"][step], b["grads"][step])] + list(
+            zip(a["weights"], b["weights"])
+        )
         wrong = [x[0] for x, y in parts if not np.array_equal(x[3], y[3], equal_nan=True)]
         if wrong or a["losses"] != b["losses"] or a["norms"] != b["norms"]:
             return f"FAILED rank {rank}: graphs change {wrong[:3]}, losses {a['losses']} against {b['losses']}"
@@ -229,7 +301,14 @@ def judge(run: Run, results: list[dict], device: torch.device, truths: dict[str,
     """`truths`: of runs on one device, which many layouts share."""
     alone = without_layout(run)
     exact = run.train.precision == "fp64"
-    train = replace(alone.train, precision="fp64" if exact else "fp32", recompute="none", recompute_ops=[], cuda_graphs="auto", offload_layers=0)
+    train = replace(
+        alone.train,
+        precision="fp64" if exact else "fp32",
+        recompute="none",
+        recompute_ops=[],
+        cuda_graphs="auto",
+        offload_layers=0,
+    )
     truth_run = replace(alone, train=train)
     key = repr((truth_run, documents_of(run)))
     if key not in truths:

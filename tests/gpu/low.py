@@ -1,4 +1,5 @@
-"""Checks of low precision on a GPU: codes, scales and counts against the CPU's plain twins to the bit, products within their sums' rounding."""
+"""Checks of low precision on a GPU: codes, scales and counts against the CPU's plain twins to the bit, products
+within their sums' rounding."""
 
 from __future__ import annotations
 
@@ -10,18 +11,40 @@ import triton
 import triton.language as tl
 
 from phalanx.comm.axis import Axis, ModelAxes
-from phalanx.ops.activation import CLAMPED_SWIGLU, SWIGLU, Gated, GatedGrad, GatedRows, GatedRowsGrad, gated_backward, gated_rows, parts_of_sums
-from phalanx.ops.codes import cast_run_, note_largest_, turn_
-from phalanx.ops.cublaslt import cublaslt
-from phalanx.ops.kernels import quant as kernels
-from phalanx.ops.kernels.quant_tile import multiplier_of, reciprocal, scales_of
-from phalanx.ops.low_grouped import LowExperts, Places, low_grouped_matmul, low_grouped_mlp, values
-from phalanx.ops.low_matmul import DY, LowWeight, W, X, low_gather_matmul
-from phalanx.ops.norm import Normed
-from phalanx.ops.permute import CodedRows, Gathered, Rows, combine_rows, gather_rows, plan_rows
-from phalanx.ops.quant import COUNTS, E4M3, E5M2, RECIPES, SLOTS, Scaled, block_amax, cast, multipliers, quantize, scaled_product
-from phalanx.ops.rope import RopeGrad, rotary_table
-from phalanx.ops.scaled_mm import add_fast_product_, fast_product
+from phalanx.ops.dense.activation import (
+    Gated,
+    GatedGrad,
+    GatedRows,
+    GatedRowsGrad,
+    gated_backward,
+    gated_rows,
+    parts_of_sums,
+)
+from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
+from phalanx.ops.dense.norm import Normed
+from phalanx.ops.dense.rope import RopeGrad, rotary_table
+from phalanx.ops.experts.permute import CodedRows, Gathered, combine_rows, gather_rows, plan_rows
+from phalanx.ops.experts.rows import Rows
+from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.cublaslt import cublaslt
+from phalanx.ops.quantized.experts import LowExperts, Places, low_grouped_matmul, low_grouped_mlp, values
+from phalanx.ops.quantized.gemm import add_fast_product_, fast_product
+from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_gather_matmul
+from phalanx.ops.quantized.quantize_tile import multiplier_of, reciprocal, scales_of
+from phalanx.ops.quantized.recipes import (
+    COUNTS,
+    E4M3,
+    E5M2,
+    RECIPES,
+    SLOTS,
+    Scaled,
+    block_amax,
+    cast,
+    multipliers,
+    quantize,
+    scaled_product,
+)
+from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
 from tests.gpu.experts import no_host_sync
 
 ONE = Axis("tp")
@@ -40,7 +63,10 @@ def spread_out(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
     low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
-    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+    low.counts, low.amax = (
+        torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
+        torch.zeros(3, device=device),
+    )
     if recipe == "delayed":
         low.multiplier = torch.tensor([3.0, 40.0, 0.01], device=device)
     return low
@@ -48,13 +74,23 @@ def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
 
 def kept_codes(device: torch.device) -> str:
     """Parts of weights cast by Triton from fp32 masters, against the whole weight cast by the plain twin on the CPU."""
-    for shape, recipe in (((4096, 1408), "tensorwise"), ((1024, 768), "blockwise"), ((8, 256, 384), "tensorwise"), ((8, 256, 384), "blockwise")):
-        master = spread_out(*shape).float() * (1 + 2.0**-10 * torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    for shape, recipe in (
+        ((4096, 1408), "tensorwise"),
+        ((1024, 768), "blockwise"),
+        ((8, 256, 384), "tensorwise"),
+        ((8, 256, 384), "blockwise"),
+    ):
+        master = spread_out(*shape).float() * (
+            1 + 2.0**-10 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        )
         kind = LowWeight if len(shape) == 2 else LowExperts
         low = kind(RECIPES[recipe], "w", 0, ModelAxes(), "plain")  # type: ignore[arg-type]
         straight, turned = low.codes(master.bfloat16())
         blocks, flat = low.blocks(shape), master.flatten().to(device)
-        bits, codes = torch.zeros(blocks.count, dtype=torch.int32, device=device), torch.zeros(flat.numel(), dtype=torch.uint8, device=device)
+        bits, codes = (
+            torch.zeros(blocks.count, dtype=torch.int32, device=device),
+            torch.zeros(flat.numel(), dtype=torch.uint8, device=device),
+        )
         cuts = [0, 64 * 3, 64 * 1001, flat.numel() // 2, flat.numel()]
         parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
         for where, first in parts:
@@ -63,19 +99,28 @@ def kept_codes(device: torch.device) -> str:
         counts = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device)
         for where, first in parts:
             cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, again, True)
-        made = Scaled(codes.view(straight.codes.shape).view(torch.float8_e4m3fn), (1.0 / multiplier).view(blocks.shape), straight.block)
+        made = Scaled(
+            codes.view(straight.codes.shape).view(torch.float8_e4m3fn),
+            (1.0 / multiplier).view(blocks.shape),
+            straight.block,
+        )
         same(f"{recipe} {shape}", made, straight)
         out = torch.zeros(straight.codes.shape[::-1], dtype=torch.uint8, device=device)
         turn_(out, made.codes.view(torch.uint8), True)
         if not torch.equal(out.cpu(), turned.codes.view(torch.uint8)) or not torch.equal(bits, again):
             raise AssertionError(f"{recipe} {shape}: transposed codes or amaxes differ")
-        if counts.sum(0)[2] != flat.numel() or counts.sum(0)[0] != ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum():
+        if (
+            counts.sum(0)[2] != flat.numel()
+            or counts.sum(0)[0] != ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum()
+        ):
             raise AssertionError(f"{recipe} {shape}: counts differ")
     return "to the bit"
 
 
 def same(what: str, a: Scaled, b: Scaled) -> None:
-    equal = torch.equal(a.codes.cpu().view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(a.scales.cpu(), b.scales)
+    equal = torch.equal(a.codes.cpu().view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(
+        a.scales.cpu(), b.scales
+    )
     if a.block != b.block or not equal:
         raise AssertionError(f"{what}: codes or scales differ")
 
@@ -87,11 +132,15 @@ def casts(recipe: str, twin: str) -> Callable[[torch.device], str]:
             for which in (X, W, DY):
                 for turn in (True, False):
                     low, plain = low_of(recipe, twin, device), low_of(recipe, "plain", torch.device("cpu"))
-                    for i, (a, b) in enumerate(zip(low.both(which, x.to(device), 0, turn), plain.both(which, x, 0, turn))):
+                    for i, (a, b) in enumerate(
+                        zip(low.both(which, x.to(device), 0, turn), plain.both(which, x, 0, turn))
+                    ):
                         same(f"{recipe} {shape} {which} {turn} {i}", a, b)
                     counts, truth = low.counts.cpu(), plain.counts  # type: ignore[union-attr]
                     seen = torch.maximum(counts[..., -1].amax(1).int().view(torch.float32), low.amax.cpu())  # type: ignore[union-attr]
-                    if not torch.equal(counts[..., :-1].sum(1), truth[..., :-1].sum(1)) or not torch.equal(seen, plain.amax):  # type: ignore[index,arg-type]
+                    if not torch.equal(counts[..., :-1].sum(1), truth[..., :-1].sum(1)) or not torch.equal(
+                        seen, plain.amax
+                    ):  # type: ignore[index,arg-type]
                         raise AssertionError(f"{recipe} {shape}: counts differ")
         return "to the bit"
 
@@ -105,7 +154,9 @@ def every_number(device: torch.device) -> str:
         made, _ = kernels.cast_both(x.to(device), format, kernels.GIVEN, torch.ones(1, device=device), None, False)
         truth, found = cast(x.float(), format), made.codes.cpu()
         nan = truth.float().isnan()
-        if not found.float()[nan].isnan().all() or not torch.equal(found.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan]):
+        if not found.float()[nan].isnan().all() or not torch.equal(
+            found.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan]
+        ):
             raise AssertionError(f"{format.name}: codes differ")
     return "to the bit"
 
@@ -118,8 +169,13 @@ def no_numbers(device: torch.device) -> str:
             x[3, 5], x[200, 130] = bad, 0.0
             made = low_of(recipe, "auto", device).both(X, x.to(device), 0, True)
             for i, (a, b) in enumerate(zip(made, low_of(recipe, "plain", torch.device("cpu")).both(X, x, 0, True))):
-                for what, found, truth in (("codes", a.codes.cpu().float(), b.codes.float()), ("scales", a.scales.cpu(), b.scales)):
-                    if not torch.equal(found.isnan(), truth.isnan()) or not torch.equal(found.nan_to_num(), truth.nan_to_num()):
+                for what, found, truth in (
+                    ("codes", a.codes.cpu().float(), b.codes.float()),
+                    ("scales", a.scales.cpu(), b.scales),
+                ):
+                    if not torch.equal(found.isnan(), truth.isnan()) or not torch.equal(
+                        found.nan_to_num(), truth.nan_to_num()
+                    ):
                         raise AssertionError(f"{recipe}, {bad}: {what} {i} differ")
     return "as the plain twin"
 
@@ -137,15 +193,21 @@ def _scales(bits, found, truth, BLOCK: tl.constexpr, MAX: tl.constexpr):
 
 
 def every_scale(device: torch.device) -> str:
-    """Multipliers and scales made without a division, of all mantissas of amaxes, and of what is no number or next to it."""
+    """Multipliers and scales made without a division, of all mantissas of amaxes, and of what is no number or next
+    to it."""
     for format in (E4M3, E5M2):
         for exponent in (0, 26, 27, 28, 100, 126, 127, 128, 200, 252, 253, 254, 255):
             bits = (exponent << 23) + torch.arange(2**23, dtype=torch.int32, device=device)
-            found, truth = torch.empty(2**23, 2, dtype=torch.int32, device=device), torch.empty(2**23, 2, dtype=torch.int32, device=device)
+            found, truth = (
+                torch.empty(2**23, 2, dtype=torch.int32, device=device),
+                torch.empty(2**23, 2, dtype=torch.int32, device=device),
+            )
             _scales[(2**23 // 1024,)](bits, found, truth, BLOCK=1024, MAX=format.max)
             nan = truth.view(torch.float32).isnan() & found.view(torch.float32).isnan()
             if not torch.equal(found[~nan], truth[~nan]):
-                raise AssertionError(f"{format.name}, exponent {exponent}: {(found != truth).sum()} scales are others than by division")
+                raise AssertionError(
+                    f"{format.name}, exponent {exponent}: {(found != truth).sum()} scales are others than by division"
+                )
     return "to the bit"
 
 
@@ -159,7 +221,10 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
                 k = 512
             a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
             blocks, first = (r.tokens, r.weight if weight else r.tokens), r.forward if weight else r.backward
-            qa, qb = (quantize(x, bl, f, multipliers(block_amax(x, bl), f)) for x, bl, f in zip((a, b), blocks, (first, r.forward)))
+            qa, qb = (
+                quantize(x, bl, f, multipliers(block_amax(x, bl), f))
+                for x, bl, f in zip((a, b), blocks, (first, r.forward))
+            )
             exact = scaled_product(qa, qb, torch.float64)
             for fast in (True, False):
                 if weight:
@@ -171,7 +236,9 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
                         add_fast_product_(found, on(device, qa), on(device, qb), fast)
                     found = found / 2
                     bound = 2**-11 if r.tokens == (0, 0) else 2**-8  # torch's GEMMs with scales of their own give bf16
-                sums = 2.0**-14 * k / 32 if fast else 0.0  # the tensor cores' own sums drop what is below 14 bits, 32 terms at a time
+                sums = (
+                    2.0**-14 * k / 32 if fast else 0.0
+                )  # the tensor cores' own sums drop what is below 14 bits, 32 terms at a time
                 off = ((found.double().cpu() - exact).abs().max() / exact.abs().max()).item()
                 worst = max(worst, off)
                 if not off <= bound + sums:
@@ -182,14 +249,17 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
 
 
 def gated_casts(recipe: str) -> Callable[[torch.device], str]:
-    """What SwiGLU makes, and its gradient, cast as it is made: against its own kernels and a cast of what they wrote, on the same GPU."""
+    """What SwiGLU makes, and its gradient, cast as it is made: against its own kernels and a cast of what they
+    wrote, on the same GPU."""
 
     def check(device: torch.device) -> str:
         for rows, inner in ((272, 144), (1024, 1408)):
             x, dy = spread_out(rows, 2 * inner).to(device), spread_out(rows, inner, seed=1).to(device)
             for which, source in ((X, Gated(x)), (DY, GatedGrad(dy, x))):
                 fused, apart = low_of(recipe, "triton", device), low_of(recipe, "triton", device)
-                for i, (a, b) in enumerate(zip(fused.both(which, source, 1, True), apart.both(which, source.tensor(), 1, True))):
+                for i, (a, b) in enumerate(
+                    zip(fused.both(which, source, 1, True), apart.both(which, source.tensor(), 1, True))
+                ):
                     same(f"{recipe} {rows} {inner} {which} {i}", a, Scaled(b.codes.cpu(), b.scales.cpu(), b.block))
                 if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
                     raise AssertionError(f"{recipe} {rows} {inner}: amaxes differ")
@@ -199,25 +269,42 @@ def gated_casts(recipe: str) -> Callable[[torch.device], str]:
 
 
 def unmade_casts(recipe: str) -> Callable[[torch.device], str]:
-    """RMSNorm's output and the gradient of rope, cast as they are made: against the plain formulas and casts on the CPU."""
+    """RMSNorm's output and the gradient of rope, cast as they are made: against the plain formulas and casts on the
+    CPU."""
 
     def check(device: torch.device) -> str:
         for rows, inner in ((272, 144), (1024, 4096)):
             x, weight = spread_out(rows, inner), spread_out(1, inner, seed=1)[0].clamp(-4, 4)
             scale = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
-            told(recipe, f"norm {rows} {inner}", X, Normed(*(t.to(device) for t in (x, scale, weight))), Normed(x, scale, weight).tensor(), device)
+            told(
+                recipe,
+                f"norm {rows} {inner}",
+                X,
+                Normed(*(t.to(device) for t in (x, scale, weight))),
+                Normed(x, scale, weight).tensor(),
+                device,
+            )
         for length, width in ((136, 16), (512, 128)):
-            q, k, v = (spread_out(2 * length * n, width, seed=n).view(2, length, n, width).transpose(1, 2) for n in (6, 2, 2))
-            cos, sin = rotary_table(torch.arange(2 * length) % length, 1e4 ** (-torch.arange(width // 2) * 2 / width), torch.bfloat16)
+            q, k, v = (
+                spread_out(2 * length * n, width, seed=n).view(2, length, n, width).transpose(1, 2) for n in (6, 2, 2)
+            )
+            cos, sin = rotary_table(
+                torch.arange(2 * length) % length, 1e4 ** (-torch.arange(width // 2) * 2 / width), torch.bfloat16
+            )
             c, s = (t.float().view(2, 1, length, -1) for t in (cos, sin))
-            back = [torch.cat((a * c + b * s, b * c - a * s), -1).bfloat16() for a, b in (t.float().chunk(2, -1) for t in (q, k))]
+            back = [
+                torch.cat((a * c + b * s, b * c - a * s), -1).bfloat16()
+                for a, b in (t.float().chunk(2, -1) for t in (q, k))
+            ]
             truth = torch.cat((*back, v), 1).transpose(1, 2).reshape(2 * length, -1)
             source = RopeGrad(*(t.to(device) for t in (q, k, v)), (cos.to(device), sin.to(device)), True)
             if recipe != "blockwise" or width == 128:
                 told(recipe, f"rope {length} {width}", DY, source, truth, device)
         return "to the bit"
 
-    def told(recipe: str, what: str, which: int, source: Normed | RopeGrad, truth: torch.Tensor, device: torch.device) -> None:
+    def told(
+        recipe: str, what: str, which: int, source: Normed | RopeGrad, truth: torch.Tensor, device: torch.device
+    ) -> None:
         low, plain = low_of(recipe, "triton", device), low_of(recipe, "plain", torch.device("cpu"))
         for i, (a, b) in enumerate(zip(low.both(which, source, 1, True), plain.both(which, truth, 1, True))):
             same(f"{recipe} {what} {i}", a, b)
@@ -231,7 +318,12 @@ def by_cublaslt(device: torch.device) -> str:
     if library is None:
         raise AssertionError("no cuBLASLt: weights' gradients are added by other GEMMs")
     m, n, k = 256, 384, 1024
-    kinds = {"one scale": ("tensorwise", False), "lines": ("rowwise", False), "blocks": ("blockwise", False), "squares": ("blockwise", True)}
+    kinds = {
+        "one scale": ("tensorwise", False),
+        "lines": ("rowwise", False),
+        "blocks": ("blockwise", False),
+        "squares": ("blockwise", True),
+    }
     for name, (recipe, weight) in kinds.items():
         r = RECIPES[recipe]
         blocks, formats = (r.tokens, r.weight if weight else r.tokens), (r.forward if weight else r.backward, r.forward)
@@ -251,7 +343,8 @@ def by_cublaslt(device: torch.device) -> str:
 
 
 def linear(recipe: str) -> Callable[[torch.device], str]:
-    """A whole linear, forward and backward, against the CPU's plain twin of the same recipe: same codes, sums in another order."""
+    """A whole linear, forward and backward, against the CPU's plain twin of the same recipe: same codes, sums in
+    another order."""
 
     def check(device: torch.device) -> str:
         found = []
@@ -275,12 +368,17 @@ def linear(recipe: str) -> Callable[[torch.device], str]:
     return check
 
 
-ENDS = torch.tensor([300, 1711, 1711, 1712, 3000, 3128, 3129, 4990], dtype=torch.int32)  # of 5100 rows: the rest is nobody's
+ENDS = torch.tensor(
+    [300, 1711, 1711, 1712, 3000, 3128, 3129, 4990], dtype=torch.int32
+)  # of 5100 rows: the rest is nobody's
 
 
 def experts_of(recipe: str, twin: str, device: torch.device) -> LowExperts:
     low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
-    low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device), torch.zeros(3, device=device)
+    low.counts, low.amax = (
+        torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
+        torch.zeros(3, device=device),
+    )
     if recipe == "delayed":
         low.multiplier = torch.tensor([100.0, 100.0, 12000.0], device=device)
     return low
@@ -298,8 +396,11 @@ def expert_casts(recipe: str) -> Callable[[torch.device], str]:
             same(f"{recipe} weight {i}", a, b)
         (a, laid), (b, exact) = low.rows(X, x.to(device), ENDS.to(device)), plain.rows(X, x, ENDS)
         whole = len(a.scales) == 1
-        same(f"{recipe} rows", Scaled(a.codes[:4990], a.scales if whole else a.scales[:4990], a.block),
-             Scaled(b.codes[:4990], b.scales if whole else b.scales[:4990], b.block))  # fmt: skip
+        same(
+            f"{recipe} rows",
+            Scaled(a.codes[:4990], a.scales if whole else a.scales[:4990], a.block),
+            Scaled(b.codes[:4990], b.scales if whole else b.scales[:4990], b.block),
+        )
         tiles = int(((ENDS.diff(prepend=torch.zeros(1, dtype=torch.int32)) + 127) // 128).sum())
         at = Places.of(ENDS, 5100, tiles)
         laid, exact = (Scaled(q.codes[:, : 128 * tiles].cpu(), q.scales.cpu(), q.block).turned() for q in (laid, exact))
@@ -320,20 +421,30 @@ def routed(device: torch.device) -> tuple[Rows, int]:
 
 
 def expert_made_casts(recipe: str) -> Callable[[torch.device], str]:
-    """Gathered tokens, what the activation makes of rows, and its gradient, cast as they are made: against their own kernels and casts of what
-    they wrote, on the same GPU."""
+    """Gathered tokens, what the activation makes of rows, and its gradient, cast as they are made: against their own
+    kernels and casts of what they wrote, on the same GPU."""
 
     def check(device: torch.device) -> str:
         rows, tokens = routed(device)
         last, inner = rows.ends_E[-1], 384
-        x, dy, t = (spread_out(n, w, seed=i).to(device) for i, (n, w) in enumerate(((5100, 2 * inner), (5100, inner), (tokens, 512))))
+        x, dy, t = (
+            spread_out(n, w, seed=i).to(device)
+            for i, (n, w) in enumerate(((5100, 2 * inner), (5100, inner), (tokens, 512)))
+        )
         weights = torch.rand(5100, generator=torch.Generator().manual_seed(3)).to(device)
         for gate in (SWIGLU, replace(CLAMPED_SWIGLU, interleaved=False)):
             sums = of_weights = torch.zeros(parts_of_sums(inner), 5100, device=device)
-            sources = [(X, GatedRows(x, weights, last, gate)), (DY, GatedRowsGrad(x, weights, last, gate, dy=dy, sums=sums)), (X, Gathered(t, rows))]
+            sources = [
+                (X, GatedRows(x, weights, last, gate)),
+                (DY, GatedRowsGrad(x, weights, last, gate, dy=dy, sums=sums)),
+                (X, Gathered(t, rows)),
+            ]
             for which, source in sources:
                 fused, apart = experts_of(recipe, "triton", device), experts_of(recipe, "triton", device)
-                made, summed = fused.rows(which, source, rows.ends_E), sums.sum(0)  # before `tensor`, which leaves its own there
+                made, summed = (
+                    fused.rows(which, source, rows.ends_E),
+                    sums.sum(0),
+                )  # before `tensor`, which leaves its own there
                 truth = apart.rows(which, source.tensor(), rows.ends_E)
                 of_weights = summed if which == DY else of_weights
                 told = f"{recipe} {type(source).__name__}"
@@ -362,11 +473,15 @@ def same_rows(what: str, made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scale
 
 
 def placed_codes(device: torch.device) -> str:
-    """Codes of tokens, cast before and put in place: against the cast of their rows, on the same GPU, in both formats."""
+    """Codes of tokens, cast before and put in place: against the cast of their rows, on the same GPU, in both
+    formats."""
     rows, tokens = routed(device)
     for width in (512, 2048, 144):
         for which in (X, DY):
-            x, before, after = spread_out(tokens, width, seed=width).to(device), *(experts_of("delayed", "triton", device) for _ in range(2))
+            x, before, after = (
+                spread_out(tokens, width, seed=width).to(device),
+                *(experts_of("delayed", "triton", device) for _ in range(2)),
+            )
             with no_host_sync(device):
                 made = before.rows(which, CodedRows(before.sent(which, x), rows), rows.ends_E)
                 truth = after.rows(which, Gathered(x, rows), rows.ends_E)
@@ -375,18 +490,25 @@ def placed_codes(device: torch.device) -> str:
 
 
 def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
-    """Experts as one op, their rows and the gradient of them never in memory: against the ops one after another, on the same GPU."""
+    """Experts as one op, their rows and the gradient of them never in memory: against the ops one after another, on
+    the same GPU."""
 
     def check(device: torch.device) -> str:
         rows, tokens = routed(device)
         found = []
         for whole in (True, False):
             sizes = enumerate(((tokens, 512), (8, 768, 512), (8, 512, 384), (tokens, 512)))
-            x, up, down, dy = (torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i, s in sizes)
+            x, up, down, dy = (
+                torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i, s in sizes
+            )
             weights = torch.rand(5100, generator=torch.Generator().manual_seed(9)).to(device).requires_grad_()
             for w in (up, down):
                 w.requires_grad_()
-                w.grad_dtype, w.grad, w.low = torch.float32, torch.full(w.shape, 3.0, device=device), experts_of(recipe, "auto", device)  # type: ignore[attr-defined]
+                w.grad_dtype, w.grad, w.low = (
+                    torch.float32,
+                    torch.full(w.shape, 3.0, device=device),
+                    experts_of(recipe, "auto", device),
+                )  # type: ignore[attr-defined]
             x, nan = x.requires_grad_(), x.new_full((), torch.nan) if whole else None
             with no_host_sync(device):
                 h = gather_rows(x, rows, "auto", nan)
@@ -411,14 +533,16 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
 
 
 def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
-    """The products of a stack of experts, forward and backward, without a wait of the host, against the CPU's plain twin: same codes, sums in
-    another order."""
+    """The products of a stack of experts, forward and backward, without a wait of the host, against the CPU's plain
+    twin: same codes, sums in another order."""
 
     def check(device: torch.device) -> str:
         found = []
         for where, twin in ((device, "auto"), (torch.device("cpu"), "plain")):
             sizes = enumerate(((5100, 384), (8, 256, 384), (8, 256), (5100, 256)))
-            x, w, bias, dy = (torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(where) for i, s in sizes)
+            x, w, bias, dy = (
+                torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(where) for i, s in sizes
+            )
             ends = ENDS.to(where)
             weight = w.requires_grad_()
             weight.grad_dtype, weight.grad = torch.float32, torch.full((8, 256, 384), 3.0, device=where)

@@ -1,6 +1,7 @@
 """Run on a machine with GPUs: `python tests/gpu/run.py`. Prints a short table last; exit code 1 if anything failed.
 
-`--device cpu --world 2` runs the same on the CPU (small attention, gloo), which finds mistakes in the checks themselves.
+`--device cpu --world 2` runs the same on the CPU (small attention, gloo), which finds mistakes in the checks
+themselves.
 """
 
 from __future__ import annotations
@@ -26,9 +27,19 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--world", type=int, help="ranks of the layouts part; default: the number of GPUs")
     parser.add_argument("--precisions", default="fp64,fp32,bf16", help="of the layouts part")
-    parser.add_argument("--layouts", default="", help="of the layouts part, those whose name contains one of these, separated by semicolons")
-    parser.add_argument("--only", default="", help="run the checks whose name contains one of these, separated by semicolons")
-    parser.add_argument("--part", default="0/1", help="of the checks of one device: I/N runs every N-th from the I-th on, for N devices to share")
+    parser.add_argument(
+        "--layouts",
+        default="",
+        help="of the layouts part, those whose name contains one of these, separated by semicolons",
+    )
+    parser.add_argument(
+        "--only", default="", help="run the checks whose name contains one of these, separated by semicolons"
+    )
+    parser.add_argument(
+        "--part",
+        default="0/1",
+        help="of the checks of one device: I/N runs every N-th from the I-th on, for N devices to share",
+    )
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if options.device == "cuda":
@@ -48,7 +59,9 @@ def main() -> int:
         print(f"{time.time() - begun:6.1f} s  {name}: {table[name]}", flush=True)  # what a limit of time leaves
     if world > 1 and any(part in "layouts" for part in only):
         try:
-            table |= check_layouts(options.device, world, tuple(options.precisions.split(",")), options.layouts.split(";"))
+            table |= check_layouts(
+                options.device, world, tuple(options.precisions.split(",")), options.layouts.split(";")
+            )
         except Exception as error:
             traceback.print_exc()
             table["layouts"] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
@@ -56,7 +69,10 @@ def main() -> int:
     for name, text in table.items():
         print(f"{name:60s} {text}")
     what = torch.cuda.get_device_name(device) if options.device == "cuda" else "CPU"
-    print(f"{len(table) - len(failed)} of {len(table)} passed on {what} x {world}, torch {torch.__version__}, {time.time() - started:.0f} s")
+    print(
+        f"{len(table) - len(failed)} of {len(table)} passed on {what} x {world}, torch {torch.__version__}, "
+        f"{time.time() - started:.0f} s"
+    )
     for name in failed:
         print(f"FAILED: {name}: {table[name]}")
     return 1 if failed else 0

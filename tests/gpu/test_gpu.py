@@ -18,5 +18,9 @@ def test_device(name):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least 2 GPUs")
 def test_layouts():
-    failed = {name: text for name, text in check_layouts("cuda", torch.cuda.device_count()).items() if text.startswith("FAILED")}
+    failed = {
+        name: text
+        for name, text in check_layouts("cuda", torch.cuda.device_count()).items()
+        if text.startswith("FAILED")
+    }
     assert not failed

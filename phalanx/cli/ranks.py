@@ -1,0 +1,66 @@
+"""From a checked run to its ranks: here, or started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from phalanx.base.errors import PhalanxError
+from phalanx.launch.early import deaf, listen_early
+
+ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # that a process may open
+
+
+def allow_files(ranks: int) -> None:
+    """Raise this process's limit of open files as far as it may. PhalanxError where ranks could not even meet."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    needed = FEWEST_FILES + FILES_PER_RANK * ranks
+    if max(soft, most) < needed and soft != resource.RLIM_INFINITY:
+        way_out = f"raise the limit with `ulimit -n {ENOUGH_FILES}`"
+        raise PhalanxError(f"a process may open only {most} files here, and {ranks} ranks need {needed}: {way_out}")
+
+
+def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
+    """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
+    from phalanx.base.placement import Placement
+    from phalanx.launch.bus import BusErrors
+    from phalanx.launch.local import Alone, start
+    from phalanx.launch.network import settle
+    from phalanx.launch.worker import find
+
+    listen_early()
+    allow_files(ready.ranks)
+    if ready.placement is None and ready.ranks > 1:
+        start(target, values, ready.ranks, logs)
+    else:
+        word = Alone()
+        placement = settle(ready.placement or Placement(), os.environ)
+        with BusErrors(word.died):
+            find(target)(replace(placement, word=word), **values)
+    deaf()
+
+
+def prepare_text(ready: Any) -> None:
+    """Make token files of data.text before any rank starts; the ranks then find them. Of ranks that others started
+    one speaks per machine."""
+    from phalanx.cli.progress import progress
+    from phalanx.text.cache import use_text
+
+    run = ready.run
+    speaks = ready.placement is None or ready.placement.local_rank == 0
+    with progress("prepare") as show:
+        use_text(
+            run.data,
+            run.dir,
+            run.model.vocab_size,
+            say=lambda text: click.echo(text) if speaks else None,
+            progress=show,
+        )

@@ -1,0 +1,277 @@
+"""Run: the whole config of a run as one typed object. Reading files and checking rules are in `config/read.py` and
+`forecast/check.py`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.places import place
+from phalanx.data.config import DataConfig
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
+from phalanx.optim.config import OptimConfig
+
+MOST_STAGES = 100_000  # of a ramp-up that are counted
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def token_count(value: Any) -> Any:
+    """`15B`, `1.5e9`, `300M`, `2_000_000` as an integer; what is no whole number stays as it is."""
+    text = str(value).replace("_", "").strip().lower()
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+]?\d{1,2})?)([kmbt]?)", text)
+    if isinstance(value, bool) or found is None:
+        return value
+    number = Decimal(found[1]) * UNITS[found[2]]
+    return int(number) if number == int(number) else value
+
+
+TokenCount = Annotated[int, BeforeValidator(token_count)]
+
+BUDGET_AT = 6  # the step of a run (or of its continuation) whose time is told; the one before it warms the profiler up
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampConfig:
+    start: int
+    """Global batch at the beginning."""
+    increment: int
+    """Added at each of the equal steps on the way to train.global_batch."""
+    samples: int
+    """Number of samples over which the ramp runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What is done about steps whose loss or gradient norm is not finite or a spike; such a step is never applied."""
+
+    policy: Literal["skip", "stop", "rollback"] = "skip"
+    """skip the step; stop the run (exit 5); or rollback: continue from the checkpoint before with the data after the
+    bad step."""
+    sigmas: float | None = None
+    """A loss or gradient norm is a spike if it is more than this many standard deviations above the window's mean;
+    unset: none is."""
+    window: int = 128
+    """Steps whose losses and norms are kept to judge the next by (half of them must be there)."""
+    max_rollbacks: int = 3
+    """rollback: tries to pass one bad step, each from an older checkpoint, before the run stops."""
+    replicas_interval: int | None = None
+    """Compare hashes of what data-parallel ranks hold alike every so many steps; unset: never. A difference stops
+    the run (exit 5). With sharding the weights are handed out anew in each step, so only what changed since is seen;
+    at layout.sharding=0 everything is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Products of the layers' linears and experts in 8 bits or fewer. Embedding, head, routers, attention itself and
+    MLA's down-projections never are."""
+
+    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"]
+    """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise,
+    blockwise (DeepSeek-V3's 1x128 and 128x128); mxfp8 and those of nvfp4 are emulated: the numerics of Blackwell at
+    the speed of train.precision, not measured on hardware."""
+    exclude: list[str] = field(default_factory=list)
+    """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
+    end_layers: int = 0
+    """So many layers at each end of the model stay in train.precision."""
+    last_steps: int = 0
+    """So many steps at the end of the run are in train.precision: the weights settle without the noise of casts
+    (NVIDIA's way with NVFP4)."""
+    accumulate: Literal["mixed", "fast", "precise"] = "mixed"
+    """Sums inside the GEMMs: fast (the tensor cores' own), precise (carried to fp32 as they go), mixed (forward
+    fast, backward precise)."""
+    history: int = 1024
+    """delayed: steps whose largest values the scales come from; 1: those of the last step."""
+    shadow_interval: int | None = None
+    """Compute every so many steps (and at the first and the last) the gradients in train.precision too, and tell how
+    far apart they are."""
+    max_lost: float | None = None
+    """A linear that loses more than this part of a tensor's values (to zero, or cut to the largest) goes on in
+    train.precision; unset: none."""
+    min_cosine: float | None = None
+    """A linear whose weight's gradient has a lower cosine with that in train.precision (shadow_interval) goes on in
+    it; unset: none."""
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether linears are ever in train.precision after all, for a step or for good: their weights then have to
+        be there."""
+        return self.last_steps > 0 or self.shadow_interval is not None or self.max_lost is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int | None = None
+    """Optimizer steps of the whole run. This or train.tokens is required."""
+    tokens: TokenCount | None = None
+    """Instead of steps: tokens of the whole run, such as 15B, 300M or 1.5e9, rounded up to whole steps."""
+    global_batch: int
+    """Sequences per step, over all ranks."""
+    micro_batch: int
+    """Sequences per micro-batch, on one rank."""
+    seq_length: int
+    """Tokens per sequence."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
+    fp8: Fp8Config | None = None
+    """Products of linears in 8 bits; unset: in train.precision."""
+    recompute: Literal["none", "pointwise", "selective", "long", "full"] = "none"
+    """Activations made again in backward: none, pointwise (norms and MLP activations: cheap), selective (inside
+    attention), long (all but attention, for long sequences; MLPs in pieces), full (whole blocks)."""
+    recompute_ops: list[str] = field(default_factory=list)
+    """Further ops to make again, by name: norm, qkv, rope, attention, up, activation, dropout, experts, mlp, layer,
+    block."""
+    recompute_budget_gib: float | None = None
+    """GiB that a rank may use in all, as `phalanx plan` forecasts it: what is made again is then chosen block by
+    block, at the least cost."""
+    freeze: list[str] = field(default_factory=list)
+    """Globs of Hugging Face names of tensors that stay as they are, such as "*.mlp.*": without gradients and
+    optimizer state."""
+    offload_layers: int = 0
+    """Layers of each stage, from its first, whose activations wait in host memory between forward and backward,
+    copied beside compute."""
+    kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"
+    """Twins of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, wheels (triton, attention
+    and MLP from phalanx[wheels])."""
+    plain_ops: list[str] = field(default_factory=list)
+    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped, quant,
+    attention, mlp. For comparisons."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay blocks as CUDA graphs: auto (on a GPU; with pipeline stages if memory allows), on, off. Same numbers,
+    less work for the host."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    deterministic: bool = False
+    """The same bits whatever the data-parallel size, sharding level, schedule and number of stages are: gradients
+    are added up in one binary tree over the micro-batches of a step (dp a power of two). Takes time and
+    log2(micro-batches of a rank) more gradient buffers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: GPUs if there are any."""
+    rampup: RampConfig | None = None
+    """Start with a smaller global batch and grow to train.global_batch."""
+    eval_interval: int | None = None
+    """Evaluate every so many steps; unset: never."""
+    eval_samples: int = 64
+    """Sequences per validation set and evaluation."""
+    loss_scale: float = 65536.0
+    """fp16: the first loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: good steps after which the scale doubles."""
+    loss_scale_hysteresis: int = 2
+    """fp16: overflows before the scale halves."""
+    loss_scale_min: float = 1.0
+    """fp16: the scale never goes below this."""
+    max_skipped: int = 50
+    """Stop (exit 5) after this many skipped steps in a row."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What is done about bad numbers."""
+    timeout_s: float = 600.0
+    """A collective that takes longer means a lost peer."""
+    time_limit_s: float | None = None
+    """Seconds after which the run finishes its step, saves and ends with exit code 75, as on SIGTERM; unset: no
+    limit."""
+    profile: str | None = None
+    """Steps of rank 0 to record, FIRST:END (10:13 is 10, 11 and 12), as traces for Perfetto in the run's traces/
+    folder; FIRST:END:all: of all ranks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", token_count(self.tokens))
+
+    @cached_property
+    def last_step(self) -> int:
+        """The number of the run's last step: `steps`, or the first at which at least `tokens` tokens are consumed. 0
+        where neither is set."""
+        if self.steps is not None or not isinstance(self.tokens, int):
+            return self.steps or 0
+        wanted, consumed, step = -(-self.tokens // max(1, self.seq_length)), 0, 0
+        for size, stop in self.ramp_stages():
+            count = max(0, -(-(min(stop, wanted) - consumed) // size))
+            consumed, step = consumed + count * size, step + count
+        return step + max(0, -(-(wanted - consumed) // max(1, self.global_batch)))
+
+    def ramp_stages(self) -> list[tuple[int, int]]:
+        """(global batch, consumed samples at which it ends) of each stage of the ramp-up; those that are larger than
+        global_batch, or a ramp that its rules refuse, have none."""
+        ramp = self.rampup
+        if ramp is None or min(ramp.start, ramp.increment, ramp.samples) < 1:
+            return []
+        stages = (self.global_batch - ramp.start) // ramp.increment + 1
+        return [
+            (ramp.start + i * ramp.increment, -(-(i + 1) * ramp.samples // stages))
+            for i in range(min(stages, MOST_STAGES))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    interval: int | None = None
+    """Print a step line every so many steps; unset: each step in log.txt and where the output is no terminal, on a
+    terminal one every 2 seconds, after a minute every 10. metrics.jsonl always has every step."""
+    tensorboard: bool = False
+    """Write TensorBoard files to the run's tb/ folder (needs the extra phalanx[tensorboard])."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs the extra phalanx[wandb])."""
+    wandb_entity: str | None = None
+    """User or team whose project log.wandb is; unset: the default of whoever is logged in."""
+    wandb_name: str | None = None
+    """Name of the run in Weights & Biases; unset: that of the run's folder."""
+    wandb_group: str | None = None
+    """Group of runs in Weights & Biases that this one belongs to."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Tags of the run in Weights & Biases."""
+    report: bool = True
+    """Write report.html with the loss curve at the end."""
+    budget: bool | None = None
+    """Say after the first steps where the time of a step goes; unset: on GPUs, in runs of 100 steps and more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The config of a run. `dir` is the run's folder."""
+
+    model: (
+        LlamaConfig
+        | MistralConfig
+        | Qwen2Config
+        | Qwen3Config
+        | MixtralConfig
+        | Qwen3MoEConfig
+        | GptOssConfig
+        | DeepseekV3Config
+        | GPT2Config
+    )
+    train: TrainConfig
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    dir: str = "runs/default"
+    """Folder of the run: config, metrics, checkpoints, report."""
+    init_from: str | None = None
+    """A Hugging Face folder whose weights the run starts from. It supplies family, sizes and tokenizer where they
+    are unset."""
+    model_source: str | None = None
+    """The Hugging Face folder of sizes and tokenizer: set by init_from and by model.from.
+
+    Its token ids, generation settings and chat template travel into checkpoints."""
+
+
+def checkpoints_of(run: Run) -> Path:
+    """The folder (or the prefix in object storage) of a run's checkpoints."""
+    return place(run.checkpoint.dir or str(Path(run.dir) / "checkpoints"))
+
+
+def profiled_steps(text: str | None) -> range | None:
+    """`10:13`, or `10:13:all` -> steps 10, 11, 12; None if it is not of that form."""
+    found = re.fullmatch(r"(\d+):(\d+)(:all)?", text or "")
+    return range(int(found[1]), int(found[2])) if found else None

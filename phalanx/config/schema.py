@@ -1,0 +1,97 @@
+"""A JSON schema of config files, by which editors complete and check them: types, values, defaults and meanings;
+rules between keys stay ours."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+from pydantic import BeforeValidator
+
+from phalanx.base import tree
+from phalanx.config.model_source import FROM
+from phalanx.config.read import run_schema
+from phalanx.config.run import Run
+
+MEANING = " ".join(FROM.splitlines()[1].split())
+
+
+def schema_text() -> str:
+    return json.dumps(config_schema(), indent=1)
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of a YAML config."""
+    made = run_schema().model_json_schema(mode="validation")
+    for cls in sections_of(Run):
+        place = made if cls is Run else made["$defs"].get(cls.__name__)
+        if place is not None:
+            describe_fields(place, cls)
+    allow_folders(made)
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Phalanx config",
+        "description": "The config of a training run.",
+    }
+    return {**head, **{name: value for name, value in made.items() if name not in head}}
+
+
+def allow_folders(made: dict[str, Any]) -> None:
+    """A Hugging Face folder supplies what is unset of `model`: with model.from, and with init_from, under which
+    `model` may be left out."""
+    whole = made["properties"]["model"]
+    families = [made["$defs"][choice["$ref"].rpartition("/")[2]]["properties"] for choice in whole["oneOf"]]
+    fields: dict[str, Any] = {}
+    for family in families:
+        for name, field in family.items():
+            kinds = fields.setdefault(name, {"description": field.get("description", ""), "anyOf": []})["anyOf"]
+            if (kind := {k: v for k, v in field.items() if k not in ("default", "description")}) not in kinds:
+                kinds.append(kind)
+    part = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"from": {"type": "string", "description": MEANING}, **fields},
+    }
+    made["$defs"]["PartOfModel"] = part
+    made["properties"]["model"] = {"$ref": "#/$defs/PartOfModel"}
+    made["required"] = [name for name in made["required"] if name != "model"]
+    made["if"] = {"required": ["init_from"], "properties": {"init_from": {"type": "string"}}}
+    made["else"] = {"required": ["model"], "properties": {"model": {"anyOf": [whole, {"required": ["from"]}]}}}
+
+
+def sections_of(cls: type) -> list[type]:
+    """The dataclass and all below it, those inside maps too; each once."""
+    found, rest = dict[type, None](), [cls]
+    while rest:
+        one = rest.pop()
+        if one in found:
+            continue
+        found[one] = None
+        for hint in tree.hints(one).values():
+            for member in tree.members(hint):
+                rest += [
+                    *tree.sections(member),
+                    *(s for inside in typing.get_args(member) for s in tree.sections(inside)),
+                ]
+    return list(found)
+
+
+def describe_fields(place: dict[str, Any], cls: type) -> None:
+    """Meanings, and the texts that stand for lists; no other keys are allowed."""
+    place["additionalProperties"] = False
+    place.pop("title", None)
+    docs, whole = tree.field_docs(cls), typing.get_type_hints(cls, include_extras=True)
+    for name, field in place["properties"].items():
+        field.pop("title", None)
+        if is_read_from_text(whole[name]):
+            kept = {k: v for k, v in field.items() if k == "default"}
+            plain = {k: v for k, v in field.items() if k != "default"}
+            field = place["properties"][name] = {"anyOf": [plain, {"type": "string"}, {"type": "array"}], **kept}
+        if docs.get(name):
+            field["description"] = " ".join(docs[name].split())
+
+
+def is_read_from_text(hint: Any) -> bool:
+    """Whether a value of another type is turned into this one before it is checked."""
+    return any(isinstance(m, BeforeValidator) for m in getattr(hint, "__metadata__", ()))

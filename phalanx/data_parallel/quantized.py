@@ -1,0 +1,312 @@
+"""Weights that are kept as 8-bit codes: the rank that updates masters casts them, and codes are what is sent and kept.
+
+A scale belongs to a block of a matrix, which parts of a bucket may cut: the largest value of each is compared over
+the ranks that hold parts of the bucket, so that codes are those of the whole weight cast at once, bit for bit. After
+they have come each matrix is transposed, for the gradient of the input. How a linear scales its weight is said in
+ops.quantized.linear and ops.quantized.experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.dtypes import Precision
+from phalanx.data_parallel.flat import FlatBucket, allocate, let_go, write_range
+from phalanx.layout.buckets import Slot
+from phalanx.ops.quantized.linear import LowWeight
+from phalanx.ops.quantized.recipes import COUNTS, SLOTS, multipliers
+from phalanx.ops.quantized.scale_blocks import Blocks
+from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight in a bucket: its codes (rows, columns), and the transposed ones."""
+
+    slot: Slot
+    low: LowWeight
+    blocks: Blocks
+    straight: Tensor
+    turned: Tensor
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of a matrix's blocks: bits of their amaxes, int32, and multipliers, (blocks.count,); counts of what its cast
+    lost."""
+
+    bits: Tensor
+    multiplier: Tensor
+    counts: Tensor
+
+
+class CodedBucket(FlatBucket):
+    """A bucket of weights that are kept as codes.
+
+    weight        has memory only while `whole_values`: for products in the compute dtype
+    both          (2, numel) uint8: codes as they lie, and each matrix transposed; at level 3 without memory (or with
+    that of a place) while the
+                  bucket is not gathered
+    codes_kept    the codes that are always here, from element number `codes_at` on; below level 3 all of them
+    changed       whether masters have changed since the codes were made
+    """
+
+    def _make_weights(self, precision: Precision, place: Tensor | None) -> None:
+        device, numel = self.mesh.device, self.bucket.numel
+        self.weight = torch.zeros(numel, dtype=precision.compute, device=device)
+        self.master = torch.zeros(self.hi - self.lo, dtype=precision.master, device=device)
+        if not self.cut.cuts_weights:
+            memory = self._staying(2 * numel, torch.uint8)
+        else:
+            memory = (
+                torch.zeros(2 * numel, dtype=torch.uint8, device=device) if place is None else place.view(torch.uint8)
+            )
+        self.both = memory[: 2 * numel].view(2, numel)
+        self.codes_at, self.codes_kept = self._kept(self.both[0])
+        self.whole_values, self.changed, self._came = False, True, False
+
+    def attach(self, params: list[nn.Parameter]) -> None:
+        self.matrices = [self._matrix(slot, params[slot.param].low) for slot in self.bucket.slots]  # type: ignore[attr-defined]
+        super().attach(params)
+        let_go(self.weight)
+
+    def _matrix(self, slot: Slot, low: LowWeight) -> Matrix:
+        columns = slot.spec.shape[-1]
+        straight, turned = (x[slot.offset : slot.offset + slot.numel] for x in self.both)
+        return Matrix(slot, low, low.blocks(slot.spec.shape), straight.view(-1, columns), turned.view(columns, -1))
+
+    # ---- in place of the weights themselves
+
+    @property
+    def weight_at(self) -> int:
+        return self.lo
+
+    @property
+    def weight_kept(self) -> Tensor:
+        """(hi - lo,) what this rank's masters are as weights, in new memory."""
+        return self.master.to(self.weight.dtype, copy=True)
+
+    @property
+    def saved(self) -> tuple[int, Tensor]:
+        return self.lo, self.master
+
+    @property
+    def apart(self) -> bool:
+        return True
+
+    @property
+    def resident(self) -> tuple[int, Tensor]:
+        return self.codes_at, self.codes_kept
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [self.weight, self.both, self.codes_kept]
+
+    @property
+    def out(self) -> Tensor | None:
+        return None
+
+    def write(self, first: int, values: Tensor) -> None:
+        write_range(self.master, self.lo, first, values)
+        self.changed = True
+
+    # ---- codes
+
+    @property
+    def triton(self) -> bool:
+        return self.matrices[0].low.by_triton(self.weight)
+
+    def own_part(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
+        """Masters of a matrix that this rank updates, where their codes go, and the number of the first in the
+        matrix."""
+        slot = matrix.slot
+        a, b = max(slot.offset, self.lo), max(min(slot.offset + slot.numel, self.hi), max(slot.offset, self.lo))
+        return (
+            self.master[a - self.lo : b - self.lo],
+            self.codes_kept[a - self.codes_at : b - self.codes_at],
+            a - slot.offset,
+        )
+
+    def note_largest(self, matrix: Matrix, numbers: Numbers) -> None:
+        x, _, first = self.own_part(matrix)
+        note_largest_(numbers.bits, x, first, matrix.blocks, self.weight.dtype, self.triton)
+
+    def cast(self, matrix: Matrix, numbers: Numbers, note: bool) -> None:
+        """`note`: the amaxes too."""
+        x, codes, first = self.own_part(matrix)
+        bits = numbers.bits if note else None
+        cast_run_(
+            codes,
+            x,
+            first,
+            matrix.blocks,
+            numbers.multiplier,
+            matrix.low.format,
+            self.weight.dtype,
+            numbers.counts,
+            bits,
+            self.triton,
+        )
+
+    def send(self) -> None:
+        """Start bringing codes to all ranks that keep them."""
+        self.changed = False
+        inner, outer = self.groups.inner, self.groups.outer
+        if self.cut.outside:
+            part = self.codes_kept[self.part[0] - self.codes_at : self.part[1] - self.codes_at]
+            self._gathering, self._moved = outer.all_gather_into(part, async_op=True), True
+        if self.level > 0 and not self.cut.cuts_weights:
+            self.arrive()
+            self._gathering = inner.all_gather_into(self.both[0], async_op=True)
+        self._came = not self.cut.cuts_weights
+        if self.whole_values and not self.cut.cuts_weights:
+            self._fill_values()
+
+    def gather_groups(self) -> None:
+        self.changed = True
+
+    def gather_parts(self) -> None:
+        """When they are needed next."""
+
+    def fetch(self) -> None:
+        self.arrive()
+        if self.weight_comes:
+            allocate(self.both)
+        self._gathering = self.groups.gather.all_gather_to(self.both[0], self.codes_kept, async_op=True)
+        self._came = True
+        if self.whole_values:
+            self._fill_values()
+
+    def ready(self) -> None:
+        """Wait until codes have arrived, and transpose them."""
+        super().ready()
+        if self._came:
+            self._came = False
+            for m in self.matrices:
+                turn_(m.turned, m.straight, self.triton)
+
+    def free(self) -> None:
+        if self.weight_comes:
+            let_go(self.both)
+            let_go(self.weight)
+
+    # ---- values
+
+    def keep_values(self, wanted: bool) -> None:
+        """Whether the weights themselves are to be here too, whenever codes are."""
+        if wanted == self.whole_values:
+            return
+        self.whole_values = wanted
+        if not wanted:
+            let_go(self.weight)
+        elif not self.cut.cuts_weights:
+            self._fill_values()
+
+    def _fill_values(self) -> None:
+        """Weights of all ranks' masters."""
+        if not self.weight.untyped_storage().nbytes():
+            allocate(self.weight)
+        part = torch.empty_like(self.weight[slice(*self.part)])
+        part[self.lo - self.part[0] : self.hi - self.part[0]] = self.master
+        if self.cut.outside:
+            self.groups.outer.all_gather_into(part).wait()
+        if self.level > 0:
+            self.groups.inner.all_gather_to(self.weight, part).wait()
+        else:
+            self.weight.copy_(part)
+
+
+class Family:
+    """The coded buckets of a rank that are cut over the same ranks: what it takes to make their codes anew, with
+    amaxes compared in one call.
+
+    counts (L, SLOTS, COUNTS), seen (L,) fp32: of each linear's weight, what the last cast lost, and its amax on this
+    rank of tp. `numbers`: of linears, by name
+    """
+
+    def __init__(self, buckets: Sequence[CodedBucket], numbers: dict[str, int]):
+        pairs, device = [(f, m) for f in buckets for m in f.matrices], buckets[0].mesh.device
+        self.buckets, self.seen = buckets, torch.zeros(len(numbers), device=device)
+        self.counts = torch.zeros(len(numbers), SLOTS, COUNTS, dtype=torch.int64, device=device)
+        self.rooms = sizes = [m.blocks.room for _, m in pairs]
+        which = [numbers[m.low.name] for _, m in pairs]
+        self.bits = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.multiplier, self.scales, self.turned_scales = (torch.ones(sum(sizes), device=device) for _ in range(3))
+        self.linear_of_block = torch.tensor(which, device=device).repeat_interleave(torch.tensor(sizes, device=device))
+        numbers_of = (self.bits, self.multiplier, self.scales, self.turned_scales)
+        bits, multiplier, scales, turned = (
+            [room[: m.blocks.count] for room, (_, m) in zip(t.split(sizes), pairs)] for t in numbers_of
+        )
+        numbered = map(Numbers, bits, multiplier, (self.counts[i] for i in which))
+        self.all = [(f, m, n) for (f, m), n in zip(pairs, numbered)]
+        self.by_matrix = [
+            (a.view(m.blocks.shape), b.view(m.blocks.shape[::-1])) for (_, m), a, b in zip(pairs, scales, turned)
+        ]
+        for (_, m), both in zip(pairs, self.by_matrix):
+            straight, other = (codes.view(m.low.format.dtype) for codes in (m.straight, m.turned))
+            m.low.hold(straight, other, *both)
+        self._current = False  # whether scales were those of the weights as they are, whatever the recipe is
+
+    @property
+    def low(self) -> LowWeight:
+        """Any one: they have one recipe and one way."""
+        return self.all[0][1].low
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Make codes of the masters where these, or what scales them, are others than the last time, and start
+        sending them."""
+        if not any(f.changed for f in self.buckets) and self._current == self.low.current:
+            return
+        self._current = self.low.current
+        if self.buckets[0].parts is not None:
+            self.buckets[0].parts.open()
+        given = [scale for _, m, _ in self.all if (scale := m.low.given_scale()) is not None]
+        known = len(given) == len(self.all)
+        self.bits.zero_()
+        self.counts.zero_()
+        if known:
+            self._scale_by([scale.expand(room) for scale, room in zip(given, self.rooms)])
+        else:
+            self._find_scales()
+        for f, m, n in self.all:
+            f.cast(m, n, note=known)
+        for f in self.buckets:
+            f.send()
+        if known:
+            self._compare()
+
+    def _find_scales(self) -> None:
+        for f, m, n in self.all:
+            f.note_largest(m, n)
+        self._compare()
+        if self.low.shared is not None:
+            self.low.shared.all_reduce(self.bits, "max").wait()
+        self._scale_by([multipliers(self.bits.view(torch.float32), self.low.format, self.low.recipe.scale)])
+
+    def _compare(self) -> None:
+        """The amaxes of all parts of the weights."""
+        first = self.buckets[0]
+        first.groups.inner.all_reduce(self.bits, "max").wait()
+        if first.cut.outside:
+            first.groups.outer.all_reduce(self.bits, "max").wait()
+        self.seen.zero_().view(torch.int32).scatter_reduce_(0, self.linear_of_block, self.bits, "amax")
+
+    def _scale_by(self, multiplier: list[Tensor]) -> None:
+        torch.cat(multiplier, out=self.multiplier)
+        torch.reciprocal(self.multiplier, out=self.scales)
+        for scales, turned in self.by_matrix:
+            turned.copy_(scales.t())
+
+
+def families(buckets: Sequence[FlatBucket], numbers: dict[str, int]) -> list[Family]:
+    """Of a rank's coded buckets, in an order that is the same on all ranks that they are cut over."""
+    found: dict[tuple[str, bool], list[CodedBucket]] = {}
+    for f in buckets:
+        if isinstance(f, CodedBucket):
+            found.setdefault((f.bucket.axis, f.cut.inner > 1), []).append(f)
+    return [Family(members, numbers) for members in found.values()]

@@ -1,0 +1,234 @@
+"""What ranks find on their own machines, collected from all of them once, and the one plan that follows: the same on
+every rank.
+
+Whether neighbours share memory, which kernels run, how much memory a GPU has: no rank and no group of ranks acts on
+what it alone found. `decide` is pure, so that tests can give it any mixture of machines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.log import ranks_text
+from phalanx.comm.axis import Axis
+from phalanx.forecast.memory import OVERHEAD, rank_uses
+from phalanx.ops.dense.optional_kernels import WHEELS, unusable
+from phalanx.ops.op import use_triton
+from phalanx.ops.quantized import cublaslt
+from phalanx.planning.plan import Plan
+
+ON = "on"
+EXPERTS, TP = "experts", "tp"  # uses of shared memory; the others are the axes over which buckets are cut
+ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
+NO_GRAPHS_GPU = "not a GPU"
+NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
+NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
+NO_GRAPHS_OFFLOAD = "train.offload_layers: train.cuda_graphs=on copies between fixed places"
+NO_GRAPHS_ROWS = (
+    "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
+)
+NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes; train.cuda_graphs=on runs experts between graphs"
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class LocalFacts:
+    """What one rank found. `opened`: by use of memory shared with neighbours what came of it (Mesh.overlap).
+
+    memory       bytes of its GPU; None on a CPU
+    triton       whether Triton kernels run
+    no_wheels    ops whose kernels from optional packages do not run
+    """
+
+    device: str = "CPU"
+    memory: int | None = None
+    triton: bool = False
+    no_wheels: tuple[str, ...] = tuple(WHEELS)
+    cublaslt: bool = False
+    nccl: str = ""
+    driver: str = ""
+    opened: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.memory is not None
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do. `memory`: by use of shared memory "on", "off", or "off: " and why; `graphs`: "on", or why
+    blocks are not replayed as CUDA graphs ("" where they were not asked for). `warnings`: where machines differ in
+    what should be alike."""
+
+    plan: Plan
+    memory: dict[str, str]
+    graphs: str
+    triton: bool
+    cublaslt: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def counts_rows(self) -> bool:
+        return counts_rows(self.plan, self.triton)
+
+    @property
+    def uncaptured(self) -> frozenset[str]:
+        return uncaptured_ops(self.plan, self.triton)
+
+
+def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
+    """The facts of this rank."""
+    if device.type != "cuda":
+        return LocalFacts(opened=opened)
+    version: Any = torch.cuda.nccl.version() if torch.version.hip is None else ()
+    return LocalFacts(
+        device=torch.cuda.get_device_name(device),
+        memory=torch.cuda.mem_get_info(device)[1],
+        triton=use_triton("auto", torch.empty(0, device=device)),
+        no_wheels=tuple(op for op in WHEELS if unusable(op, device.index or 0) is not None),
+        cublaslt=cublaslt.library() is not None,
+        nccl=".".join(map(str, version)),
+        driver=driver_version(),
+        opened=opened,
+    )
+
+
+def driver_version() -> str:
+    """Of the NVIDIA driver; "" where the system does not say."""
+    lines = DRIVER.read_text(encoding="utf-8").splitlines() if DRIVER.is_file() else [""]
+    words = lines[0].split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), "")
+
+
+def collect(world: Axis, mine: LocalFacts) -> list[LocalFacts]:
+    """Everyone's facts, by rank."""
+    rows = (json.loads(text) for text in world.all_gather_text(json.dumps(asdict(mine))))
+    return [LocalFacts(**{**row, "no_wheels": tuple(row["no_wheels"])}) for row in rows]
+
+
+def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
+    """The plan for these ranks. ConfigError where the config insists on what some of them cannot have."""
+    memory = {name: outcome(name, everyone) for name in sorted({name for facts in everyone for name in facts.opened})}
+    refused = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
+    if refused:
+        raise ConfigError(refused)
+    if plan.dispatch == "push" and plan.run.layout.exchange == "auto" and memory.get(EXPERTS) != ON:
+        plan = plan.by_all_to_all()
+    plan = with_kernels(plan, everyone)
+    triton = runs_triton(plan, everyone)
+    graphs = why_no_graphs(plan, everyone, triton) or ON
+    cuda_graphs = graphs if plan.run.train.cuda_graphs != "off" else ""
+    has_cublaslt = all(facts.cublaslt for facts in everyone)
+    return Agreed(plan, memory, cuda_graphs, triton, has_cublaslt, tuple(differences(everyone)))
+
+
+def outcome(name: str, everyone: Sequence[LocalFacts]) -> str:
+    """What comes of a use of shared memory: it is on only if every group that wants it has it."""
+    said = {rank: facts.opened[name] for rank, facts in enumerate(everyone) if name in facts.opened}
+    failed = [rank for rank, text in said.items() if text not in (ON, "off")]
+    if failed:
+        why = said[failed[0]]
+        return why if len(failed) == len(said) else f"{why} ({ranks_text(failed)})"
+    return ON if ON in said.values() else "off"
+
+
+def insisted(plan: Plan, name: str, said: str) -> Problem | None:
+    """The problem of a config that asks for shared memory by name, where not all ranks have it."""
+    layout = plan.run.layout
+    if said in (ON, "off"):
+        return None
+    rule = f"needs memory that all ranks of {name} share ({said.removeprefix('off: ')})"
+    if name == EXPERTS and plan.dispatch == "push":
+        others = tuple(way + "_fp8" * layout.codes_travel for way in ("auto", "allgather", "alltoall"))
+        return Problem("layout.dispatch", layout.dispatch, rule, {}, others) if layout.exchange == "push" else None
+    key = {TP: "tp_overlap", EXPERTS: "ep_overlap"}.get(name, "dp_overlap")
+    value = getattr(layout, key)
+    return Problem(f"layout.{key}", value, rule, {}, ("auto", "off")) if value == ON else None
+
+
+def with_kernels(plan: Plan, everyone: Sequence[LocalFacts]) -> Plan:
+    """Where `auto` would run other kernels on some ranks than on others: those that run on all."""
+    train = plan.run.train
+    if train.kernels != "auto":
+        return plan
+    if len({facts.triton for facts in everyone}) > 1:
+        chosen: Any = "plain"
+    elif len({facts.no_wheels for facts in everyone}) > 1 and everyone[0].triton:
+        chosen = "triton"
+    else:
+        return plan
+    return replace(plan, run=replace(plan.run, train=replace(train, kernels=chosen)))
+
+
+def runs_triton(plan: Plan, everyone: Sequence[LocalFacts]) -> bool:
+    kernels = plan.run.train.kernels
+    return all(facts.triton for facts in everyone) if kernels == "auto" else kernels in ("triton", "wheels")
+
+
+def differences(everyone: Sequence[LocalFacts]) -> list[str]:
+    """A line for each thing that is better alike on all machines, and is not."""
+    named = {"kind of device": "device", "NVIDIA driver": "driver", "NCCL": "nccl"}
+    lines = []
+    for title, name in named.items():
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in enumerate(everyone):
+            ranks.setdefault(getattr(facts, name) or "unknown", []).append(rank)
+        if len(ranks) > 1:
+            shown = "; ".join(f"{ranks_text(of)}: {value}" for value, of in ranks.items())
+            lines.append(f"not all ranks have the same {title} ({shown}): the run goes by what the weakest can do")
+    return lines
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> str:
+    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages each micro-batch in flight
+    needs a pool of its own, and attention between graphs places for what it reads and writes: only if asked for, or
+    where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and
+    so where activations wait on the host or experts cannot be captured."""
+    wanted = plan.run.train.cuda_graphs
+    if not all(facts.on_gpu for facts in everyone):
+        return NO_GRAPHS_GPU
+    if wanted != "auto":
+        return "" if wanted == "on" else "off"
+    if plan.waits_for_sizes:
+        return NO_GRAPHS_SIZES
+    if plan.offloaded:
+        return NO_GRAPHS_OFFLOAD
+    if counts_rows(plan, triton):
+        return NO_GRAPHS_ROWS
+    if plan.buckets_come_and_go:
+        return NO_GRAPHS_SHARDS
+    one_pool = plan.grid.pp == 1 and not plan.grid.dynamic
+    return "" if one_pool or room_for_pools(plan, smallest(everyone)) else NO_GRAPHS_ROOM
+
+
+def smallest(everyone: Iterable[LocalFacts]) -> int:
+    """Bytes of the GPU that has least."""
+    return min(facts.memory for facts in everyone if facts.memory is not None)
+
+
+def uncaptured_ops(plan: Plan, triton: bool) -> frozenset[str]:
+    """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where
+    the host waits for the device."""
+    experts = plan.waits_for_sizes or counts_rows(plan, triton)
+    return frozenset(name for name, apart in (("attention", plan.grid.dynamic), ("experts", experts)) if apart)
+
+
+def counts_rows(plan: Plan, triton: bool) -> bool:
+    """Whether the host reads how many rows each expert has: the plain implementation does."""
+    return plan.run.model.routed_experts > 0 and not (triton and "grouped" not in plan.run.train.plain_ops)
+
+
+def room_for_pools(plan: Plan, memory: int) -> bool:
+    """Whether the fullest rank with pools has, by the forecast, room in `memory` bytes of a device."""
+    uses, _ = rank_uses(plan, plan.num_micro_batches(plan.run.train.global_batch))
+    return max(use.total + use.pools for use in uses) + OVERHEAD <= ROOM_FOR_POOLS * memory

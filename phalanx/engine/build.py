@@ -1,0 +1,340 @@
+"""build: from a plan and a mesh to everything a rank trains with; the one place that knows every room, one call per
+line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.base.dtypes import precision
+from phalanx.base.rng import fill_normal_
+from phalanx.comm.mesh import Mesh, Mode
+from phalanx.data_parallel.buffers import Buffers, share_memory
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
+from phalanx.engine.deterministic import be_deterministic
+from phalanx.engine.fp8_state import LowState
+from phalanx.engine.guard import Guard
+from phalanx.forecast.check import unfit_for_wheels
+from phalanx.layout.buckets import Bucket, Slot
+from phalanx.layout.param import Piece
+from phalanx.layout.shards import Sharding
+from phalanx.nn.module import Block
+from phalanx.nn.moe import MISSING, TALLIED, MoE
+from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.ops.dense.optional_kernels import WHEELS, unusable
+from phalanx.optim.adamw import AdamW, moment_dtype
+from phalanx.optim.scaler import LossScaler
+from phalanx.pipeline.execute import Handlers, Stages
+from phalanx.pipeline.graphs import Eager, Graphs
+from phalanx.pipeline.segments import Cuda
+from phalanx.planning.plan import Plan, low_names, low_precision
+from phalanx.schedule.actions import Backward, Instruction, Ready
+
+
+@dataclass
+class State:
+    """What a rank trains with. `plan` is the final one, on which all ranks have `agreed`. `routed`: its layers with
+    experts. `ahead`: its block that predicts further tokens, if any. `programs` caches the instruction lists by
+    (number of micro-batches, backward or not). `before_update` is called before weights or state change: a copy of
+    them may be under way."""
+
+    plan: Plan
+    mesh: Mesh
+    blocks: dict[tuple[int, int], list[Block]]
+    buffers: Buffers
+    optimizer: AdamW
+    scaler: LossScaler
+    guard: Guard
+    stages: Stages
+    handlers: Handlers
+    agreed: Agreed
+    routed: tuple[MoE, ...] = ()
+    ahead: tuple[MultiTokenPrediction, ...] = ()
+    low: LowState | None = None  # of runs in low precision (train.fp8)
+    programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
+    before_update: Callable[[], None] = lambda: None
+
+    def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
+        key = (num_micro_batches, backward)
+        if key not in self.programs:
+            self.programs[key] = self.plan.programs(num_micro_batches, backward).lists[self.mesh.at.pp]
+        return self.programs[key]
+
+    @property
+    def model(self) -> nn.ModuleList:
+        """This rank's blocks, in order. At sharding level 0 any torch optimizer may update `model.parameters()`."""
+        return nn.ModuleList(block for run in self.blocks.values() for block in run)
+
+    @contextmanager
+    def by_all_to_all(self) -> Iterator[None]:
+        """To do a step's gradients once more: inside, tokens get to their experts by all-to-all, which always has
+        room."""
+        self.buffers.zero_grads()
+        runner, self.stages.runner = self.stages.runner, Eager()
+        tallies = [layer.tally for layer in self.routed if layer.tally is not None]
+        missing = [tally[MISSING].clone() for tally in tallies]
+        for layer, tally in zip(self.routed, tallies):
+            tally.zero_()
+            layer.dispatch = "alltoall"
+        try:
+            yield
+        finally:
+            self.stages.runner = runner
+            for layer, tally, rows in zip(self.routed, tallies, missing):
+                layer.dispatch = layer.env.dispatch
+                tally[MISSING] += rows  # for the log
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout and recompute on or off."""
+        for run in self.blocks.values():
+            for block in run:
+                block.train(mode)
+
+
+def build(plan: Plan, mesh: Mesh) -> State:
+    """Everything a rank trains with, by the plan that all ranks agree on. Weights are not set: `init_weights` or a
+    checkpoint does that.
+
+    ConfigError on every rank where the config insists on what some machine does not have.
+    """
+    train, kind = plan.run.train, precision(plan.run.train.precision)
+    if train.deterministic:
+        be_deterministic(mesh)
+    if plan.run.model.routed_experts:
+        mesh.prepare_experts()
+    mesh.prepare_sharding(plan.sharding)
+    blocks = plan.blocks_of(mesh.at, mesh.model)
+    buckets, params = plan.buckets_of(blocks)
+    opened = open_memory(plan, mesh, buckets)
+    agreed = decide(plan, collect(mesh.world, look(mesh.device, opened)))
+    close_memory(agreed, mesh, opened)
+    if agreed.plan is not plan:
+        plan = agreed.plan
+        blocks = plan.blocks_of(mesh.at, mesh.model)
+        buckets, params = plan.buckets_of(blocks)
+    mesh.prepare(plan.replicas(mesh.at.tp))
+    to_device(params, mesh.device)
+    buffers = Buffers(
+        buckets,
+        params,
+        mesh,
+        kind,
+        plan.sharding,
+        leaves=plan.leaves,
+        sources=plan.sources,
+        together=1 + (plan.run.model.predict_layers > 0),
+        places=plan.places[mesh.at.pp] if plan.places else None,
+    )
+    optimizer = AdamW(
+        buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw")
+    )
+    scaler = LossScaler(
+        mesh.device,
+        train.loss_scale if kind.loss_scaling else 1.0,
+        train.loss_scale_window,
+        train.loss_scale_hysteresis,
+        train.loss_scale_min,
+        kind.loss_scaling,
+    )
+    guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
+    runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
+    mesh.closing.append(runner.close)
+    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
+    low = low_state(plan, buffers, params, mesh.device)
+
+    def ready(i: Ready) -> None:
+        buffers.flat[i.bucket].ready()
+        if low is not None:
+            low.refresh(i.bucket)
+
+    handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
+    if plan.leaves:
+        handlers[Backward] = backward_in_order(stages, buffers)
+    mesh.warm_up()
+    routed, ahead = routed_layers(blocks, mesh.device), ahead_blocks(blocks, mesh.device)
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, ahead, low)
+
+
+def low_state(plan: Plan, buffers: Buffers, params: list[nn.Parameter], device: torch.device) -> LowState | None:
+    """Of a run with train.fp8: its linears in low precision count into it."""
+    config, low = plan.run.train.fp8, low_precision(plan.run)
+    if config is None or low is None:
+        return None
+    state = LowState(low_names(plan.run), low.recipe, config, device)
+    for flat in buffers.flat:
+        state.attach(flat.bucket.id, (params[slot.param] for slot in flat.bucket.slots))
+    state.keep(buffers.flat)
+    return state
+
+
+def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], None]:
+    """Backward of one micro-batch, whose gradients then take their place in the tree."""
+
+    def backward(i: Backward) -> None:
+        stages.backward(i)
+        buffers.done_with(i.stage, i.run)
+
+    return backward
+
+
+def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]:
+    """Open the memory that this rank shares with neighbours; by use, what came of it here."""
+    layout, opened = plan.run.layout, dict[str, str]()
+    modes: dict[str, Mode] = {"allgather": layout.ep_overlap, "push": "on" if layout.exchange == "push" else "auto"}
+    if plan.run.model.routed_experts and plan.dispatch in modes:
+        opened[EXPERTS] = mesh.overlap(mesh.model.experts, modes[plan.dispatch], plan.expert_exchange_bytes)
+    opened[TP] = mesh.overlap(mesh.tp, layout.tp_overlap, plan.exchange_bytes)
+    shared = share_memory(buckets, mesh, precision(plan.run.train.precision), plan.sharding, layout.dp_copies)
+    return opened | {str(axis): said for axis, said in shared.items()}
+
+
+def close_memory(agreed: Agreed, mesh: Mesh, opened: dict[str, str]) -> None:
+    """Let go of memory that this rank has, but not all do."""
+    for name in (name for name, said in opened.items() if said == ON and agreed.memory[name] != ON):
+        if name in (TP, EXPERTS):
+            mesh.without_overlap(mesh.tp if name == TP else mesh.model.experts, agreed.memory[name])
+        else:
+            mesh.without_sharing(name, agreed.memory[name])  # type: ignore[arg-type]
+
+
+def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
+    """The layers with experts, each with its tally at zero."""
+    found = tuple(m for run in blocks.values() for block in run for m in block.modules() if isinstance(m, MoE))
+    for layer in found:
+        layer.tally = torch.zeros(layer.router.num_experts + len(TALLIED), dtype=torch.float64, device=device)
+    return found
+
+
+def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MultiTokenPrediction, ...]:
+    """The block that predicts further tokens, if it is here, with its tally at zero."""
+    found = tuple(block for run in blocks.values() for block in run if isinstance(block, MultiTokenPrediction))
+    for block in found:
+        block.tally = torch.zeros((), dtype=torch.float64, device=device)
+    return found
+
+
+def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
+    """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
+    plan, between, tape = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.tape
+    hosts = (
+        mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
+    )
+    if plan.grid.pp > 1:
+        mesh.prepare_pp_hosts()
+    return Graphs(
+        Cuda(mesh.device, loose=bool(between)),
+        tape,
+        mesh.memories,
+        between,
+        hosts,
+        plan.schedule if plan.grid.pp > 1 else None,
+    )
+
+
+def choices(state: State) -> str:
+    """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
+    run, mesh, agreed = state.plan.run, state.mesh, state.agreed
+    plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
+    wheels = wheels_chosen(state.plan, mesh.device) if agreed.triton else ""
+    graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
+    dispatch = (
+        f"; tokens to experts by {state.plan.dispatch}" + " as codes" * run.layout.codes_travel if state.routed else ""
+    )
+    beside = agreed.memory.get(EXPERTS)
+    if beside is not None and mesh.model.experts.size > 1:
+        by_messages = state.plan.dispatch == "alltoall"
+        dispatch += (
+            (f" (no push: {beside.removeprefix('off: ')})" if beside != "off" else "")
+            if by_messages
+            else f" through shared memory {beside}"
+        )
+    order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
+    overlap = f"; tp exchanges in matmuls {agreed.memory[TP]}" if mesh.tp.size > 1 else ""
+    overlap += shared_text(state)
+    no_cublaslt = run.train.fp8 is not None and mesh.device.type == "cuda" and not agreed.cublaslt
+    low = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if no_cublaslt else ""
+    return (
+        f"kernels {'triton' + plain if agreed.triton else 'plain'}{wheels}{low}; CUDA graphs "
+        f"{graphs or 'off'}{overlap}{dispatch}{order}"
+    )
+
+
+def shared_text(state: State) -> str:
+    """How what is sharded is exchanged, by axis, where there is anything to exchange."""
+    mesh, memory = state.mesh, state.agreed.memory
+    found = [(axis, memory[axis]) for axis in sorted(mesh.sharing) if mesh.groups(axis).inner.size > 1]
+    return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
+
+
+def wheels_chosen(plan: Plan, device: torch.device) -> str:
+    """Which ops run twins from optional packages, and why others do not."""
+    train, said = plan.run.train, []
+    for op, unfit in unfit_for_wheels(plan.run).items():
+        wheel = WHEELS[op]
+        if train.kernels == "triton" or op in train.plain_ops:
+            continue
+        why = unusable(op, device.index or 0) if device.type == "cuda" else "not a GPU"
+        why = why or (f"not for {', '.join(f'{k}={v}' for k, v in unfit.items())}" if unfit else None)
+        said.append(f"{op} from {wheel.package} {wheel.version}" if why is None else f"{op} not from a wheel ({why})")
+    return "".join(f"; {text}" for text in said)
+
+
+def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
+    """Weights and stages alone: no gradients, masters or moments."""
+    if plan.run.model.routed_experts:
+        mesh.prepare_experts()
+    mesh.prepare_sharding(Sharding())
+    blocks = plan.blocks_of(mesh.at, mesh.model)
+    buckets, params = plan.buckets_of(blocks)
+    mesh.prepare(plan.replicas(mesh.at.tp))
+    to_device(params, mesh.device)
+    for p in params:
+        p.low = None  # type: ignore[attr-defined]  # a few tokens at a time make no whole blocks of scales
+    kind = precision(plan.run.train.precision)
+    for run in blocks.values():
+        for block in run:
+            block.eval()
+    buffers = Buffers(buckets, params, mesh, kind, Sharding(), training=False)
+    return buffers, Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
+
+
+def to_device(params: list[nn.Parameter], device: torch.device) -> None:
+    """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
+    for p in params:
+        spec, low, further = p.spec, getattr(p, "low", None), getattr(p, "further", [])  # type: ignore[attr-defined]
+        for each in (p, *further):
+            torch.utils.swap_tensors(
+                each, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns)
+            )
+            each.low = low  # type: ignore[attr-defined]
+        p.spec, p.further = spec, further  # type: ignore[attr-defined]
+
+
+def init_weights(state: State, exported: bool = True) -> None:
+    """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported`
+    those alone that no Hugging Face folder has."""
+    for flat in state.buffers.flat:
+        for slot in (s for s in flat.bucket.slots if exported or not s.spec.exported):
+            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype, device=flat.weight.device)
+            for piece in slot.spec.pieces:
+                fill(piece.of(storage), piece, state.plan.run.train.seed)
+            write_slot(flat, slot, storage)
+
+
+def fill(out: Tensor, piece: Piece, seed: int) -> None:
+    """Initial values of a piece, `out` in global orientation."""
+    if piece.init.kind == "normal":
+        fill_normal_(out, piece.init.std, piece.shape, piece.box.start, seed, piece.name)
+    else:
+        out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
+
+
+def write_slot(flat: FlatBucket, slot: Slot, storage: Tensor) -> None:
+    """Set what this rank keeps of a parameter's weights and masters from its whole storage in the master dtype."""
+    flat.write(slot.offset, storage.flatten())

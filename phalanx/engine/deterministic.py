@@ -1,0 +1,31 @@
+"""train.deterministic: what a run must be like for it, and what this process tells torch. The sums themselves are in
+data_parallel/fixed_order.py."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.utils import deterministic
+
+from phalanx.comm.mesh import Mesh
+
+
+def be_deterministic(mesh: Mesh) -> None:
+    """Have torch choose kernels that give the same bits each time, or raise where it has none, until the mesh is
+    closed.
+
+    On GPUs that rules out cuDNN's attention, and makes flash attention add up in a fixed order. cuBLAS needs
+    workspaces of its own for it, which it asks the environment for when it is first used.
+    """
+    before, filling = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(before)
+        deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # else every torch.empty is filled, to show who reads too early
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    mesh.closing.append(restore)

@@ -1,0 +1,60 @@
+"""Validation: the mean loss over fixed samples of each named set, the same in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.data.loader import Loader
+from phalanx.engine.build import State
+from phalanx.engine.step import evaluate_step
+from phalanx.planning.order import eval_samples
+from phalanx.sequence.batch import IGNORE, Batch
+
+MICRO_BATCHES = 16  # of one forward-only schedule
+
+
+Forward = Callable[[list[Batch]], tuple[Tensor, Tensor]]
+"""Summed loss and number of tokens, over all ranks, of this rank's micro-batches."""
+
+
+def evaluate(state: State, loaders: dict[str, Loader]) -> dict[str, float]:
+    """Set name -> mean loss per token over the first train.eval_samples samples, or all samples of a smaller set."""
+    state.buffers.ready()
+
+    def forward(batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        return evaluate_step(state, batches)
+
+    run, mesh = state.plan.run, state.mesh
+    sums = {name: summed(run, mesh, loader, eval_samples(run, loader), forward) for name, loader in loaders.items()}
+    return {name: (total[0] / total[1]).item() for name, total in sums.items()}
+
+
+def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -> Tensor:
+    """(2,) float64: summed loss, and tokens that have one, of the first `limit` samples."""
+    size = run.train.micro_batch
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    per_round = size * mesh.dp.size * MICRO_BATCHES
+    for first in range(0, limit, per_round):
+        count = min(per_round, limit - first)
+        micro = -(-count // (size * mesh.dp.size))
+        mine = first + mesh.dp.index * micro * size
+        batches = [_batch(loader, mine + i * size, size, limit).cut(mesh.part).to(mesh.device) for i in range(micro)]
+        total += torch.stack(forward(batches))
+    return total
+
+
+def _batch(loader: Loader, first: int, size: int, limit: int) -> Batch:
+    """Samples first..first+size-1; those at or past `limit` only fill the shape and have no loss."""
+    batch = loader.batch([min(i, limit - 1) for i in range(first, first + size)])
+    real = max(0, min(size, limit - first)) * batch.seq_length
+    if real == batch.num_tokens:
+        return batch
+    labels = batch.labels.clone()
+    labels[real:] = IGNORE
+    return replace(batch, labels=labels)

@@ -1,0 +1,291 @@
+"""LowState: what a run in low precision (train.fp8) keeps over steps: histories of delayed scaling, counts of what
+casts lost, who fell back.
+
+L linears of the whole model in order of their names, three tensors of each (activations, weights, gradients). All of
+it is the same on every rank, so it has no layout in a checkpoint. Nothing here waits for the device but `fall_back`,
+which is told values that the host has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.axis import Axis
+from phalanx.config.run import Fp8Config
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.quantized import CodedBucket, Family, families
+from phalanx.ops.quantized.linear import DY, TENSORS, LowWeight, W
+from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
+
+TOLD = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
+
+
+class LowState:
+    """`names`: all linears of the model in the recipe; `here`: those of this rank's parameters, by bucket."""
+
+    def __init__(self, names: Sequence[str], recipe: Recipe | None, config: Fp8Config | None, device: torch.device):
+        self.names, self.recipe, self.config = tuple(names), recipe, config
+        count = len(self.names)
+        self.counts = torch.zeros(count, 3, SLOTS, COUNTS, dtype=torch.int64, device=device)
+        self.mine = torch.zeros(count, 1, dtype=torch.float64)
+        self.amax = torch.zeros(count, 3, device=device)
+        length = config.history if config is not None and recipe is not None and recipe.delayed else 0
+        self.history = torch.zeros(count if length else 0, 3, length, device=device)
+        self.multiplier = torch.ones(count, 3, device=device)
+        self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
+        self._gone: set[str] = set()
+        self.over = False  # whether the run's last steps have come, which are in train.precision
+        self.lows: dict[int, list[tuple[LowWeight, nn.Parameter]]] = {}  # by bucket
+        self._stale: set[int] = set()
+        self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
+        self.kept: list[Family] = []
+        self._full = False  # whether the history has anything
+
+    def keep(self, buckets: Sequence[FlatBucket]) -> None:
+        """After `attach`: let the codes of weights that are kept as codes count into the state too."""
+        self.coded = [f for f in buckets if isinstance(f, CodedBucket)]
+        self.kept = families(self.coded, {name: i for i, name in enumerate(self.names)})
+
+    def attach(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
+        """Let this rank's linears of a bucket count into the state."""
+        found = self.lows.setdefault(bucket, [])
+        for p in params:
+            low: LowWeight | None = getattr(p, "low", None)
+            if low is None:
+                continue
+            i = self.names.index(low.name)
+            low.counts, low.amax, self.mine[i] = self.counts[i], self.amax[i], 1.0
+            if self.history.numel():
+                low.multiplier = self.multiplier[i]
+            found.append((low, p))
+
+    @property
+    def here(self) -> Iterator[tuple[LowWeight, nn.Parameter]]:
+        for found in self.lows.values():
+            yield from found
+
+    def renew(self) -> None:
+        """The masters may have changed: make the codes of the weights that are kept as codes, and start sending
+        them. At a step's end the device still has work, behind which the many small launches of this do not show."""
+        for family in self.kept:
+            family.renew()
+
+    def begin(self) -> None:
+        """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used;
+        a linear that fell back uses none, though its bucket may have them."""
+        gone = self.off > 0
+        self._stale = set(self.lows) - {f.bucket.id for f in self.coded}
+        self.renew()
+        for family in () if self.over else self.kept:
+            self.counts[:, W] += torch.where(gone[:, None, None], 0, family.counts)
+            self.amax[:, W].copy_(torch.maximum(self.amax[:, W], torch.where(gone, 0, family.seen)))
+
+    def refresh(self, bucket: int) -> None:
+        """A bucket's weights are here: make their codes, once per step."""
+        if bucket in self._stale:
+            self._stale.remove(bucket)
+            for low, p in self.lows[bucket]:
+                if low.on:
+                    low.refresh(p)
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """Inside, every product is in train.precision."""
+        on = [low for low, _ in self.here if low.on]
+        for low in on:
+            low.on = False
+        try:
+            self._keep_values()
+            yield
+        finally:
+            for low in on:
+                low.on = True
+            self._keep_values()
+
+    def _keep_values(self) -> None:
+        """The weights themselves wherever a product is to use them."""
+        for f in self.coded:
+            f.keep_values(not all(m.low.on for m in f.matrices))
+
+    def told(self) -> Tensor:
+        """(L, 3, 5) float64, as TOLD: of this rank, in this step. The counts begin anew."""
+        seen = self.counts[..., -1].amax(2).int().view(torch.float32)
+        self.amax.copy_(torch.maximum(self.amax, seen))
+        ranks = self.mine.to(self.amax.device).expand(-1, 3)
+        told = torch.cat((torch.stack((self.amax.double(), ranks), -1), self.counts[..., :-1].sum(2).double()), -1)
+        self.counts.zero_()
+        return told
+
+    # ---- delayed scaling -------------------------------------------------------------------------
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a step's scales are still to be found: it then runs once with its own amaxes and once more with
+        scales from them."""
+        return bool(self.history.numel()) and not self._full
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, scales are those of each tensor as it is, and its amax is noted."""
+        for low, _ in self.here:
+            low.current = True
+        try:
+            yield
+        finally:
+            for low, _ in self.here:
+                low.current = False
+
+    def settle(self, world: Axis, grown: Tensor | None = None) -> None:
+        """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before
+        stands for it.
+
+        grown (): by how much the next step's loss scale is larger than that of this one (fp16): gradients were
+        measured with it.
+        """
+        if not self.history.numel():
+            self.amax.zero_()
+            return
+        world.all_reduce(self.amax, "max").wait()
+        before = self.history[..., 0]
+        new = torch.where(self.amax.isfinite() & (self.amax > 0), self.amax, before)
+        self.history.copy_(torch.cat((new.unsqueeze(-1), self.history[..., :-1]), -1))
+        self.amax.zero_()
+        self._full = True
+        self.rescale(1.0 if grown is None else grown)
+
+    def rescale(self, grown: Tensor | float) -> None:
+        """The loss scale is so much larger from here on."""
+        self.history[:, DY] *= grown
+        self.scale_by_history()
+
+    def scale_by_history(self) -> None:
+        if not self.history.numel() or self.recipe is None or self.config is None:
+            return
+        amax = self.history.amax(-1)
+        largest = torch.full((3,), self.recipe.forward.max, device=amax.device)
+        largest[DY] = self.recipe.backward.max
+        self.multiplier.copy_(torch.where(amax > 0, largest / amax.clamp_min(FLOOR), 1.0))
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Equal on all ranks."""
+        if not self.names:
+            return {}
+        return {"off": self.off, **({"history": self.history} if self.history.numel() else {})}
+
+    def loaded(self) -> None:
+        """The tensors of `state` have values of a checkpoint (zeros: it had none)."""
+        self._full = bool(self.history.any())
+        self.scale_by_history()
+        self._gone = {name for name, value in zip(self.names, self.off.tolist()) if value}
+        self._leave_out_gone()
+
+    def _leave_out_gone(self) -> None:
+        for low, _ in self.here:
+            low.on = self.is_on(low.name)
+        self._keep_values()
+
+    # ---- falling back ----------------------------------------------------------------------------
+
+    def fall_back(self, names: Iterable[str]) -> None:
+        """These linears stay in train.precision from now on."""
+        self._gone |= set(names)
+        for i, name in enumerate(self.names):
+            if name in self._gone:
+                self.off[i] = 1.0
+        self._leave_out_gone()
+
+    def turn(self, over: bool) -> bool:
+        """Whether the next step is one of train.fp8.last_steps, which no checkpoint says: a run that is made longer,
+        or goes back, is in the recipe again. Whether that is new."""
+        if over == self.over:
+            return False
+        self.over = over
+        self._leave_out_gone()
+        return True
+
+    def is_on(self, name: str) -> bool:
+        return not self.over and name not in self._gone
+
+
+def was_cast(tally: Sequence[Sequence[Sequence[float]]]) -> bool:
+    """Whether a step had casts at all, of rows as in LowState.told."""
+    return any(values[TOLD.index("values")] for tensors in tally for values in tensors)
+
+
+def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:
+    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in LowState.told."""
+    found = (0.0, "")
+    for name, tensors in zip(names, tally):
+        for tensor, values in zip(TENSORS, tensors):
+            found = max(found, (lost_part(values), f"{tensor} of {name}"))
+    return found
+
+
+def lost_part(values: Sequence[float]) -> float:
+    """Of a tensor's values, those that became zero or were cut."""
+    counted = dict(zip(TOLD, values))
+    return (counted["zeros"] + counted["cut"]) / counted["values"] if counted["values"] else 0.0
+
+
+def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
+    """By linear, three numbers each (activations, weights, gradients): the step's amax (mean over ranks), the part
+    of values that became zero, the part that was cut to the largest."""
+    found: dict[str, list[list[float]]] = {}
+    for name, tensors in zip(names, tally):
+        rows = [dict(zip(TOLD, values)) for values in tensors]
+        found[name] = [
+            [r["amax"] / r["ranks"] if r["ranks"] else 0.0 for r in rows],
+            *([r[key] / r["values"] if r["values"] else 0.0 for r in rows] for key in ("zeros", "cut")),
+        ]
+    return found
+
+
+def low_scalars(values: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Of `low_values`, each number by its name: fp8/amax/weights/NAME."""
+    return {
+        f"fp8/{what}/{tensor}/{name}": number
+        for name, rows in values.items()
+        for what, row in zip(("amax", "zeros", "cut"), rows)
+        for tensor, number in zip(TENSORS, row)
+    }
+
+
+def shadow_scalars(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of a shadow step, each number by its name: fp8_shadow/cosine/NAME."""
+    return {
+        f"fp8_shadow/{what}/{name}": number
+        for name, apart in values.items()
+        for what, number in zip(("cosine", "error"), apart)
+    }
+
+
+def unsafe(
+    names: Sequence[str],
+    config: Fp8Config,
+    tally: Sequence[Sequence[Sequence[float]]],
+    apart: Sequence[Sequence[float]] | None,
+) -> dict[str, str]:
+    """Linears that train.fp8's limits do not allow to go on in low precision, and why: of what a step told."""
+    found: dict[str, str] = {}
+    for name, tensors in zip(names, tally):
+        part, tensor = max((lost_part(values), tensor) for tensor, values in zip(TENSORS, tensors))
+        if config.max_lost is not None and part > config.max_lost:
+            found[name] = f"casts lost {100 * part:.1f} % of its {tensor} (train.fp8.max_lost={config.max_lost})"
+    for name, (cosine, _) in zip(names, apart or ()):
+        if config.min_cosine is not None and cosine < config.min_cosine:
+            found[name] = (
+                f"the cosine of its weight's gradient is {cosine:.4f} (train.fp8.min_cosine={config.min_cosine})"
+            )
+    return found
+
+
+def shadow_text(names: Sequence[str], apart: Sequence[Sequence[float]]) -> list[str]:
+    """Lines for the log: the worst first."""
+    rows = sorted(zip(names, apart), key=lambda row: row[1][0])
+    return [f"shadow {name}: cosine {cosine:.5f}, relative error {error:.4f}" for name, (cosine, error) in rows]

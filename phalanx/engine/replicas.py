@@ -1,0 +1,110 @@
+"""Whether ranks that must hold the same bits do: hashes of weights and state compared, and the ranks that differ
+named."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from phalanx.base.errors import NumericalStop
+from phalanx.checkpoint.agree import agree
+from phalanx.comm.axis import Axis
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.engine.build import State
+
+PART = 1 << 22  # elements that are hashed at once
+
+
+def fold(x: Tensor) -> Tensor:
+    """() int64: a sum over the bits of x, each element times an odd number of its own: any one flipped bit changes
+    it."""
+    bits = (
+        x.contiguous()
+        .view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        .flatten()
+    )
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, len(bits), PART):
+        part = bits[start : start + PART].long()
+        total += (part * (2 * torch.arange(start, start + len(part), device=x.device) + 1)).sum()
+    return total
+
+
+def check_replicas(state: State) -> None:
+    """Compare what data-parallel ranks hold alike: weights, and at sharding level 0 masters and moments too; of
+    groups that shard, parts.
+
+    NumericalStop on all ranks names those that differ from most of their peers (of two, both) and the tensors that
+    differ. With sharding each rank's part of the weights goes to all others after every update: a wrong bit in it
+    then is everywhere, and one in another's part is overwritten; of these only what happened since the update can be
+    seen. At level 3 without groups no two ranks hold the same.
+    """
+    state.buffers.ready()
+    folds = {what: int(fold(x)) for what, x in _alike(state).items()}
+    odd = _odd(
+        agree(
+            state.mesh.world,
+            lambda: [(_peers(state, *key).ranks, " ".join(map(str, key)), f) for key, f in folds.items()],
+        )
+    )
+    if not odd:
+        return
+    named = sorted({name for rank in agree(state.mesh.world, lambda: _named(state, odd)) for name in rank})
+    ranks = sorted({rank for members in odd.values() for rank in members})
+    who = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"
+    raise NumericalStop(
+        f"silent corruption: {who} not hold what other replicas hold, in "
+        f"{', '.join(named[:5])}{' ...' if len(named) > 5 else ''}; "
+        "test that hardware, and start the same command again: it goes on from the newest checkpoint"
+    )
+
+
+def _alike(state: State) -> dict[tuple[int, str], Tensor]:
+    """(bucket, what) -> what every rank of `_peers` must hold alike."""
+    found = {(i, "weight"): f.resident[1] for i, f in enumerate(state.buffers.flat)}
+    numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
+    for shard in (s for s in state.optimizer.shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
+        found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in ("master", "m", "v")}
+    return found
+
+
+def _peers(state: State, bucket: int, what: str) -> Axis:
+    """Who holds the same of a bucket: of weights that are kept whole the whole axis, of parts other groups."""
+    flat = state.buffers.flat[bucket]
+    return flat.axis if what == "weight" and not flat.cut.cuts_weights else flat.groups.outer
+
+
+def _odd(told: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...], list[int]]:
+    """Peers -> those of them that differ from most; told[rank] holds (peers, what, fold)."""
+    groups: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
+    for rank, folds in enumerate(told):
+        for members, what, number in folds:
+            groups.setdefault((tuple(members), what), {})[rank] = number
+    odd: dict[tuple[int, ...], set[int]] = {}
+    for (peers, _), numbers in groups.items():
+        (most, count), *others = Counter(numbers.values()).most_common()
+        if others:
+            alone = [r for r in numbers if numbers[r] != most] if count > others[0][1] else list(numbers)
+            odd.setdefault(peers, set()).update(alone)
+    return {peers: sorted(ranks) for peers, ranks in odd.items()}
+
+
+def _named(state: State, odd: dict[tuple[int, ...], list[int]]) -> list[str]:
+    """On a rank whose peers disagree: the tensors whose weights or state differ. Its peers ask each other slot by
+    slot."""
+    found = []
+    for (i, what), x in _alike(state).items():
+        flat, peers = state.buffers.flat[i], _peers(state, i, what)
+        if tuple(peers.ranks) in odd:
+            found += [f"{what} of {slot_name}" for slot_name in _slots_that_differ(flat, what, x, peers)]
+    return found
+
+
+def _slots_that_differ(flat: FlatBucket, what: str, x: Tensor, peers: Axis) -> list[str]:
+    first = flat.resident[0] if what == "weight" else flat.lo
+    ends = [(max(slot.offset - first, 0), max(slot.offset + slot.numel - first, 0)) for slot in flat.bucket.slots]
+    all_ = peers.all_gather(torch.stack([fold(x[a:b]) for a, b in ends])).wait().view(peers.size, -1)
+    differs = (all_ != all_[0]).any(0).tolist()
+    return [slot.spec.name for slot, bad in zip(flat.bucket.slots, differs) if bad]

@@ -1,0 +1,199 @@
+"""One training step on one rank: forward and backward of all micro-batches, norm, update. Nothing here waits for the
+device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.base.pairwise import pairwise_sum
+from phalanx.engine.build import State
+from phalanx.engine.guard import NOT_FINITE
+from phalanx.engine.shadow import apart, begin_history, reference
+from phalanx.nn.moe import MISSING, TALLIED
+from phalanx.pipeline.execute import execute
+from phalanx.sequence.batch import IGNORE, Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device scalars of one step, equal on all ranks.
+
+    loss       mean per token with a loss
+    grad_norm  of the whole model, before clipping
+    skipped    why nothing was updated (guard.REASONS), 0 if it was
+    tokens     tokens with a loss in the global batch
+    stop       how many ranks were asked to stop
+    ahead      mean loss per token of what predicts further tokens, if there is such a block
+    low        (L, 3, 5) what casts of low precision lost, as LowState.told, of all ranks; None without train.fp8
+    apart      (L, 2) of steps with a shadow, as shadow.apart
+    routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    tokens: Tensor
+    stop: Tensor
+    routing: Tensor | None = None
+    ahead: Tensor | None = None
+    low: Tensor | None = None
+    apart: Tensor | None = None
+
+
+def train_step(
+    state: State, batches: Sequence[Batch], lr: float, stop: bool = False, shadow: bool = False
+) -> StepResult:
+    """`batches`: this rank's micro-batches, or its part of each, on the device. `stop`: this rank was asked to stop.
+    `shadow`: compare the gradients with those in train.precision (train.fp8.shadow_interval)."""
+    kept = shadow_of(state, batches) if shadow else None
+    tokens = accumulate(state, batches)
+    distance = apart(state, kept)
+    return replace(update(state, tokens, lr, stop), apart=distance)
+
+
+def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
+    tokens = count_tokens(state, batches)
+    return reference(state, lambda: forward_backward(state, batches, tokens))
+
+
+def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
+    """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
+    tokens = count_tokens(state, batches)
+    if state.low is not None and state.low.needs_history:
+        begin_history(state, lambda: forward_backward(state, batches, tokens))
+    forward_backward(state, batches, tokens)
+    if state.plan.room_may_lack and lacked_room(state):
+        with state.by_all_to_all():
+            forward_backward(state, batches, tokens)
+    return tokens
+
+
+def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
+    for block in state.ahead:
+        block.tally.zero_()  # type: ignore[union-attr]
+    state.buffers.begin(len(batches))
+    if state.low is not None:
+        state.low.begin()
+    state.stages.begin(batches, seed=state.scaler.scale / tokens)
+    execute(state.program(len(batches)), state.handlers)
+    state.stages.end()
+    state.buffers.finish()
+
+
+def lacked_room(state: State) -> bool:
+    """Whether any rank had too little room for its experts' tokens; the one question that the host waits for at the
+    end of a step."""
+    missing = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
+    for layer in state.routed:
+        missing += layer.tally[MISSING]  # type: ignore[index]
+    return state.mesh.world.all_reduce(missing).wait().item() > 0
+
+
+def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
+    """() float64: tokens with a loss in the whole global batch."""
+    mine = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().double()
+    return state.mesh.data.all_reduce(mine).wait()
+
+
+def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
+    """Norm, clip, optimizer. A step that the guard finds unfit is skipped on all ranks, state unchanged."""
+    state.before_update()
+    buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
+    norm = buffers.grad_norm() / scaler.scale
+    told = tell(state, stop)
+    verdict = state.guard.judge(told.loss / tokens, norm)
+    skip = (verdict > 0).float()
+    factor = 1.0 / scaler.scale
+    if clip > 0:
+        factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
+    buffers.open()
+    state.optimizer.update(lr, skip, factor)
+    buffers.gather()
+    buffers.zero_rest()
+    before = scaler.scale.clone()
+    scaler.update((verdict == NOT_FINITE).float())
+    for layer in state.routed:
+        layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
+    if state.low is not None:
+        state.low.settle(state.mesh.world, scaler.scale / before)
+        state.low.renew()
+    depths = state.plan.run.model.predict_layers
+    return StepResult(
+        told.loss / tokens,
+        norm,
+        verdict,
+        tokens,
+        told.stop,
+        told.routing,
+        told.ahead / (depths * tokens) if depths else None,
+        told.low,
+    )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks tell each other at the end of a step: () float64 summed loss, number of ranks that want to stop,
+    summed loss of what predicts further tokens; routing and low as of StepResult."""
+
+    loss: Tensor
+    stop: Tensor
+    ahead: Tensor
+    routing: Tensor | None = None
+    low: Tensor | None = None
+
+
+def tell(state: State, stop: bool = False) -> Told:
+    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its
+    own tokens' routing.
+
+    Each of the ranks with tokens of their own has a place for its loss: added up in a fixed order, losses do not
+    depend on dp.
+    """
+    model, device = state.plan.run.model, state.mesh.device
+    layers, width = (
+        model.num_hidden_layers + model.predict_layers,
+        model.routed_experts + len(TALLIED) if model.routed_experts else 0,
+    )
+    parts = state.mesh.data.size
+    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.low is None else state.low.told()
+    told = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
+    told[0:1].fill_(float(stop))
+    losses, routing = told[2 : 2 + parts], told[2 + parts : 2 + parts + layers * width].view(layers, width)
+    told[2 + parts + layers * width :] = lost.flatten()
+    if state.mesh.at.tp == 0:
+        told[1:2] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
+        losses[state.mesh.data.index].copy_(state.stages.loss_sum)
+    for layer in state.routed:
+        routing[layer.layer] = layer.tally  # type: ignore[assignment]
+        layer.tally.zero_()  # type: ignore[union-attr]
+    state.mesh.world.all_reduce(told).wait()
+    low = None if state.low is None else told[2 + parts + layers * width :].view(lost.shape)
+    loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.grid.cp)))
+    return Told(loss, told[0], told[1], routing if width else None, low)
+
+
+def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
+    """The first two things told."""
+    told = tell(state, stop)
+    return told.loss, told.stop
+
+
+@torch.no_grad()
+def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    """(summed loss, tokens) over all data-parallel ranks of forward-only micro-batches."""
+    state.train(False)
+    tokens = count_tokens(state, batches)
+    if state.low is not None:
+        state.low.begin()
+    state.stages.begin(batches, seed=None)
+    execute(state.program(len(batches), backward=False), state.handlers)
+    state.stages.end()
+    state.train(True)
+    loss = loss_and_stops(state)[0]
+    if state.low is not None:
+        state.low.amax.zero_()  # no history of evaluations
+    return loss, tokens

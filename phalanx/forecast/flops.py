@@ -1,0 +1,75 @@
+"""FLOPs of a run and the share of a device's peak that they reach (MFU), with the formula that made them.
+
+FLOPs are the model's: what is computed twice because of recompute counts once. Backward is twice forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.base.devices import Device
+from phalanx.config.run import Run
+from phalanx.planning.plan import model_facts
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs per token, forward and backward: 6 N + 6 A S (Narayanan et al., 2021; causal attention counted as half
+    the square).
+
+    N  weights that multiply activations: attention, MLP and head; neither the embedding table nor norms nor biases
+    A  layers * heads * head_dim; a layer with a sliding window of W < S tokens counts for 2 (W - W^2 / 2S) / S, the
+    keys it reads
+    S  tokens per sequence
+    """
+
+    weights: float
+    attention: float
+    seq_length: int
+
+    @property
+    def per_token(self) -> float:
+        return 6 * self.weights + 6 * self.attention * self.seq_length
+
+    def text(self, tokens: int) -> str:
+        """The formula with its inputs, for `tokens` tokens (T)."""
+        n, a, s = self.weights, self.attention, self.seq_length
+        return f"6*N*T + 6*A*S*T = {self.per_token * tokens:.4g} FLOP with N={n:.4g} A={a:.4g} S={s} T={tokens}"
+
+
+def flops_of(run: Run) -> Flops:
+    """Read from the real modules: without attention over other tokens (S = 0) a block does 2 FLOPs per weight and
+    token."""
+    length = run.train.seq_length
+    facts = model_facts(repr(run.model), run.model, length)
+    without, whole = sum(f.alone for f in facts), sum(f.flops for f in facts)
+    return Flops(without / 2, (whole - without) / (2 * length), length)
+
+
+def step_flops(run: Run, global_batch: int | None = None) -> float:
+    """FLOPs of one optimizer step of `global_batch` sequences (default: train.global_batch), over all ranks."""
+    return flops_of(run).per_token * (global_batch or run.train.global_batch) * run.train.seq_length
+
+
+def mfu(run: Run, tokens_per_second: float, device: Device | None) -> float | None:
+    """Model FLOPs utilisation, 0 to 1, of a rank's share `tokens_per_second`; None when the device's peak is not
+    known."""
+    peak = device.peak(run.train.precision) if device else None
+    return flops_of(run).per_token * tokens_per_second / peak if peak else None
+
+
+def mfu_text(run: Run, world: int, device: Device | None, device_name: str) -> str:
+    """One line for the start of a run: how the mfu of the step lines is computed, with its inputs; or why it is not
+    shown."""
+    peak = device.peak(run.train.precision) if device else None
+    tokens = run.train.global_batch * run.train.seq_length
+    formula = (
+        f"FLOP per step: {flops_of(run).text(tokens)} (N: weights in matmuls, A: "
+        "layers*heads*head_dim, causal attention counted as half)"
+    )
+    if device_name == "CPU":
+        return f"{formula}; no mfu on a CPU"
+    if not peak:
+        return f"{formula}; no mfu: the {run.train.precision} peak of {device_name!r} is not in phalanx/base/devices.py"
+    chip = f"{peak / 1e12:g}e12 FLOP/s, {device.name if device else ''} {run.train.precision} dense"
+    return f"{formula}; mfu = FLOP / (step seconds * {world} devices * {chip})"

@@ -1,0 +1,419 @@
+"""What each pipeline rank of a plan holds and sends, before anything runs: bytes by kind, measured on the meta
+device and counted in buckets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+from phalanx.base.dtypes import precision
+from phalanx.base.pairwise import waiting
+from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.comm.dry import DryAxis
+from phalanx.comm.overlap import sums_bytes
+from phalanx.forecast.traffic import (
+    bucket_sends,
+    passing_bytes,
+    placed_bytes,
+    scale_sends,
+    shadow_bytes,
+    staying_values,
+)
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.grid import Coords
+from phalanx.nn.dry_run import FusedAttention, KnownShapes, Use, bucket_bytes, measure, summed_bytes
+from phalanx.nn.module import Block
+from phalanx.nn.recompute import run_block
+from phalanx.nn.tape import Tape
+from phalanx.optim.adamw import moment_bytes
+from phalanx.planning.plan import BlockFacts, Plan, low_names
+from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
+from phalanx.schedule.lower import lower
+from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
+from phalanx.sequence.batch import Batch
+from phalanx.sequence.shard import Part
+
+# Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
+OVERHEAD = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp (and tp x cp), over cp and
+    to experts (ep) in forward and backward, bytes of what it derives from the batch and shares with its like, and
+    how often which ops ran again in backward."""
+
+    bytes: Use
+    sent: dict[str, float]
+    derived: int
+    reran: Counter[str]
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """Of one pipeline rank, tp rank 0. memory: bytes by kind, of weights and gradients when they are most. passing:
+    those of them that are there only while blocks at work need them (sharding levels 2 and 3). sent: bytes that it
+    sends in a step, by axis. live: most (stage, micro-batch) activations at once. numel: elements of its buckets,
+    padding included. host: most bytes of activations that wait there.
+    pools: bytes beyond `memory` where CUDA graphs are used with several micro-batches in flight, each with a pool of
+    memory of its own."""
+
+    memory: dict[str, int]
+    passing: dict[str, int]
+    sent: dict[str, float]
+    live: int
+    numel: int
+    host: int = 0
+    pools: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+
+def rank_uses(
+    plan: Plan, num_micro_batches: int, blocks: Sequence[BlockUse] | None = None
+) -> tuple[list[RankUse], Trace]:
+    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not
+    change it).
+
+    blocks: `block_uses` of the plan, where they are known already.
+    """
+    blocks, program = blocks or block_uses(plan), plan.lowered(num_micro_batches)
+    trace = simulate(lower(plan.schedule(num_micro_batches)), step_costs(plan))
+    return [_rank_use(plan, pp, blocks, trace, program, num_micro_batches) for pp in range(plan.grid.pp)], trace
+
+
+def step_costs(plan: Plan) -> Costs:
+    """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free.
+
+    Heads make their gradients in forward, and are not made again with recompute.
+    """
+    facts = plan.facts
+    unmixed = tuple(replace(f, flops=f.alone) for f in facts)  # without attention over tokens
+    again = [facts if "block" in names else unmixed if "layer" in names else None for names in plan.again]
+    forward = [sum(facts[b].flops + 2.0 * facts[b].loss_flops for b in stage) for stage in plan.stages]
+    backward = [
+        sum(2.0 * _passed(facts[b]) + (_passed(of[b]) if (of := again[b]) else 0.0) for b in stage)
+        for stage in plan.stages
+    ]
+    return Costs(tuple(forward), tuple(backward))
+
+
+def _passed(facts: BlockFacts) -> float:
+    """FLOPs of a block's forward but for a head's."""
+    return facts.flops - facts.loss_flops
+
+
+def block_uses(plan: Plan) -> list[BlockUse]:
+    """Of every block of the model; of blocks that are alike one is measured."""
+    found: dict[tuple[BlockFacts, frozenset[str], frozenset[str]], BlockUse] = {}
+    kinds = list(zip(plan.facts, plan.again, (low_of_block(plan, number) for number in range(len(plan.facts)))))
+    for number, kind in enumerate(kinds):
+        if kind not in found:
+            found[kind] = block_use(plan, number)
+    return [found[kind] for kind in kinds]
+
+
+def low_of_block(plan: Plan, number: int) -> frozenset[str]:
+    """Names, without the layer's number, of its linears in low precision."""
+    layer = str(number - 1)
+    return frozenset(name.replace(f".{layer}.", ".", 1) for name in low_names(plan.run) if layer in name.split("."))
+
+
+@dataclass(frozen=True)
+class DryBlock:
+    """A block of tp rank 0 on the meta device with a micro-batch, over axes that only count what is sent."""
+
+    block: Block
+    batch: Batch
+    axes: ModelAxes
+    new_input: Callable[[], torch.Tensor]
+    known: KnownShapes = field(default_factory=KnownShapes)
+
+    @staticmethod
+    def of(plan: Plan, number: int, tape: Tape | None = None) -> DryBlock:
+        run, grid, batch = plan.run, plan.grid, _batch(plan)
+        keys, heads = divmod(batch.part.index, grid.ulysses)
+        axes = ModelAxes(
+            DryAxis("tp", grid.tp),
+            DryAxis("ep", grid.ep),
+            DryAxis("etp", grid.etp),
+            DryAxis("ep x etp", grid.ep * grid.etp),
+            DryAxis("cp", grid.cp, batch.part.index),
+            DryAxis("cp heads", grid.ulysses, heads),
+            DryAxis("cp keys", grid.cp // grid.ulysses, keys),
+            DryAxis("tp x cp", grid.tp * grid.cp),
+        )
+        env = replace(
+            plan.env(Coords(), axes), kernels="plain", tape=tape or Tape()
+        )  # kernels cannot run here; they need no more than their twins
+        (block,) = plan.make_blocks(env, range(number, number + 1))
+        dtype = precision(run.train.precision).compute
+        size = (batch.num_tokens // grid.tp, run.model.hidden_size) if number else (0,)
+        dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
+        with torch.no_grad(), dry.known, FusedAttention():
+            for p in block.parameters():
+                low = getattr(p, "low", None)
+                if low is not None and env.codes_travel:
+                    low.multiplier = torch.ones(3, device="meta")  # as after the first step
+                if low is not None:
+                    low.refresh(p)  # counted with the weights
+            run_block(
+                block, dry.new_input(), batch
+            )  # makes what all layers share of a batch, so that it does not count as this block's
+        return dry.forgetting()
+
+    def forgetting(self) -> DryBlock:
+        """With nothing sent or run again yet."""
+        for axis in (a for group in self._axes.values() for a in group):
+            axis.sent.clear()  # type: ignore[attr-defined]
+        self.block.env.tape.reran.clear()
+        return self
+
+    @property
+    def _axes(self) -> dict[str, tuple[Axis, ...]]:
+        axes = self.axes
+        return {
+            "tp": (axes.tp, axes.sharing),
+            "cp": (axes.cp, axes.heads, axes.keys),
+            "ep": (axes.ep, axes.etp, axes.experts),
+        }
+
+    @property
+    def sent(self) -> dict[str, float]:
+        return {name: float(sum(n for axis in group for n in axis.sent.values())) for name, group in self._axes.items()}  # type: ignore[attr-defined]
+
+    def use(self, grad_dtype: torch.dtype) -> BlockUse:
+        with self.known:
+            use = measure(
+                lambda x: run_block(self.block, x, self.batch), self.new_input, self.block.parameters(), grad_dtype
+            )
+        return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.tape.reran))
+
+
+def block_use(plan: Plan, number: int) -> BlockUse:
+    return DryBlock.of(plan, number).use(precision(plan.run.train.precision).master)
+
+
+def _batch(plan: Plan) -> Batch:
+    """The largest part of a micro-batch on the meta device, of several the last, whose keys most read.
+
+    Its tensors are there once per micro-batch of a step, and those of the whole sequences with context parallelism.
+    """
+    train = plan.run.train
+    ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
+    data = plan.run.data
+    documents, real = ids if data.inside_documents else None, ids if data.packing != "off" else None
+    seed, late = torch.empty((), device="meta"), not plan.loss_seed
+    batch = Batch(
+        ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, late=late, real=real
+    )
+    parts = [
+        batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses))
+        for part in Part(0, plan.grid.cp).all
+    ]
+    return max(reversed(parts), key=lambda b: b.num_tokens)
+
+
+def _rank_use(
+    plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, program: Program, num_micro_batches: int
+) -> RankUse:
+    run, kind, grid = plan.run, precision(plan.run.train.precision), plan.grid
+    blocks_here = plan.blocks_of(Coords(pp=pp))
+    buckets, _ = plan.buckets_of(blocks_here)
+    passing = passing_bytes(plan, buckets, program.lists[pp], kind)
+    of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
+    mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
+    message = blocks[0].bytes.output
+    rows = 4 + run.data.inside_documents + (run.data.packing != "off")
+    batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
+    batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
+    sends = _num_sends(trace.program, pp)
+    layout = run.layout
+    shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
+    if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
+        shared += 4 * plan.expert_exchange_bytes
+    shared += sum_pieces(plan, buckets, kind.master.itemsize)
+    lows = [
+        (p.low, p.spec)  # type: ignore[attr-defined]
+        for run in blocks_here.values()
+        for b in run
+        for p in b.parameters()
+        if getattr(p, "low", None) is not None
+    ]
+    codes = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
+    held = bucket_bytes(
+        buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim)
+    )
+    held["weights"] += staying_values(plan, buckets, kind)
+    shadow = shadow_bytes(plan, buckets, (spec for _, spec in lows), kind)
+    for name, nbytes in placed_bytes(plan, pp, kind).items():
+        held[name] += nbytes
+    if (
+        plan.leaves
+    ):  # data_parallel.fixed_order: sums that wait for their other half; a bucket of all ranks, with its sums
+        together = {b.id: plan.sources if b.axis == "edp" else 1 for b in buckets}  # micro-batches under way at once
+        shared += 2 * max((b.numel * together[b.id] for b in buckets if b.learns), default=0) * kind.master.itemsize
+        for b in (b for b in buckets if b.learns):
+            several = len(b.users) > 1  # sums of their own for each
+            trees = len(b.users) * (waiting(plan.leaves) + several) * together[b.id]
+            held["gradients"] += b.numel * kind.master.itemsize * (trees + together[b.id] - 1)
+    moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
+    activations, working = fullest_moment(
+        program.lists[pp], {s: run_bytes(plan, s, blocks) for s in plan.stages_of(pp)}, moved
+    )
+    memory = {
+        **held,
+        **({"codes": codes} if codes else {}),
+        **({"shadow": shadow} if shadow else {}),
+        "activations": activations,
+        "working": working,
+        "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
+    }
+    for name, nbytes in passing.items():
+        memory[name] += nbytes
+    for_scales = scale_sends(plan, ((low, spec) for low, spec in lows if spec.coded))
+    sent = {
+        "ep": for_scales["ep"] + num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
+        "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),
+        "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + of_buckets["tp"] + for_scales["tp"],
+        "pp": sends * message + of_buckets["pp"],
+        "dp": of_buckets["dp"] + for_scales["dp"],
+    }
+    kept = {
+        s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks) - sum(moved[s].values())
+        for s in moved
+    }
+    back = most_moved(program.lists[pp], moved)
+    in_slot = {s: kept[s] + back[s] for s in kept}
+    pools = (
+        pool_bytes(plan, trace.live[pp], in_slot, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
+    )
+    away = peak_moved(program.lists[pp], moved)[1]
+    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
+
+
+def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
+    """Bytes for pieces of gradients on their way to the rank that sums them, where ranks share memory
+    (comm.overlap)."""
+    if plan.run.layout.dp_copies == "off":
+        return 0
+    largest: dict[tuple[str, int], int] = {}
+    for b, cut in ((b, plan.sharding.cut(b, plan.grid)) for b in buckets):
+        if cut.level > 0:
+            largest[b.axis, cut.inner] = max(largest.get((b.axis, cut.inner), 0), summed_bytes(b, cut, master))
+    return sum(sums_bytes(size, nbytes) for (_, size), nbytes in largest.items())
+
+
+def whole_tokens(plan: Plan) -> int:
+    """Of a micro-batch, all parts of it."""
+    return plan.run.train.micro_batch * plan.run.train.seq_length
+
+
+def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
+    """Bytes of one micro-batch that no choice changes: the stage's output, and what its layers derive from the
+    batch."""
+    mine = plan.stages[stage]
+    return blocks[mine[-1]].bytes.output + max(blocks[b].derived for b in mine)
+
+
+def moved_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
+    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep, but the
+    input of the run if that is memory of a graph."""
+    found = {}
+    for number, run in enumerate(plan.runs[stage]):
+        mine = [b for b in run if b in plan.offloaded]
+        stays = plan.run.train.cuda_graphs == "on" and run[0] in mine
+        first = blocks[run[0]].bytes.output if stays else 0  # a layer's input is as large as its output
+        found[number] = sum(blocks[b].bytes.kept for b in mine) - first
+    return found
+
+
+def run_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
+    """Of each run of a stage and one micro-batch: bytes that it keeps, and most bytes at work beyond that. While a
+    block works, those after it keep nothing yet, or no more. What all layers derive from a batch is there with the
+    first run, the stage's output with the last."""
+    found = []
+    for run in plan.runs[stage]:
+        most, after = 0, 0
+        for b in reversed(run):
+            most, after = max(most, blocks[b].bytes.working - after), after + blocks[b].bytes.kept
+        found.append((after, most))
+    derived, output = max(blocks[b].derived for b in plan.stages[stage]), blocks[plan.stages[stage][-1]].bytes.output
+    found[0] = (found[0][0] + derived, found[0][1])
+    found[-1] = (found[-1][0] + output, found[-1][1])
+    return found
+
+
+def fullest_moment(
+    instructions: Sequence[Instruction], runs: dict[int, list[tuple[int, int]]], moved: dict[int, dict[int, int]]
+) -> tuple[int, int]:
+    """Bytes kept and bytes at work when both together are most. What leaves for the host counts until the next
+    compute is done."""
+    live = leaving = 0
+    fullest = (0, 0)
+    for i in instructions:
+        if isinstance(i, Forward | Backward):
+            kept, working = runs[i.stage][i.run]
+            live += kept if isinstance(i, Forward) else 0
+            fullest = max(fullest, (live, working), key=sum)
+            live -= leaving + (kept if isinstance(i, Backward) else 0)
+            leaving = 0
+        elif isinstance(i, Offload):
+            leaving += moved[i.stage][i.run]
+        elif isinstance(i, Fetch):
+            live += moved[i.stage][i.run]
+    return fullest
+
+
+def peak_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> tuple[int, int]:
+    """Most bytes at once on the device, and on the host, of what is offloaded. A copy counts in both places until
+    the next compute is done."""
+    here = away = most_here = most_away = leaving = coming = 0
+    for i in instructions:
+        if isinstance(i, Forward | Backward):
+            nbytes = moved[i.stage][i.run]
+            here += nbytes if isinstance(i, Forward) else 0
+            most_here = max(most_here, here)
+            here -= leaving + (nbytes if isinstance(i, Backward) else 0)
+            away -= coming
+            leaving = coming = 0
+        elif isinstance(i, Offload):
+            leaving, away = leaving + moved[i.stage][i.run], away + moved[i.stage][i.run]
+            most_away = max(most_away, away)
+        elif isinstance(i, Fetch):
+            coming, here = coming + moved[i.stage][i.run], here + moved[i.stage][i.run]
+    return most_here, most_away
+
+
+def most_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> dict[int, int]:
+    """By stage, of these bytes the most of one micro-batch: memory of CUDA graphs that no other uses while they are
+    away."""
+    most, of_each = dict.fromkeys(moved, 0), dict[tuple[int, int], list[Instruction]]()
+    if not any(nbytes for of_runs in moved.values() for nbytes in of_runs.values()):
+        return most
+    for i in instructions:
+        if isinstance(i, Forward | Backward | Offload | Fetch):
+            of_each.setdefault((i.stage, i.mb), []).append(i)
+    for (stage, _), mine in of_each.items():
+        most[stage] = max(most[stage], peak_moved(mine, moved)[0])
+    return most
+
+
+def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], of_heads: int) -> int:
+    """Bytes of the pools of pipeline.graphs: a stage has one for each of the most micro-batches that were ever alive
+    in it. What backward works with is there once; the head works in forward."""
+    most: Counter[int] = Counter()
+    for change in changes:
+        most[change.stage] = max(most[change.stage], change.live)
+    heads = len(plan.stages) - 1
+    return sum(count * kept[stage] + (count - 1) * of_heads * (stage == heads) for stage, count in most.items())
+
+
+def _num_sends(program: Program, pp: int) -> int:
+    return sum(isinstance(i, Send) for i in program.lists[pp])

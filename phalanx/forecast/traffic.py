@@ -1,0 +1,137 @@
+"""What a rank's buckets need of memory while they pass, and send in a step: closed formulas over the instructions of
+a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from phalanx.base.dtypes import Precision
+from phalanx.comm.dry import ring_bytes
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.param import ParamSpec
+from phalanx.layout.shards import Cut
+from phalanx.ops.quantized.linear import LowWeight
+from phalanx.planning.plan import Plan
+from phalanx.schedule.actions import Gather, Instruction, Reduce
+from phalanx.schedule.buckets import fullest
+
+
+def passing_bytes(
+    plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision
+) -> dict[str, int]:
+    """Weights gathered and gradients open at the moment when together they are most (sharding levels 2 and 3); with
+    fixed places none."""
+    if plan.fixed_places:
+        return {"weights": 0, "gradients": 0}
+    flows = {b.id: plan.flow(b) for b in buckets}
+    here = {
+        b.id: b.weight_bytes(kind.compute.itemsize, kind.master.itemsize) + value_bytes(plan, b, kind) for b in buckets
+    }
+    weights = {b.id: b.numel * here[b.id] for b in buckets if flows[b.id].gathers}
+    gradients = {b.id: b.numel * kind.master.itemsize for b in buckets if flows[b.id].opens}
+    gathered, opened = fullest(instructions, weights, gradients)
+    return {"weights": gathered, "gradients": opened}
+
+
+def value_bytes(plan: Plan, bucket: Bucket, kind: Precision) -> int:
+    """Of an element of weights that are kept as codes, what the weights themselves take while their linears rest
+    from low precision."""
+    fp8 = plan.run.train.fp8
+    return kind.compute.itemsize if bucket.coded and fp8 is not None and fp8.may_rest else 0
+
+
+def staying_values(plan: Plan, buckets: Sequence[Bucket], kind: Precision) -> int:
+    """Bytes of those that do not come and go."""
+    return sum(b.numel * value_bytes(plan, b, kind) for b in buckets if plan.fixed_places or not plan.flow(b).gathers)
+
+
+def shadow_bytes(plan: Plan, buckets: Sequence[Bucket], lows: Iterable[ParamSpec], kind: Precision) -> int:
+    """The copy of gradients that a step with a shadow keeps: of buckets with linears in low precision, what this
+    rank updates."""
+    fp8, low = plan.run.train.fp8, {id(spec) for spec in lows}
+    if fp8 is None or fp8.shadow_interval is None:
+        return 0
+    cuts = [(b, plan.sharding.cut(b, plan.grid)) for b in buckets if any(id(slot.spec) in low for slot in b.slots)]
+    return sum(b.numel // (cut.inner * (cut.outer if cut.outside else 1)) * kind.master.itemsize for b, cut in cuts)
+
+
+def placed_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
+    """Of fixed places, which are always there."""
+    if not plan.fixed_places:
+        return {"weights": 0, "gradients": 0}
+    places = plan.places[pp]
+    return {
+        "weights": sum(places.weight_sizes) * kind.compute.itemsize,
+        "gradients": sum(places.gradient_sizes) * kind.master.itemsize,
+    }
+
+
+def bucket_sends(
+    plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision
+) -> dict[str, float]:
+    """Bytes that a rank sends in a step for its buckets, by axis: over dp (of experts over edp), and where pieces
+    are replicated.
+
+    Gradients are reduced as often as the program says, and weights gathered so often; what groups share goes once
+    per step.
+    """
+    calls = Counter(i for i in instructions if isinstance(i, Gather | Reduce))
+    sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)
+    for b in (b for b in buckets if b.trained):
+        cut, reduces = plan.sharding.cut(b, plan.grid), calls[Reduce(b.id)]
+        if b.frozen:
+            sent["dp"] += calls[Gather(b.id)] * _gathered(cut, kind.compute.itemsize)
+            continue
+        narrow = b.sent_bytes(kind.compute.itemsize)
+        sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], narrow, kind.master.itemsize)
+        sent["dp"] += _between_groups(cut, min(plan.grid.cp, cut.inner), narrow, kind.master.itemsize)
+        parts = cut.inner * (cut.outer if cut.outside else 1)
+        for piece in (piece for slot in b.slots for piece in slot.spec.pieces):
+            for r in piece.replicas:
+                nbytes = _replica_bytes(piece.box.numel * kind.master.itemsize, len(r.members), plan.leaves > 0)
+                sent[r.axis] += nbytes / parts if r.axis == "pp" else nbytes * reduces
+    return sent
+
+
+def scale_sends(plan: Plan, lows: Iterable[tuple[LowWeight, ParamSpec]]) -> dict[str, float]:
+    """Bytes that a rank sends in a step to compare the amaxes of weights that are kept as codes, 4 of each block, by
+    axis: over the ranks that update parts of them, and, where scales are not known before, over those that hold
+    other parts of what shares one."""
+    sent = dict.fromkeys(("dp", "tp", "ep"), 0.0)
+    for low, spec in lows:
+        axis, nbytes = spec.summed_over, 4 * low.blocks(spec.shape).room
+        inner = plan.sharding.group_size(axis, plan.grid)
+        sent["dp"] += ring_bytes("all_reduce", nbytes, inner)
+        if plan.sharding.outside and inner > 1:
+            sent["dp"] += ring_bytes("all_reduce", nbytes, plan.grid.sum_size(axis) // inner)
+        if low.shared is not None and not low.recipe.delayed:
+            sent["ep" if axis == "edp" else "tp"] += ring_bytes(
+                "all_reduce", nbytes, plan.grid.etp if axis == "edp" else plan.grid.tp
+            )
+    return sent
+
+
+def _replica_bytes(nbytes: int, ranks: int, in_order: bool) -> float:
+    """In a fixed order at most: with sharding each rank adds up only what it updates of them."""
+    return ring_bytes("all_gather", nbytes * ranks, ranks) if in_order else ring_bytes("all_reduce", nbytes, ranks)
+
+
+def _within_groups(cut: Cut, reduces: int, gathers: int, narrow: int, wide: int) -> float:
+    """Each reduction scatters the gradients, of `wide` bytes; weights, of `narrow` bytes, are gathered after the
+    update, or at level 3 whenever blocks need them."""
+    if cut.level == 0:
+        return 0.0
+    gathered = (gathers if cut.cuts_weights else 1) * _gathered(cut, narrow)
+    return reduces * ring_bytes("reduce_scatter", cut.numel * wide, cut.inner) + gathered
+
+
+def _gathered(cut: Cut, narrow: int) -> float:
+    return ring_bytes("all_gather", cut.numel * narrow, cut.inner)
+
+
+def _between_groups(cut: Cut, parts: int, narrow: int, wide: int) -> float:
+    """In a fixed order a group sends on a sum for each of the `parts` of a sequence that it has."""
+    part = cut.numel // cut.inner
+    scattered = (parts if cut.in_order else 1) * ring_bytes("reduce_scatter", part * wide, cut.outer)
+    return scattered + ring_bytes("all_gather", part * (narrow if cut.outside else wide), cut.outer)

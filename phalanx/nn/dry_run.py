@@ -1,0 +1,226 @@
+"""Bytes before anything runs: what a module's forward keeps and its backward needs (seen on the meta device), and
+what buckets hold.
+
+Knows tensors and buckets, no model: who is measured, and how often it is alive at once, is the caller's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.grid import Grid
+from phalanx.layout.shards import Cut, Sharding
+from phalanx.ops.attention.backends import fused_gradients
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside the context that are still alive, and their peak. Works on meta
+    tensors too.
+
+    A storage counts once, whatever views it has, until Python lets go of it: as the allocator of a GPU sees it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_key(t) for t in _tensors((args, kwargs))}
+        for t in _tensors(out):
+            if _key(t) not in given and _key(t) not in self._known:
+                self._add(t.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def _key(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those of an op's arguments, or of its results."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, list | tuple | dict):
+        for x in given.values() if isinstance(given, dict) else given:
+            yield from _tensors(x)
+
+
+class KnownShapes(TorchDispatchMode):
+    """On the meta device, makes what an op made before of inputs like these: of new memory, with that size, stride
+    and dtype.
+
+    Kernels of that device are in Python and take ten times as long; blocks in FP8 have thousands of ops.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = (func, _like(args), _like(kwargs))
+        try:
+            known = self._made.get(call)
+        except TypeError:  # an argument that has no hash
+            return func(*args, **kwargs)
+        if known:
+            return _new(*known[0]) if len(func._schema.returns) == 1 else tuple(_new(*each) for each in known)
+        out = func(*args, **kwargs)
+        if known is None:
+            outputs = out if isinstance(out, tuple) else (out,)
+            new = _only_new(func, [*_tensors((args, kwargs))], outputs)
+            self._made[call] = [(t.shape, t.stride(), t.dtype) for t in outputs] if new else []
+        return out
+
+
+def _like(given: Any) -> Any:
+    """What an op's outputs can follow from, with a hash."""
+    if isinstance(given, Tensor):
+        return Tensor, given.shape, given.stride(), given.dtype, given.device
+    if isinstance(given, list | tuple):
+        return type(given), *map(_like, given)
+    return tuple((name, _like(x)) for name, x in given.items()) if isinstance(given, dict) else (type(given), given)
+
+
+def _only_new(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
+    """Whether a call's outputs are tensors of the meta device with memory of their own, and nothing else was
+    changed."""
+    if func._schema.is_mutable or not all(isinstance(t, Tensor) and t.is_meta for t in (*inputs, *outputs)):
+        return False
+    if any(
+        t.untyped_storage().nbytes() != _new(t.shape, t.stride(), t.dtype).untyped_storage().nbytes() for t in outputs
+    ):
+        return False  # parts of something
+    return len({*map(_key, (*inputs, *outputs))}) == len({*map(_key, inputs)}) + len(outputs)
+
+
+def _new(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+class _FusedAttention(Function):
+    """What cuDNN, flash and memory-efficient attention keep: q, k, v, the output and a log-sum-exp per query, not
+    the S x S square."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        sequences, heads, length, _ = q.shape
+        out = q.new_empty(sequences, length, heads, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(sequences, heads, length, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return fused_gradients(*ctx.saved_tensors[:3])
+
+
+class FusedAttention(TorchFunctionMode):
+    """On the meta device torch takes scaled_dot_product_attention apart into its mathematics, S x S probabilities
+    included.
+
+    On the devices that train it is one kernel; inside this context it allocates like one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one block at work on one micro-batch.
+
+    kept     alive from its forward to its backward, its input included, its output not (that is the next block's input)
+    working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is made again too
+    output   of the block's output
+    """
+
+    kept: int
+    working: int
+    output: int
+
+
+def measure(
+    forward: Callable[[Tensor], Tensor],
+    x: Callable[[], Tensor],
+    params: Iterable[torch.nn.Parameter],
+    grad_dtype: torch.dtype,
+) -> Use:
+    """Run a block forward and backward on the meta device. Weight gradients are added to buffers of `grad_dtype`, as
+    in training."""
+    for p in params:
+        p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+        p.grad = torch.empty_like(p, dtype=grad_dtype)
+    with Allocations() as seen, FusedAttention():
+        y = forward(x().requires_grad_())
+        output = y.untyped_storage().nbytes()
+        kept = seen.live - output
+        # autograd.backward would leave the modes before it starts, but what is recomputed inside it needs them
+        if y.requires_grad:
+            _engine_run_backward(
+                (y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+    return Use(kept, max(0, seen.peak - kept), output)
+
+
+def bucket_bytes(
+    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, moment: float = 0
+) -> dict[str, int]:
+    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `moment` (0:
+    as master) are bytes per element.
+
+    Where weights have the master dtype they are their own masters, as what is frozen or not trained always is.
+    """
+    found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
+    for b in buckets:
+        cut = sharding.cut(b, grid)
+        part = b.numel // cut.inner
+        updated = part // cut.outer if cut.outside else part
+        found["weights"] += (
+            part * b.sent_bytes(weight) if cut.cuts_weights else b.numel * b.weight_bytes(weight, master)
+        )
+        if b.learns:
+            found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
+            found["masters"] += 0 if weight == master and not b.coded else updated * master
+            found["moments"] += round(2 * updated * (moment or master))
+    return found
+
+
+def pulled_bytes(bucket: Bucket, cut: Cut, weight: int) -> int:
+    """Of a bucket, where ranks share memory: what of its weights always lies there, for neighbours to pull their
+    parts from."""
+    if cut.level == 0:
+        return 0
+    if cut.cuts_weights:
+        return cut.numel // cut.inner * bucket.sent_bytes(weight)
+    return cut.numel * (2 if bucket.coded else weight)
+
+
+def summed_bytes(bucket: Bucket, cut: Cut, master: int) -> int:
+    """Of the part of a bucket's gradients that a rank sums for its neighbours; in a fixed order they go another way."""
+    return cut.numel // cut.inner * master if cut.level > 0 and bucket.learns and not cut.in_order else 0

@@ -1,0 +1,71 @@
+"""TensorBoardFile: a run's numbers as an event file of TensorBoard, in the run's tb/ folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from phalanx.base.journal import Journal
+from phalanx.base.log import Log
+from phalanx.observe.scalars import scalars_of, texts_of
+
+
+class _RecordSink:
+    """What RecordWriter writes to: each record becomes one entry of a journal, so a full disk costs no record and
+    needs no thread."""
+
+    def __init__(self, journal: Journal):
+        self._journal = journal
+
+    def write(self, record: bytes) -> None:
+        self._journal.write(record)
+
+    def flush(self) -> None:
+        self._journal.flush()
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+class TensorBoardFile:
+    """One event file per start of the run. Its first event makes TensorBoard drop what earlier files have after
+    `step`."""
+
+    def __init__(self, folder: Path, step: int, log: Log):
+        name = f"events.out.tfevents.{time.time_ns() / 1e9:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(_RecordSink(Journal(folder / name, log.warn)))
+        self._texts: dict[str, str] = {}
+        self._add(Event(file_version="brain.Event:2"))
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, values: dict[str, Any]) -> None:
+        summary = Summary()
+        for name, number in scalars_of(values).items():
+            summary.value.add(tag=name, simple_value=number)
+        for name, text in texts_of(values).items():
+            if self._texts.get(name) != text:
+                self._texts[name] = text
+                shown = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+                summary.value.add(
+                    tag=name, metadata=shown, tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+                )
+        self._add(Event(step=values["step"], summary=summary))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())

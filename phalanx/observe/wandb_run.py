@@ -1,0 +1,112 @@
+"""WandbRun: a run's numbers in Weights & Biases, under an id that the run's folder keeps."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import string
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from phalanx.base.log import Log, describe
+from phalanx.config.run import LogConfig
+from phalanx.observe.scalars import scalars_of, texts_of
+
+ID_FILE = "wandb-id.txt"
+ID_LENGTH = 12
+ID_LETTERS = string.ascii_lowercase + string.digits
+
+
+class WandbRun:
+    """One W&B run for all starts of a run. `step` is a metric of its own and the x-axis of the others: W&B's own
+    counter never goes back, and would drop the rows of a run that does. After a rollback the same steps come again,
+    with a higher `rollbacks`: the later rows count.
+
+    Where W&B cannot be reached, or nobody is logged in, the run is recorded offline, to be uploaded later; nothing
+    is ever asked on the terminal.
+    """
+
+    def __init__(self, folder: Path, wanted: LogConfig, config: dict[str, Any], log: Log):
+        self._rollbacks = 0
+        identity = run_id(folder / ID_FILE, log)
+        options: dict[str, Any] = {
+            "project": wanted.wandb,
+            "entity": wanted.wandb_entity,
+            "name": wanted.wandb_name or folder.resolve().name,
+            "group": wanted.wandb_group,
+            "tags": wanted.wandb_tags or None,
+            "id": identity,
+            "resume": "allow",
+            "dir": str(folder),
+            "config": config,
+            "allow_val_change": True,
+            "settings": wandb.Settings(silent=True, console="off"),
+        }
+        with no_questions():
+            try:
+                self._run = wandb.init(**options)
+            except Exception as error:
+                log.warn(
+                    "Weights & Biases cannot be used now, so this run is recorded offline: "
+                    f"{describe(error).splitlines()[0]}"
+                )
+                wandb.teardown()  # its service still has the run that could not begin, and refuses its id
+                self._run = wandb.init(**options, mode="offline")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        log.info(where(self._run, wanted, identity))
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._run.log({"step": values["step"], "rollbacks": self._rollbacks, **scalars_of(values), **texts_of(values)})
+
+    def rewind(self, step: int) -> None:
+        self._rollbacks += 1
+
+    def close(self) -> None:
+        self._run.finish()
+        if wandb.run is None:  # nobody else's run is going on in this process
+            # `finish` returns before all is written, and a rank may end without Python's exit handlers
+            wandb.teardown()
+
+
+def run_id(path: Path, log: Log) -> str:
+    """The id in the file; a new one if there is none."""
+    with suppress(OSError):
+        kept = path.read_text(encoding="utf-8").strip()
+        if re.fullmatch(r"[\w-]{1,64}", kept):
+            return kept
+    made = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+    try:
+        path.write_text(made, encoding="utf-8")
+    except OSError as error:
+        log.warn(
+            f"{path} cannot be written ({error.strerror}): if the run is continued, it gets another id in "
+            f"Weights & Biases than {made}"
+        )
+    return made
+
+
+def where(run: Any, wanted: LogConfig, identity: str) -> str:
+    """Where a person finds the run."""
+    if run.offline:
+        folder = os.path.dirname(run.dir)
+        return f"wandb offline id={identity} folder={folder} (upload it with: wandb sync {folder})"
+    return f"wandb project={wanted.wandb} id={identity} {run.url}"
+
+
+@contextmanager
+def no_questions() -> Iterator[None]:
+    """Inside, wandb finds no terminal to ask for a login on: a training run must not wait for an answer."""
+    before = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before

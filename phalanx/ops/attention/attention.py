@@ -1,0 +1,171 @@
+"""Causal attention over q, k, v of whole sequences: everything before, a sliding window, sinks; inside documents
+where they end.
+
+Reference for every backend: softmax(q k^T * scale) v. torch's scaled_dot_product_attention computes it; on GPUs it
+picks cuDNN or flash kernels where there is no mask, and memory-efficient or cuDNN ones with one;
+ops/attention/flash.py has kernels that need none. Dropout of probabilities runs on the explicit path. Masks are
+additive (0 and -inf, in the dtype of q): made once per micro-batch and kind, read by all layers, never widened by a
+layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.base.rng import keep_mask
+from phalanx.ops.attention.flash import flash_attention, spans_of, use_flash, use_torch_flash
+from phalanx.ops.attention.sinks import attention_with_sinks
+from phalanx.ops.op import Kernels
+from phalanx.sequence.batch import Batch
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a layer attends. `window`: a query reads itself and the window - 1 tokens before it (None: all before it;
+    Beltagy et al., "Longformer", 2020). `scale` of the scores (None: 1 / sqrt(K))."""
+
+    window: int | None = None
+    scale: float | None = None
+
+    def keys_per_query(self, length: int) -> float:
+        """Mean number of keys that a query reads, for FLOPs: length / 2 without a window (the diagonal counted as
+        half)."""
+        w = length if self.window is None else min(self.window, length)
+        return w - w * w / (2 * length) if length else 0.0
+
+
+CAUSAL = Kind()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    kind: Kind = CAUSAL,
+    sinks: Tensor | None = None,
+    kernels: Kernels = "plain",
+) -> Tensor:
+    """q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (sequences, kv_heads, S, V) -> (T, heads * V).
+
+    Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit per head that joins the softmax's
+    denominator. Memory beside q, k, v and the output: none without documents and window, nor where flash kernels run
+    (bf16 and fp16 on GPUs); else one mask per micro-batch, of S * S elements (times sequences with documents), or T
+    * 2 * window where that is smaller, and then a copy of k and v twice as long.
+    """
+    window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
+    wheel = use_flash(kernels, q, v)
+    no_dense = (
+        batch.documents is not None or window is not None or batch.piece
+    )  # lengths that hardly come again: cuDNN prepares itself for each
+    if wheel or (no_dense and use_torch_flash(kernels, q, v)):
+        return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, wheel)
+    if window is not None and 2 * window < batch.seq_length:
+        out = _in_blocks(q, k, v, batch, kind, window, sinks)
+    else:
+        out = _attend(
+            q,
+            k,
+            v,
+            None if batch.documents is None and window is None else _mask(batch, window, q.dtype),
+            kind.scale,
+            sinks,
+        )
+    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
+    """Without a mask a query reads all before it."""
+    if sinks is not None:
+        return attention_with_sinks(q, k, v, sinks, mask, scale)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind, window: int, sinks: Tensor | None) -> Tensor:
+    """Queries in blocks of `window` tokens, each with its own and the block before as keys: no square of the
+    sequence is made.
+
+    Tokens beyond the end, to fill the last block, are read by none but themselves, and are cut off.
+    """
+    blocks = -(-batch.seq_length // window)
+    q, k, v = (
+        F.pad(t, (0, 0, 0, blocks * window - batch.seq_length)).unflatten(2, (blocks, window)).transpose(1, 2)
+        for t in (q, k, v)
+    )
+    k, v = (
+        torch.cat((F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), t), -2).flatten(0, 1) for t in (k, v)
+    )  # the block before, its own
+    mask = batch.derive(("attention mask in blocks", window, q.dtype), lambda: _make_block_mask(batch, window, q.dtype))
+    out = _attend(q.flatten(0, 1), k, v, mask, kind.scale, sinks)
+    return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
+
+
+def _make_block_mask(batch: Batch, window: int, dtype: torch.dtype) -> Tensor:
+    """(sequences * blocks, 1, window, 2 * window): query a of a block reads keys a + 1 .. a + window of the pair of
+    blocks."""
+    device, length = batch.tokens.device, batch.seq_length
+    doc = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+    doc = F.pad(doc.view(batch.num_sequences, length), (0, -length % window), value=-1).unflatten(1, (-1, window))
+    before = F.pad(doc[:, :-1], (0, 0, 1, 0), value=-2)  # before the first block there is nothing to read
+    band = torch.ones(window, 2 * window, dtype=torch.bool, device=device).triu(1).tril(window)
+    return (
+        _additive(band & (doc.unsqueeze(-1) == torch.cat((before, doc), -1).unsqueeze(-2)), dtype)
+        .flatten(0, 1)
+        .unsqueeze(1)
+    )
+
+
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, p: float, seed: int, layer: int, first_head: int
+) -> Tensor:
+    """Full causal attention with dropout of the probabilities, keyed by (sample, query position, layer, global head,
+    key position).
+
+    q of this part of the sequences, k and v of whole ones. Of a dealt batch the queries of a part are of any
+    sequence: each is given the keys of all, of which it reads those of its document.
+    """
+    heads = q.shape[1]
+    if batch.dealt is not None:
+        q, k, v = (t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + _mask(batch, None, q.dtype)
+    probs = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1)
+    rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
+    keep = torch.stack([keep_mask(p, seed, layer, 0, rows, batch.seq_length, first_head + h) for h in range(heads)], 1)  # type: ignore[arg-type]
+    keep = keep.repeat(1, 1, 1, k.shape[2] // batch.seq_length)
+    out = (probs * keep / (1.0 - p)).to(v.dtype) @ v
+    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
+
+
+def _mask(batch: Batch, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(sequences or 1, 1, L, S) for the L queries that are here of each sequence and all S keys: 0 where query i may
+    read key j (j <= i, i - j < window, and the same document), -inf elsewhere."""
+    return batch.derive(("attention mask", window, dtype), lambda: _additive(_visible(batch, window), dtype))
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def _visible(batch: Batch, window: int | None) -> Tensor:
+    if batch.dealt is not None:
+        keys = torch.arange(batch.all_tokens, device=batch.tokens.device)
+        return ((keys <= batch.take(keys).unsqueeze(-1)) & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0]))[
+            None, None
+        ]
+    keys = torch.arange(batch.seq_length, device=batch.tokens.device)
+    queries = torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
+    seen = keys <= queries
+    if window is not None:
+        seen &= queries - keys < window
+    if batch.documents is None or batch.uncut.documents is None:
+        return seen[None, None]
+    of_queries, of_keys = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, batch.uncut.documents))
+    return seen & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))

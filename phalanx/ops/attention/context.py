@@ -1,0 +1,487 @@
+"""Attention of sequences that are cut over context-parallel ranks: how each rank's queries get to read the keys
+before them.
+
+Two exchanges, one inside the other. Neighbours may exchange heads for tokens, so that each has all of their tokens
+for some of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023). Between such runs keys and values travel: one part
+at a time, the next one on its way while attention to the last one runs (Liu et al., "Ring attention", 2023), or all
+at once (Llama team, "The Llama 3 herd of models", 2024, section 3.3.2). What queries read of one part is an
+attention of its own; outputs are joined by their log-sum-exp, and a kernel's backward is given the joint one
+(ops/attention/backends.py). Parts are dealt zig-zag (sequence/shard.py), so that a causal mask costs all alike; of a
+part only the chunks that somebody reads are sent, and no kernel runs where nothing is read. Backward sends the keys
+and values again instead of keeping them, and each part's gradients home.
+
+Shapes: L tokens of a sequence that are here, S of a whole one, K and V widths of a query and a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis, ModelAxes, Work
+from phalanx.ops.attention import attention as whole
+from phalanx.ops.attention.attention import CAUSAL, Kind
+from phalanx.ops.attention.backends import Segments, choose_backend, segments_backend
+from phalanx.ops.attention.flash import use_flash, use_torch_flash
+from phalanx.ops.attention.sinks import join_sinks, sinks_grad
+from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.experts.exchange import gather, swap
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.sequence.batch import Batch
+from phalanx.sequence.shard import Part
+
+Form = Literal["ring", "allgather"]
+
+
+def _at_once(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return make(*inputs)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    axes: ModelAxes,
+    form: Form = "ring",
+    kind: Kind = CAUSAL,
+    sinks: Tensor | None = None,
+    kernels: Kernels = "plain",
+    keep: Callable[..., Tensor] = _at_once,
+) -> Tensor:
+    """As ops.attention.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike ->
+    (T, heads * V). `keep` runs what lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k,
+    v)."""
+    if batch.dealt is not None:
+        return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels, keep)
+    q, k, v = to_heads(q, k, v, batch, axes.heads)
+    batch_of_heads, sinks = batch.among(axes.heads.size), None if sinks is None else own_heads(sinks, axes.heads)
+    if axes.keys.size == 1:
+        out = keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, sinks, kernels), q, k, v)
+    else:
+        scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
+        window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
+        reading = Reading(batch_of_heads, axes.keys, form, window, scale, kernels)
+        out = keep(
+            lambda q, k, v: _ReadParts.apply(q, k, v, sinks, reading).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v
+        )
+    return to_tokens(out, batch, axes.heads)
+
+
+def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]:
+    """(T, heads * V) and dtype of what attention makes."""
+    return (((q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]), q.dtype),)
+
+
+def _of_pieces(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    axes: ModelAxes,
+    form: Form,
+    kind: Kind,
+    sinks: Tensor | None,
+    kernels: Kernels,
+    keep: Callable[..., Tensor],
+) -> Tensor:
+    """Of a dealt batch: each document that ranks share over those ranks, then all that is whole here. Who shares two
+    documents meets for them in one order: those of more ranks first, then as they lie in the micro-batch."""
+    pieces = batch.pieces
+    flat = (t.transpose(1, 2).flatten(0, 1).split([piece.num_tokens for piece in pieces]) for t in (q, k, v))
+    mixed = []
+    for piece, *rows in zip(pieces, *flat):
+        q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in rows)
+        mixed.append(attention(q, k, v, piece, axes.among(piece.part.count), form, kind, sinks, kernels, keep))
+    return torch.cat(mixed)
+
+
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, p: float, seed: int, layer: int, first_head: int
+) -> Tensor:
+    """As ops.attention_with_dropout, of this rank's part of each sequence. The probabilities of a query are made
+    together, of all keys."""
+    if batch.dealt is not None:
+        k, v = gather_keys(k, v, batch, axes.cp)
+        return whole.attention_with_dropout(q, k, v, batch, p, seed, layer, first_head)
+    q, k, v = to_heads(q, k, v, batch, axes.heads)
+    batch_of_heads, first = batch.among(axes.heads.size), first_head + axes.heads.index * q.shape[1]
+    k, v = gather_keys(k, v, batch_of_heads, axes.keys)
+    return to_tokens(whole.attention_with_dropout(q, k, v, batch_of_heads, p, seed, layer, first), batch, axes.heads)
+
+
+# ---- heads for tokens ----------------------------------------------------------------------------
+
+
+def to_heads(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequences, heads, L, ...) of this part -> (sequences, heads / n, L of its n neighbours together, ...), by one
+    all-to-all."""
+    n = axis.size
+    if n == 1:
+        return q, k, v
+    each = [t.unflatten(1, (n, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2) for t in (q, k, v)]  # (n, T, heads / n, ...)
+    packed = torch.cat([t.flatten(2) for t in each], -1)
+    parts, tokens = _neighbours(batch, n)
+    arrived = swap(packed.flatten(0, 1), axis, [batch.num_tokens] * n, tokens)
+    joined = batch.join(arrived.split(tokens), parts).unflatten(0, (batch.num_sequences, -1))
+    taken = joined.split([t[0, 0].numel() for t in each], -1)
+    mine = [t.unflatten(-1, like.shape[2:]).transpose(1, 2) for t, like in zip(taken, each)]
+    return mine[0], mine[1], mine[2]
+
+
+def to_tokens(out: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """The way back: (T of the neighbours together, heads / n * V) -> (T, heads * V)."""
+    n = axis.size
+    if n == 1:
+        return out
+    parts, tokens = _neighbours(batch, n)
+    back = swap(torch.cat(batch.split(out, parts)), axis, tokens, [batch.num_tokens] * n)
+    return back.unflatten(0, (n, -1)).transpose(0, 1).flatten(1)
+
+
+def _neighbours(batch: Batch, n: int) -> tuple[tuple[Part, ...], list[int]]:
+    """The neighbours' parts, and how many tokens each has."""
+    parts = batch.part.neighbours(n)
+    return parts, [batch.num_sequences * part.size(batch.seq_length) for part in parts]
+
+
+def own_heads(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's run of a parameter with a number per head, in at least fp32."""
+    return x if axis.size == 1 else _OwnHeads.apply(x, axis)
+
+
+class _OwnHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        ctx.x, ctx.axis = x, axis
+        mine = x.chunk(axis.size)[axis.index]
+        return mine.clone() if x.dtype == torch.float64 else mine.float()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        dx = dy.new_zeros(ctx.x.shape)
+        dx.chunk(ctx.axis.size)[ctx.axis.index].copy_(dy)
+        return add_grad(ctx.x, dx), None
+
+
+# ---- what a part's queries read of another's keys ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries `queries` of a part read keys `keys` of another (runs of its L): all of them, those up to their own
+    place, or by a mask."""
+
+    queries: slice
+    keys: slice
+    how: Literal["all", "causal", "mask"]
+
+
+def block_of(mine: Part, theirs: Part, length: int, window: int | None, documents: bool) -> Block | None:
+    """What `mine` reads of `theirs` in sequences of `length` tokens, in whole chunks; None: nothing."""
+    q, k = mine.runs(length), theirs.runs(length)
+    reach = length if window is None else window
+    seen = [(i, j) for i in (0, 1) for j in (0, 1) if k[j].start < q[i].stop and q[i].start - k[j].stop + 1 < reach]
+    if not seen:
+        return None
+    (i0, i1), (j0, j1) = ((min(side), max(side)) for side in zip(*seen))
+    every = k[j1].stop - 1 <= q[i0].start and q[i1].stop - 1 - k[j0].start < reach
+    if documents or not (every or (mine == theirs and window is None)):
+        how: Literal["all", "causal", "mask"] = "mask"
+    else:
+        how = "all" if every else "causal"
+    return Block(_rows(q, i0, i1), _rows(k, j0, j1), how)
+
+
+def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
+    """Where a part has its chunks first .. last."""
+    ends = (0, len(chunks[0]), len(chunks[0]) + len(chunks[1]))
+    return slice(ends[first], ends[last + 1])
+
+
+def mask_of(batch: Batch, source: Part, block: Block, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
+    queries) read nothing."""
+    return batch.derive(
+        ("mask of a block", source, window, dtype), lambda: _make_mask(batch, source, block, window, dtype)
+    )
+
+
+def _make_mask(
+    batch: Batch, source: Part, block: Block, window: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    places = torch.arange(batch.seq_length, device=batch.tokens.device)
+    q, k = (
+        torch.cat([places[run.start : run.stop] for run in part.runs(batch.seq_length)])
+        for part in (batch.part, source)
+    )
+    distance = q[block.queries].unsqueeze(-1) - k[block.keys]
+    seen = (distance >= 0)[None, None]
+    if window is not None:
+        seen = seen & (distance < window)
+    if batch.documents is not None:
+        theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
+        mine, theirs = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, theirs))
+        seen = seen & (mine[..., block.queries].unsqueeze(-1) == theirs[..., block.keys].unsqueeze(-2))
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf), ~seen.any(-1)
+
+
+def segments_of(batch: Batch, source: Part, block: Block) -> tuple[Segments, Tensor]:
+    """The documents of a block as segments, and which of its queries (sequences, 1, queries) read nothing of it.
+
+    A run of a part is in the order of the sequence, so the tokens that it has of a document lie together. And of
+    another part's keys a block has those alone that are before all of its queries (zig-zag): only in this part's own
+    block is anything inside a document hidden.
+    """
+    of_queries, of_keys, blind = batch.derive(
+        ("segments of a block", source), lambda: _find_segments(batch, source, block)
+    )
+    sizes = (block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
+    return Segments(of_queries, of_keys, *sizes), blind
+
+
+def _find_segments(batch: Batch, source: Part, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
+    sides = ((batch.documents, block.queries), (theirs, block.keys))
+    queries, keys = (doc.view(batch.num_sequences, -1)[:, run].flatten() for doc, run in sides)  # type: ignore[union-attr]
+    counts = [_counts(side, batch.room_for_documents) for side in (queries, keys)]
+    ends = [F.pad(each.cumsum(0), (1, 0)).int() for each in counts]
+    return ends[0], ends[1], (counts[1][queries] == 0).view(batch.num_sequences, 1, -1)
+
+
+def _counts(documents: Tensor, room: int) -> Tensor:
+    """Tokens of each document (not torch.bincount, which waits for the device)."""
+    return torch.zeros(room, dtype=torch.int64, device=documents.device).scatter_add_(
+        0, documents, torch.ones_like(documents)
+    )
+
+
+# ---- how keys and values travel ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One attention over the parts of a batch: the axis they lie on (this rank's is batch.part), how they travel,
+    what is read."""
+
+    batch: Batch
+    axis: Axis
+    form: Form
+    window: int | None
+    scale: float
+    kernels: Kernels
+
+    def block(self, reader: int, source: int) -> Block | None:
+        parts = self.batch.part.all
+        return block_of(
+            parts[reader], parts[source], self.batch.seq_length, self.window, self.batch.documents is not None
+        )
+
+
+class Ring:
+    """Parts one at a time: in step s to the rank s places on, from the rank s places back. Gradients go home the
+    other way."""
+
+    def __init__(self, kv: Tensor, reading: Reading):
+        self.kv, self.reading, self.axis = kv, reading, reading.axis
+        self.returning: list[tuple[Work, slice | None]] = []
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+        """(number of a part, the keys and values of it that this rank reads), this rank's own first."""
+        coming = self._post(1)
+        yield self.axis.index, self.kv
+        for step in range(1, self.axis.size):
+            arrived, coming = coming.wait(), self._post(step + 1)
+            yield (self.axis.index - step) % self.axis.size, arrived
+
+    def _post(self, step: int) -> Work:
+        if step == self.axis.size:
+            return Work(self.kv)
+        here, n = self.axis.index, self.axis.size
+        to, source = (here + step) % n, (here - step) % n
+        wanted, reads = self.reading.block(to, here), self.reading.block(here, source)
+        out = None if reads is None else self.kv.new_empty(reads.keys.stop - reads.keys.start, *self.kv.shape[1:])
+        return self.axis.hop(None if wanted is None else self.kv[wanted.keys], to, out, source)
+
+    def give_back(self, source: int, grad: Tensor | None) -> None:
+        """The gradient of what this rank has read of part `source`; at the same time that of its own comes from who
+        has read it."""
+        here, n = self.axis.index, self.axis.size
+        reader = (2 * here - source) % n
+        read = self.reading.block(reader, here)
+        out = None if read is None else self.kv.new_empty(read.keys.stop - read.keys.start, *self.kv.shape[1:])
+        work = self.axis.hop(grad, source, out, reader)
+        self.returning.append((work, None if read is None else read.keys))
+
+    def collected(self, own: Tensor) -> Tensor:
+        """`own` (L, ...), the gradient of this rank's part by its own queries, plus everyone else's."""
+        for work, keys in self.returning:
+            grad = work.wait()
+            if keys is not None:
+                own[keys] += grad
+        return own
+
+
+class AllGather:
+    """All parts before the first is read; the sums of their gradients are scattered at the end."""
+
+    def __init__(self, kv: Tensor, reading: Reading):
+        self.kv, self.reading, self.axis = kv, reading, reading.axis
+        batch = reading.batch
+        self.most = batch.part.most(batch.seq_length)
+        self.grads: Tensor | None = None
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+        filled = (
+            torch.cat((self.kv, self.kv.new_zeros(self.most - len(self.kv), *self.kv.shape[1:])))
+            if len(self.kv) < self.most
+            else self.kv
+        )
+        gathering = self.axis.all_gather(filled, async_op=True)
+        yield self.axis.index, self.kv
+        parts = gathering.wait().unflatten(0, (self.axis.size, self.most))
+        for source in (i for i in range(self.axis.size) if i != self.axis.index):
+            block = self.reading.block(self.axis.index, source)
+            yield source, self.kv[:0] if block is None else parts[source][block.keys]
+
+    def give_back(self, source: int, grad: Tensor | None) -> None:
+        if self.grads is None:
+            self.grads = self.kv.new_zeros(self.axis.size, self.most, *self.kv.shape[1:])
+        block = self.reading.block(self.axis.index, source)
+        if block is not None and grad is not None:
+            self.grads[source, block.keys] = grad
+
+    def collected(self, own: Tensor) -> Tensor:
+        if self.grads is None:
+            return own
+        return own + self.axis.reduce_scatter(self.grads.flatten(0, 1)).wait()[: len(own)]
+
+
+TRAVEL: dict[Form, type[Ring] | type[AllGather]] = {"ring": Ring, "allgather": AllGather}
+
+
+class _ReadParts(Function):
+    """q (sequences, heads, L, K), k and v (sequences, kv_heads, L, ...) of this part -> (sequences, heads, L, V)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:  # type: ignore[override]
+        kv, joint = packed(k, v), Joint(use_triton(reading.kernels, q))
+        ctx.kept = {}
+        for source, arrived in TRAVEL[reading.form](kv, reading).arrivals():
+            block = reading.block(reading.axis.index, source)
+            if block is not None:
+                queries = q[:, :, block.queries]
+                backend, mask, blind, causal = how_to_read(reading, source, block, queries, v)
+                out, lse, *ctx.kept[source] = backend.forward(
+                    queries, *unpacked(arrived, k), mask, causal, reading.scale
+                )
+                joint.add(block.queries, out, lse, blind)
+        out, lse = joint.out, joint.lse
+        if sinks is not None:
+            out, lse = join_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sinks, ctx.reading = sinks, reading
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (q, k, v, out, lse), reading = ctx.saved_tensors, ctx.reading
+        travel = TRAVEL[reading.form](packed(k, v), reading)
+        dq, own = torch.zeros_like(q, dtype=lse.dtype), torch.empty(0)
+        for source, arrived in travel.arrivals():
+            block = reading.block(reading.axis.index, source)
+            grad = None
+            if block is not None:
+                rows = tuple(t[:, :, block.queries] for t in (dout, q, out))
+                backend, mask, _, causal = how_to_read(reading, source, block, rows[1], v)
+                given = (rows[0], rows[1], *unpacked(arrived, k), rows[2], lse[:, :, block.queries].contiguous())
+                part, dk, dv = backend.backward(*given, mask, causal, reading.scale, *ctx.kept[source])
+                dq[:, :, block.queries] += part
+                grad = packed(dk, dv)
+            if source == reading.axis.index:
+                own = grad.to(lse.dtype)  # type: ignore[union-attr]
+            else:
+                travel.give_back(source, grad)
+        dk, dv = unpacked(travel.collected(own).to(q.dtype), k)
+        ds = None if ctx.sinks is None or not ctx.needs_input_grad[3] else sinks_grad(ctx.sinks, dout, out, lse)
+        return dq.to(q.dtype), dk, dv, ds, None
+
+
+def how_to_read(
+    reading: Reading, source: int, block: Block, q: Tensor, v: Tensor
+) -> tuple[Any, Tensor | None, Tensor | None, bool]:
+    """The backend of a block, its mask and which of its queries read nothing (or None), and whether it is causal."""
+    if block.how != "mask":
+        return choose_backend(q, v, None, reading.kernels, not reading.batch.piece), None, None, block.how == "causal"
+    own = source == reading.axis.index
+    if reading.window is None and use_torch_flash(reading.kernels, q, v):  # what hides anything is documents alone
+        segments, blind = segments_of(reading.batch, reading.batch.part.all[source], block)
+        return segments_backend(segments, use_flash(reading.kernels, q, v)), None, None if own else blind, own
+    mask, blind = mask_of(reading.batch, reading.batch.part.all[source], block, reading.window, q.dtype)
+    return choose_backend(q, v, mask, reading.kernels), mask, blind, False
+
+
+def packed(k: Tensor, v: Tensor) -> Tensor:
+    """(sequences, kv_heads, L, K) and (..., V) -> (L, sequences, kv_heads, K + V): a run of tokens is a run of
+    memory."""
+    return torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous()
+
+
+def unpacked(kv: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of what `packed` made; `like`: a k."""
+    k, v = kv.permute(1, 2, 0, 3).split((like.shape[-1], kv.shape[-1] - like.shape[-1]), -1)
+    return k, v
+
+
+class Joint:
+    """Outputs of attention to several sets of keys, joined: out (sequences, heads, L, V) and log-sum-exp in the
+    dtype of the latter."""
+
+    def __init__(self, triton: bool = False) -> None:
+        self.out = self.lse = torch.empty(0)
+        self.join_ = _twin(triton)
+
+    def add(self, queries: slice, out: Tensor, lse: Tensor, blind: Tensor | None) -> None:
+        """What `queries` read of more keys. The first must be all queries, and each must read something: itself.
+        `blind`: who reads nothing."""
+        if blind is not None:
+            out, lse = out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
+        if not self.out.numel():
+            self.out, self.lse = out.to(lse.dtype), lse.contiguous()
+            return
+        self.join_(self.out, self.lse, out, lse, queries.start or 0)
+
+
+def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> None:
+    """The plain twin of kernels.join.join_."""
+    rows = slice(first, first + more.shape[2])
+    mine, before = out[:, :, rows], lse[:, :, rows]
+    joint = torch.logaddexp(before, more_lse)
+    mine.mul_((before - joint).exp().unsqueeze(-1)).add_(more * (more_lse - joint).exp().unsqueeze(-1))
+    before.copy_(joint)
+
+
+def _twin(triton: bool) -> Any:
+    if triton:
+        from phalanx.ops.attention import join_kernel
+
+        return join_kernel.join_
+    return join_
+
+
+def gather_keys(k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple[Tensor, Tensor]:
+    """k and v (sequences, kv_heads, L, ...) of all parts -> (sequences, kv_heads, S, ...), by one collective."""
+    if axis.size == 1:
+        return k, v
+    mine = torch.cat((k, v), -1).transpose(1, 2).flatten(0, 1)
+    everyones = batch.join(gather(batch.pad(mine), axis).chunk(axis.size), batch.part.all)
+    k, v = everyones.unflatten(0, (batch.num_sequences, -1)).transpose(1, 2).split((k.shape[-1], v.shape[-1]), -1)
+    return k, v

@@ -1,0 +1,180 @@
+"""Attention by flash kernels, inside documents and windows and with sinks: no mask is made, what a query does not
+read costs nothing.
+
+Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional wheel) takes everything;
+torch's own flash kernels (version 2, any GPU from Ampere on) take what would need a mask, since torch's public call
+has neither windows nor documents. When each is taken is asked here. Dao et al., "FlashAttention", 2022; Dao,
+"FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Their backward adds up d_q in the order in which
+blocks finish, so gradients differ in the last bits from run to run, unless
+`torch.use_deterministic_algorithms(True)` asks for a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.dense.optional_kernels import use_wheel
+from phalanx.ops.op import Kernels, capable
+from phalanx.sequence.batch import Batch
+
+aten = torch.ops.aten
+# on lengths: with 1 and shared keys torch's kernels believe that every span has exactly one query, and fail where one
+# is empty
+LEAST_BOUND = 2
+
+
+def flash_fits(query: int, value: int) -> bool:
+    """Widths of heads that flash-attn-4's kernels were tested with here (of 40, its gradients were wrong)."""
+    return (query, value) in ((64, 64), (128, 128), (192, 128))
+
+
+def use_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
+    """Whether flash-attn-4 runs here and has this shape (its backward shares keys between query heads only where
+    values are as wide)."""
+    shared = q.shape[1] != v.shape[1]
+    return use_wheel(
+        "attention", kernels, q, flash_fits(q.shape[-1], v.shape[-1]) and not (shared and q.shape[-1] != v.shape[-1])
+    )
+
+
+def use_torch_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
+    """Whether torch's flash kernels run here and have this shape (values narrower than queries are filled up with
+    zeros)."""
+    width = q.shape[-1]
+    fits = width >= v.shape[-1] and width % 8 == 0 and width <= 256 and q.dtype in (torch.bfloat16, torch.float16)
+    return kernels != "plain" and q.is_cuda and fits and capable(q.device.index or 0)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Runs of flat tokens that attend among themselves: run i is offsets[i] .. offsets[i + 1], int32; the last ones
+    may be empty.
+
+    `longest` is a bound on their lengths, `whole` says that they are all equally long: the sequences. No mask, no
+    word from the device.
+    """
+
+    offsets: Tensor
+    longest: int
+    whole: bool
+
+
+def spans_of(batch: Batch) -> Spans:
+    """The sequences of a batch, or its documents."""
+    return batch.derive("spans", lambda: _find_spans(batch))
+
+
+def _find_spans(batch: Batch) -> Spans:
+    device, tokens, length = batch.tokens.device, batch.num_tokens, batch.seq_length
+    if batch.documents is None:
+        return Spans(torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device), length, True)
+    offsets = torch.full((batch.room_for_documents + 1,), tokens, dtype=torch.int64, device=device)
+    offsets.scatter_reduce_(0, batch.documents, torch.arange(tokens, device=device), "amin")
+    return Spans(
+        offsets.flip(0).cummin(0).values.flip(0).int(), length, False
+    )  # a number that no token has is an empty run
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    wheel: bool = True,
+) -> Tensor:
+    """Causal: q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (..., V), sinks (heads,) -> (T, heads *
+    V), bf16 or fp16.
+
+    It reads the heads where they lie (views of the packed qkv: the kernels' tensors are (T, heads, K) with any
+    strides but the last), and returns gradients that `ops.dense.rope` packs in the one pass it makes anyway: nothing
+    is copied for it. `wheel`: by flash-attn-4, else by torch's kernels.
+    """
+    if wheel:
+        out = _by_wheel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, window, scale, sinks)
+    else:
+        flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))))
+        out = _TorchFlash.apply(*flat, sinks, spans, window, scale)[..., : v.shape[-1]]
+    return out.reshape(q.shape[0] * q.shape[2], -1)
+
+
+def _by_wheel(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q, k, v (sequences, S, heads, K or V) -> the same shape as q, V wide; flat where documents cut the sequences."""
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    how: dict[str, Any] = {
+        "causal": True,
+        "softmax_scale": scale,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if sinks is not None:
+        how["learnable_sink"] = _InFp32.apply(sinks)
+    if window is not None:
+        how["window_size"] = (window - 1, 0)
+    if spans.whole:
+        return flash_attn_func(q, k, v, **how)[0]
+    ends = {
+        "cu_seqlens_q": spans.offsets,
+        "cu_seqlens_k": spans.offsets,
+        "max_seqlen_q": spans.longest,
+        "max_seqlen_k": spans.longest,
+    }
+    return flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), **ends, **how)[0]
+
+
+class _InFp32(Function):
+    """A parameter in fp32, whose gradient is added up in fp32 as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.x = x
+        return x.float()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor | None:  # type: ignore[override]
+        return add_grad(ctx.x, dy)
+
+
+class _TorchFlash(Function):
+    """torch's flash kernels over spans of flat tokens. How sinks join what a plain kernel returns: see
+    ops/attention/sinks.py."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spans: Spans, window: Any, scale: Any) -> Tensor:  # type: ignore[override]
+        longest = max(LEAST_BOUND, spans.longest)
+        ctx.shape = (spans.offsets, spans.offsets, longest, longest, 0.0, True)
+        ctx.how = {
+            "scale": scale,
+            "window_size_left": None if window is None else window - 1,
+            "window_size_right": 0 if window else None,
+        }
+        out, lse, *random, _ = aten._flash_attention_forward(q, k, v, *ctx.shape, False, **ctx.how)  # lse (heads, T)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+            out, lse = (out * (lse - whole).exp().t().unsqueeze(-1)).to(q.dtype), whole
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sinks, ctx.random = sinks, random
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = aten._flash_attention_backward(
+            dout.contiguous(), q, k, v, out, lse, *ctx.shape, *ctx.random, **ctx.how
+        )
+        ds = None
+        if ctx.sinks is not None and ctx.needs_input_grad[3]:
+            dot = (dout.float() * out).sum(-1).t()
+            ds = add_grad(ctx.sinks, -((ctx.sinks.float().unsqueeze(-1) - lse).exp() * dot).sum(1))
+        return dq, dk, dv, ds, None, None, None

@@ -1,0 +1,189 @@
+"""Activations of MLPs: gated ones over stacked gate and up (SwiGLU, gpt-oss's clamped one), and GELU in both forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU, Gate
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.quantized.lazy import Unmade
+
+
+def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+    """The plain twin of kernels.gated.gated_forward."""
+    g, u, s = _clamped(x, gate)
+    y = g * s * (u + gate.shift)
+    y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
+    return y if last is None else torch.where(_before(last, y), y, 0)
+
+
+def gated_backward(
+    dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The plain twin of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 -
+    s)); clamping passes the gradient up to the limit, the limit included: there is no slope there, and torch's own
+    clamp passes it before 2.15 and not from then on."""
+    g, u, s = _clamped(x, gate)
+    raw_g, raw_u = _parts(x, gate)
+    u = u + gate.shift
+    dweights = None
+    if weights is not None:
+        products = ((g * s * u).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
+        dweights = products if last is None else torch.where(_before(last, products), products, 0)
+        dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
+    dg = dy * u * s * (1 + gate.alpha * g * (1 - s)) * (raw_g <= gate.limit)
+    du = dy * g * s * (raw_u.abs() <= gate.limit)
+    dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
+    return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
+
+
+def _parts(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """Gate and up, (R, F) each."""
+    g, u = x.unflatten(-1, (-1, 2)).unbind(-1) if gate.interleaved else x.chunk(2, -1)
+    return g, u
+
+
+def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
+    """Clamped gate, clamped up, sigmoid(alpha gate)."""
+    g, u = _parts(x, gate)
+    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    return g, u, torch.sigmoid(gate.alpha * g)
+
+
+def _before(last: Tensor, rows: Tensor) -> Tensor:
+    """Which rows come before row `last`, to be broadcast over the others' dims."""
+    return (torch.arange(len(rows), device=rows.device) < last).view(-1, *(1,) * (rows.dim() - 1))
+
+
+@dataclass(frozen=True)
+class Gated(Unmade):
+    """silu(gate) * up (T, F) of x = [gate, up] (T, 2F), not in memory: made by whoever casts it (kernels.quant), or
+    by `tensor`."""
+
+    x: Tensor
+    kernels: Kernels = "auto"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1] // 2
+
+    def tensor(self) -> Tensor:
+        return swiglu(self.x, self.kernels)
+
+
+@dataclass(frozen=True)
+class GatedGrad(Unmade):
+    """The gradient (T, 2F) of [gate, up] from dy (T, F), likewise."""
+
+    dy: Tensor
+    x: Tensor
+    kernels: Kernels = "auto"
+
+    def tensor(self) -> Tensor:
+        return gated_twins(use_triton(self.kernels, self.x))[1](self.dy, self.x, SWIGLU)[0]
+
+
+@dataclass(frozen=True)
+class GatedRows(Unmade):
+    """What `gated_rows` makes of x (R, 2F), not in memory: (R, F), times `weights` (R,) if given; rows from row
+    `last` () on are nobody's."""
+
+    x: Tensor
+    weights: Tensor | None
+    last: Tensor
+    gate: Gate = SWIGLU
+    kernels: Kernels = "auto"
+
+    @property
+    def inner(self) -> int:
+        return self.x.shape[1] // 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.inner
+
+    def tensor(self) -> Tensor:
+        return gated_twins(use_triton(self.kernels, self.x))[0](self.x, self.gate, self.weights, self.last)
+
+
+SUMMED = 64  # features at least that are summed at once where the gradient of rows' weights is
+
+
+def parts_of_sums(inner: int) -> int:
+    return -(-inner // SUMMED)
+
+
+@dataclass(frozen=True)
+class GatedRowsGrad(GatedRows):
+    """The gradient (R, 2F) of x from dy (R, F), likewise. Whoever makes it leaves in `sums` (`parts_of_sums(F)`, R),
+    zeros before, what adds up to the gradient of the weights."""
+
+    dy: Tensor = field(kw_only=True)
+    sums: Tensor | None = field(kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[1]
+
+    def tensor(self) -> Tensor:
+        dx, dweights = gated_twins(use_triton(self.kernels, self.x))[1](
+            self.dy, self.x, self.gate, self.weights, self.last
+        )
+        if self.sums is not None and dweights is not None:
+            self.sums[0].copy_(dweights)
+        return dx
+
+
+def gated_twins(triton: bool) -> Any:
+    """What is to run forward and backward."""
+    if triton:
+        from phalanx.ops.dense import gated_kernel
+
+        return gated_kernel.gated_forward, gated_kernel.gated_backward
+    return gated_forward, gated_backward
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor | None, gate: Gate, triton: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weights, last)
+        ctx.gate, ctx.triton = gate, triton
+        return gated_twins(triton)[0](x, gate, weights, last)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weights, last = ctx.saved_tensors
+        dx, dweights = gated_twins(ctx.triton)[1](dy, x, ctx.gate, weights, last)
+        return dx, dweights, None, None, None
+
+
+def swiglu(x: Tensor, kernels: Kernels = "auto") -> Tensor:
+    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F)."""
+    return _Gated.apply(x, None, None, SWIGLU, use_triton(kernels, x))
+
+
+def clamped_swiglu(x: Tensor, gate: Gate = CLAMPED_SWIGLU, kernels: Kernels = "auto") -> Tensor:
+    """x = [gate, up] (T, 2F), or pairs of them -> (T, F), with gpt-oss's gate or another."""
+    return _Gated.apply(x, None, None, gate, use_triton(kernels, x))
+
+
+def gated_rows(
+    x_R2F: Tensor, ends_E: Tensor, weights_R: Tensor | None = None, gate: Gate = SWIGLU, kernels: Kernels = "auto"
+) -> Tensor:
+    """[gate, up] (R, 2F), or pairs of them, of rows sorted by expert -> (R, F), times each row's weight; rows past
+    the last end are not read (ops.experts.permute).
+
+    Weighting here rather than in combine_rows keeps the experts' outputs out of the memory of backward.
+    """
+    return _Gated.apply(x_R2F, weights_R, ends_E[-1], gate, use_triton(kernels, x_R2F))
+
+
+def gelu(x: Tensor, exact: bool = False) -> Tensor:
+    """GELU, by default in the tanh form of GPT-2. Hendrycks & Gimpel, "Gaussian error linear units", 2016."""
+    return F.gelu(x, approximate="none" if exact else "tanh")

@@ -1,0 +1,121 @@
+"""A whole SwiGLU MLP as one op: the activation in the epilogue of the first GEMM, its gradient in that of the second
+one's.
+
+Beside `gather_matmul`, `swiglu`, `matmul_scatter` one after the other this saves two passes over memory and does not
+keep the hidden tokens. Its GEMMs want gate and up interleaved, feature by feature, in what they write: only the
+activations are, and only here; the weight stays stacked [gate; up], read and written so by the GEMMs themselves. The
+GEMMs come from an optional wheel (quack-kernels); their plain twins below say what each computes.
+
+Shapes: T tokens, D model, F inner features of this rank; `pre` and `d_pre` (T, 2F) are gate 0, up 0, gate 1, up 1, ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.dense.activation import gated_backward, gated_forward
+from phalanx.ops.dense.gate import SWIGLU
+from phalanx.ops.dense.grads import add_product_grad
+from phalanx.ops.dense.optional_kernels import use_wheel
+from phalanx.ops.op import Kernels
+
+
+class PlainGemms:
+    """The plain twins of kernels.gated_mlp.QuackGemms."""
+
+    @staticmethod
+    def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:
+        """pre = x gate_up^T, interleaved; hidden = silu(gate) * up."""
+        stacked = x @ gate_up.t()
+        pre.copy_(torch.stack(stacked.chunk(2, -1), -1).flatten(1))
+        hidden.copy_(gated_forward(stacked, SWIGLU))
+
+    @staticmethod
+    def gated_backward(dy: Tensor, down: Tensor, pre: Tensor, d_pre: Tensor, hidden: Tensor) -> None:
+        """d_pre from dy through y = hidden down^T; hidden is made again."""
+        d_stacked, _ = gated_backward(dy @ down, _stacked(pre), SWIGLU)
+        d_pre.copy_(torch.stack(d_stacked.chunk(2, -1), -1).flatten(1))
+        hidden.copy_(gated_forward(_stacked(pre), SWIGLU))
+
+    @staticmethod
+    def times(d_pre: Tensor, gate_up: Tensor, out: Tensor) -> None:
+        """out = d_pre times the weight, features of d_pre taken apart."""
+        torch.mm(_stacked(d_pre), gate_up, out=out)
+
+    @staticmethod
+    def add_product(d_pre: Tensor, x: Tensor, gradient: Tensor) -> None:
+        """gradient += d_pre^T x, rows taken apart; in the dtype of the gradient, unrounded."""
+        gradient.addmm_(_stacked(d_pre).t().to(gradient.dtype), x.to(gradient.dtype))
+
+
+def _stacked(pre: Tensor) -> Tensor:
+    return torch.cat((pre[:, ::2], pre[:, 1::2]), -1)
+
+
+class _GatedMLP(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any) -> Tensor:  # type: ignore[override]
+        ctx.gate_up, ctx.down, ctx.tp, ctx.gemms = (
+            gate_up,
+            down,
+            tp,
+            gemms,
+        )  # the slots, read in backward; not the values, which may move
+        tokens = len(x) * tp.size
+        pre, hidden = x.new_empty(tokens, gate_up.shape[0]), x.new_empty(tokens, down.shape[1])
+        for rows, part in tp.gather(x).parts():
+            gemms.gated(part, gate_up, pre[rows], hidden[rows])
+        ctx.save_for_backward(x, pre)
+        scattering = tp.scatter(tokens, down.shape[0], hidden)
+        for rows, out in scattering.parts():
+            torch.mm(hidden[rows], down.t(), out=out)
+        return scattering.wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, pre), gate_up, down, tp, gemms = ctx.saved_tensors, ctx.gate_up, ctx.down, ctx.tp, ctx.gemms
+        need_x, need_gate_up, need_down, _, _ = ctx.needs_input_grad
+        d_pre, hidden = torch.empty_like(pre), pre.new_empty(len(pre), down.shape[1])
+        gathering = tp.gather(dy)
+        for rows, part in gathering.parts():
+            gemms.gated_backward(part, down, pre[rows], d_pre[rows], hidden[rows])
+        d_down = add_product_grad(down, gathering.wait(), hidden) if need_down else None
+        again = tp.gather(x) if need_gate_up else None
+        scattering = tp.scatter(len(pre), x.shape[1], d_pre) if need_x else None
+        if scattering:
+            for rows, out in scattering.parts():
+                gemms.times(d_pre[rows], gate_up, out)
+        d_gate_up = _add_grad(gemms, gate_up, d_pre, again.wait()) if again else None
+        return scattering.wait() if scattering else None, d_gate_up, d_down, None, None
+
+
+def _add_grad(gemms: Any, gate_up: Tensor, d_pre: Tensor, x: Tensor) -> Tensor | None:
+    """As ops.dense.grads.add_product_grad."""
+    buffer = torch.zeros_like(gate_up) if gate_up.grad is None else gate_up.grad
+    gemms.add_product(d_pre, x, buffer)
+    return buffer if gate_up.grad is None else None
+
+
+def gated_mlp_fits(width: int, inner: int) -> bool:
+    """Sizes that the wheel's GEMMs take: rows of 16 bytes and their multiples. `inner`: of this rank."""
+    return width % 8 == 0 and inner % 8 == 0
+
+
+def use_gated_mlp(kernels: Kernels, x: Tensor, down: Tensor) -> bool:
+    return use_wheel("mlp", kernels, x, gated_mlp_fits(*down.shape))
+
+
+def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any = None) -> Tensor:
+    """x (T / tp, D) of each rank, gate_up (2F, D) stacked, down (D, F) -> this rank's tokens (T / tp, D) of the sum
+    over tp.
+
+    gemms: whose GEMMs to use; default: the wheel's.
+    """
+    if gemms is None:
+        from phalanx.ops.dense.gated_mlp_kernel import QuackGemms as gemms
+    return _GatedMLP.apply(x, gate_up, down, tp, gemms)

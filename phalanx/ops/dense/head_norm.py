@@ -1,0 +1,107 @@
+"""RMSNorm of each query and key head, then their rotation: from the packed qkv to q, k and v in one pass, and back
+in one.
+
+Backward keeps the qkv that came in and nothing else. Qwen3's order: normed, weighed, turned (Yang et al., "Qwen3
+technical report", 2025).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.dense.rope import pack_heads, split_heads, turn
+from phalanx.ops.op import Kernels, use_triton
+
+Table = tuple[Tensor, Tensor] | None
+
+
+def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k as they are (wide), divided by their size, and the (T, heads + kv_heads, 1) factors that do it."""
+    x = qkv[:, : heads + kv_heads]
+    x = x if x.dtype == torch.float64 else x.float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x, x * scale, scale
+
+
+def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
+    """The plain twin of kernels.head_norm.forward."""
+    kv_heads = (qkv.shape[1] - heads) // 2
+    n = _normed(qkv, heads, kv_heads, eps)[1].to(qkv.dtype)
+    weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1)
+    turned = weighed if table is None else turn(weighed, table, interleaved=False)
+    return torch.cat((turned, qkv[:, heads + kv_heads :]), 1)
+
+
+def backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain twin of kernels.head_norm.backward. With d turned back, n the normed x, s its factor and g = d * w:
+    dx = s * (g - n * mean(g * n)), dw = sum(d * n)."""
+    heads, kv_heads = dq.shape[1], dk.shape[1]
+    d = pack_heads(dq, dk, dv, table, back=True)
+    x, n, scale = _normed(qkv, heads, kv_heads, eps)
+    turned = d[:, : heads + kv_heads].to(x.dtype)
+    dw = turned * n
+    g = torch.cat((turned[:, :heads] * q_weight, turned[:, heads:] * k_weight), 1)
+    dx = (g - n * (g * n).mean(-1, keepdim=True)) * scale
+    return (
+        torch.cat((dx.to(d.dtype), d[:, heads + kv_heads :]), 1),
+        dw[:, :heads].sum((0, 1)),
+        dw[:, heads:].sum((0, 1)),
+    )
+
+
+class _HeadNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        heads: int,
+        kv_heads: int,
+        sequences: int,
+        table: Table,
+        triton: bool,
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.save_for_backward(qkv)
+        ctx.weights, ctx.eps, ctx.table, ctx.triton = (q_weight, k_weight), eps, table, triton
+        return split_heads(_twins(triton)[0](qkv, heads, q_weight, k_weight, table, eps), heads, kv_heads, sequences)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dqkv, *dw = _twins(ctx.triton)[1](dq, dk, dv, *ctx.saved_tensors, *ctx.weights, ctx.table, ctx.eps)
+        given = [add_grad(w, g) if need else None for w, g, need in zip(ctx.weights, dw, ctx.needs_input_grad[1:3])]
+        return dqkv, *given, None, None, None, None, None, None
+
+
+def _twins(triton: bool) -> tuple[Any, Any]:
+    if triton:
+        from phalanx.ops.dense import head_norm_kernel
+
+        return head_norm_kernel.forward, head_norm_kernel.backward
+    return forward, backward
+
+
+def norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    heads: int,
+    kv_heads: int,
+    sequences: int,
+    table: Table,
+    kernels: Kernels = "auto",
+) -> tuple[Tensor, ...]:
+    """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K): each
+    head of q and k divided by sqrt(mean(x^2) + eps), times its weight (K,), then turned as ops.dense.rope does.
+    Without a table they are not turned."""
+    triton = use_triton(kernels, qkv) and qkv.shape[-1] % 2 == 0
+    return _HeadNorm.apply(qkv, q_weight, k_weight, eps, heads, kv_heads, sequences, table, triton)

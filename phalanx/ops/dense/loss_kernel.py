@@ -1,0 +1,73 @@
+"""Softmax statistics of a chunk of logits, and their gradient written over the logits: one row (token) per program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.kernel_tools import triton_wide, wide_of
+
+BLOCK = 2048
+
+
+@triton.jit
+def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Log-sum-exp of the first V logits of a row and the label's logit, in one pass."""
+    t = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    lowest: tl.constexpr = -3.4028234663852886e38  # what of -inf is to differ from it
+    top = tl.full((BLOCK,), lowest, WIDE)
+    total = tl.zeros((BLOCK,), WIDE)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits + t * stride + start + lanes, mask=start + lanes < V, other=float("-inf")).to(WIDE)
+        apart = tl.exp(
+            -tl.abs(x - top)
+        )  # of the larger the smaller one's part: one exp instead of two, which is what the time goes to
+        total = tl.where(x > top, total * apart + 1.0, total + apart)
+        top = tl.maximum(top, x)
+    highest = tl.max(top, 0)
+    sum_all = tl.sum(total * tl.exp(top - highest), 0)
+    tl.store(lse + t, tl.log(sum_all) + highest)
+    held = tl.load(here + t)
+    value = tl.load(logits + t * stride + tl.load(row_of_label + t), mask=held, other=0.0).to(WIDE)
+    tl.store(label_logit + t, value)
+
+
+@triton.jit
+def _gradient(logits, row_of_label, here, lse, scale, V, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """logits <- (softmax - one hot of the label) * scale, 0 in the padding."""
+    t = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    norm = tl.load(lse + t)
+    factor = tl.load(scale + t).to(WIDE)
+    label = tl.where(tl.load(here + t), tl.load(row_of_label + t), -1)
+    for start in range(0, stride, BLOCK):
+        cols = start + lanes
+        x = tl.load(logits + t * stride + cols, mask=cols < V, other=float("-inf")).to(WIDE)
+        d = tl.exp(x - norm)
+        d = tl.where(cols == label, d - 1.0, d) * factor
+        tl.store(logits + t * stride + cols, d.to(logits.dtype.element_ty), mask=cols < stride)
+
+
+def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Tensor:
+    """(2, T) in at least fp32: log-sum-exp over the first `count` columns of logits (T, V); logit of column rows[t],
+    0 where not `here`."""
+    tokens, stride = logits.shape
+    out = torch.empty(2, tokens, dtype=wide_of(logits.dtype), device=logits.device)
+    if tokens:
+        _stats[(tokens,)](
+            logits, rows, here, out[0], out[1], count, stride, WIDE=triton_wide(logits.dtype), BLOCK=BLOCK, num_warps=8
+        )
+    return out
+
+
+def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, count: int) -> Tensor:
+    """logits (T, V), contiguous, become (softmax - one hot) * scale[t], in place."""
+    tokens, stride = logits.shape
+    if tokens:
+        _gradient[(tokens,)](
+            logits, rows, here, lse, scale, count, stride, WIDE=triton_wide(logits.dtype), BLOCK=BLOCK, num_warps=8
+        )
+    return logits

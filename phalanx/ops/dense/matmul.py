@@ -1,0 +1,165 @@
+"""The two communicating matmuls of a sub-layer: gather tokens then multiply, multiply then scatter tokens.
+
+Between blocks each tensor-parallel rank holds T / tp tokens of the micro-batch (sequence parallelism, Korthikanti et
+al., "Reducing activation recomputation in large transformer models", 2022). Inside a sub-layer each holds all T
+tokens and its part of the features. For y = x W^T: dx = dy W and dW = dy^T x; gathering in forward is scattering in
+backward and the reverse. The tokens are gathered again in backward instead of being kept. Weights in low precision
+(train.fp8) go through ops.quantized.linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.dense.grads import add_grad, add_product_grad
+from phalanx.ops.quantized.linear import low_gather_matmul, low_matmul_scatter, low_of
+
+
+class _GatherMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # the slots, read in backward; not the values, which may move
+        y = x.new_empty(len(x) * tp.size, weight.shape[0])
+        for rows, part in tp.gather(x).parts():
+            multiply(part, weight.t(), y[rows], bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        gathering = tp.gather(x) if need_w else None
+        scattering = tp.scatter(len(dy), weight.shape[1], dy) if need_x else None
+        if scattering:
+            for rows, out in scattering.parts():
+                torch.mm(dy[rows], weight, out=out)
+        dw = add_product_grad(weight, dy, gathering.wait()) if gathering else None
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        return scattering.wait() if scattering else None, dw, db, None
+
+
+class _MatmulScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(h)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        scattering = tp.scatter(len(h), weight.shape[0], h)
+        for rows, out in scattering.parts():
+            torch.mm(h[rows], weight.t(), out=out)
+        y = scattering.wait()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (h,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
+        need_h, need_w, need_b, _ = ctx.needs_input_grad
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        if not (need_h or need_w):
+            return None, None, db, None
+        gathering, dh = tp.gather(dy), torch.empty_like(h) if need_h else None
+        if dh is not None:
+            for rows, part in gathering.parts():
+                torch.mm(part, weight, out=dh[rows])
+        dw = add_product_grad(weight, gathering.wait(), h) if need_w else None
+        return dh, dw, db, None
+
+
+class _WideMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
+        if x.is_cpu or x.is_meta or x.dtype in (torch.float32, torch.float64):
+            y = torch.mm(_widened(x), _widened(weight).t())
+        else:
+            y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        need_x, need_w, need_b = ctx.needs_input_grad
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            dx, dw = _narrow_products(dy, x, weight, need_x, need_w)
+        else:
+            dx = torch.mm(dy, _widened(weight)).to(x.dtype) if need_x else None
+            dw = add_product_grad(weight, dy, _widened(x)) if need_w else None
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        return dx, dw if dw is None else dw.to(weight.dtype), db
+
+
+def _narrow_products(
+    dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight by products of bf16 numbers with fp32 sums: fp32's own products run at a tenth
+    of their rate."""
+    parts = pieces(dy)
+    dx = torch.mm(parts, weight.repeat(PIECES, 1)) if need_x else None
+    dw = None
+    if need_w:
+        product = torch.mm(parts.t(), x, out_dtype=torch.float32).view(PIECES, *weight.shape).sum(0)
+        dw = add_grad(weight, product)
+    return dx, dw
+
+
+PIECES = 3  # of 8 bits each: an fp32 number has 24
+
+
+def pieces(y: Tensor) -> Tensor:
+    """y (T, N) fp32 -> (T, 3 N) bf16: three numbers side by side whose sum is y, up to the bits below fp32's own
+    rounding."""
+    found, rest = [], y
+    for _ in range(PIECES):
+        found.append(rest.bfloat16())
+        rest = rest - found[-1]
+    return torch.cat(found, 1)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = x weight + bias, the bias added in the GEMM's epilogue."""
+    torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradient is summed."""
+    return param.dtype if param.grad is None else param.grad.dtype
+
+
+def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, in), weight (out, in), whole on each rank -> (T, out) in fp32 (fp64 of fp64): rounding decides nothing
+    (routers)."""
+    return _WideMatmul.apply(x, weight, bias)
+
+
+def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
+    """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is cut like the outputs."""
+    low = low_of(weight)
+    if low is not None:
+        return low_gather_matmul(x, weight, tp, bias, low)
+    return _GatherMatmul.apply(x, weight, bias, tp)
+
+
+def local_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, in), weight (out, in) -> (T, out) of this rank's own tokens: gather_matmul over one rank."""
+    return _GatherMatmul.apply(x, weight, bias, Axis("alone"))
+
+
+def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
+    """h (T, in_local), weight (out, in_local) -> this rank's tokens (T / tp, out) of the sum over tp.
+
+    The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
+    """
+    low = low_of(weight)
+    if low is not None:
+        return low_matmul_scatter(h, weight, tp, bias, low)
+    return _MatmulScatter.apply(h, weight, bias, tp)

@@ -1,0 +1,172 @@
+"""RMSNorm and LayerNorm over the last dim, computed in at least fp32, with the residual addition before them.
+
+Each rank normalises its own tokens. `add_*_norm` takes the residual stream apart in one pass: it returns both the
+sum and its norm, and its backward adds the gradient of the sum to that through the norm. A norm that only casts to 8
+bits read is not written (ops.quantized.lazy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.quantized.lazy import Unmade, stand_in
+
+
+@dataclass(frozen=True)
+class Normed(Unmade):
+    """x (T, D) scale (T,), rounded to x's dtype, times weight (D,), not in memory: RMSNorm's output."""
+
+    x: Tensor
+    scale: Tensor
+    weight: Tensor
+
+    def tensor(self) -> Tensor:
+        return (_widen(self.x) * self.scale.unsqueeze(-1)).to(self.x.dtype) * self.weight
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+ELEMENTS = 1 << 25  # the plain twins work on rows of this many at a time, so that what they widen stays small beside x
+
+
+def _rows(x: Tensor) -> list[slice]:
+    step = max(1, ELEMENTS // max(1, x[0].numel())) if len(x) else 1
+    return [slice(a, min(a + step, len(x))) for a in range(0, len(x), step)]
+
+
+def norm_forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The plain twin of kernels.norm.norm_forward: x + delta, its norm, mean (LayerNorm, with bias) and scale of
+    each row."""
+    total = x if delta is None else x + delta
+    if len(parts := _rows(total)) <= 1:
+        return total, *_norm_of(total, weight, bias, eps)
+    y, mean, scale = torch.empty_like(total), *(_widen(total[0]).new_empty(len(total)) for _ in range(2))
+    for rows in parts:
+        y[rows], mean_of, scale[rows] = _norm_of(total[rows], weight, bias, eps)
+        if bias is not None:
+            mean[rows] = mean_of
+    return total, y, mean if bias is not None else mean[:0].clone(), scale
+
+
+def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = _widen(x)
+    if bias is None:
+        scale = torch.rsqrt(wide.square().mean(-1) + eps)
+        return (wide * scale.unsqueeze(-1)).to(x.dtype) * weight, scale.new_empty(0), scale
+    mean = wide.mean(-1)
+    scale = torch.rsqrt(wide.var(-1, unbiased=False) + eps)
+    normed = (wide - mean.unsqueeze(-1)) * scale.unsqueeze(-1)
+    return (normed * weight + bias).to(x.dtype), mean, scale
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain twin of kernels.norm.norm_backward.
+
+    With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
+    dw = sum(dy * n), db = sum(dy).
+    """
+    if len(parts := _rows(x)) <= 1:
+        return _norm_grads(dy, x, weight, mean, scale, dtotal)
+    dx, dw, db = torch.empty_like(x), *(_widen(x[0]).new_zeros(x.shape[-1]) for _ in range(2))
+    for rows in parts:
+        of_rows = (mean[rows] if mean.numel() else mean, scale[rows], None if dtotal is None else dtotal[rows])
+        dx[rows], more_dw, more_db = _norm_grads(dy[rows], x[rows], weight, *of_rows)
+        dw, db = dw + more_dw, db + more_db
+    return dx, dw, db
+
+
+def _norm_grads(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy_wide, s = _widen(dy), scale.unsqueeze(-1)
+    center = mean.numel() > 0
+    n = (_widen(x) - mean.unsqueeze(-1) if center else _widen(x)) * s
+    g = dy_wide * weight
+    dx = g - n * (g * n).mean(-1, keepdim=True)
+    dx = (dx - g.mean(-1, keepdim=True) if center else dx) * s
+    dx = dx if dtotal is None else dx + dtotal
+    return dx.to(x.dtype), (dy_wide * n).sum(0), dy_wide.sum(0)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        triton: bool,  # type: ignore[override]
+        nan: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        forward = norm_forward
+        if triton and nan is not None:
+            from phalanx.ops.dense.norm_kernel import norm_scale
+
+            total, scale = norm_scale(x, delta, eps)
+            y, mean = stand_in(Normed(total, scale, weight), nan), scale.new_empty(0)
+        else:
+            if triton:
+                from phalanx.ops.dense.norm_kernel import norm_forward as forward
+            total, y, mean, scale = forward(x, delta, weight, bias, eps)
+        ctx.save_for_backward(total, mean, scale)
+        ctx.weight, ctx.bias, ctx.triton, ctx.added = weight, bias, triton, delta is not None
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dy is None:  # nobody used the norm
+            return dtotal, dtotal if ctx.added else None, None, None, None, None, None
+        (x, mean, scale), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        backward = norm_backward
+        if ctx.triton:
+            from phalanx.ops.dense.norm_kernel import norm_backward as backward
+        dx, dw, db = backward(dy, x, weight, mean, scale, dtotal)
+        need_w, need_b = ctx.needs_input_grad[2:4]
+        dw_out = add_grad(weight, dw) if need_w else None
+        db_out = add_grad(bias, db) if need_b else None
+        return dx, dx if ctx.added else None, dw_out, db_out, None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
+    """x (T, D) / sqrt(mean(x^2) + eps) * weight (D,). Zhang & Sennrich, "Root mean square layer normalization",
+    2019."""
+    return _Norm.apply(x, None, weight, None, eps, use_triton(kernels, x))[1]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim of x (T, D). Ba et al., "Layer normalization",
+    2016."""
+    return _Norm.apply(x, None, weight, bias, eps, use_triton(kernels, x))[1]
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels = "auto", nan: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm.
+
+    nan: (), where the one reader of the norm takes a stand-in for it (ops.quantized.lazy); the plain twin makes none.
+    """
+    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x), nan)
+
+
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, layer_norm(x + delta)), each (T, D); without `delta`, x itself and its norm."""
+    return _Norm.apply(x, delta, weight, bias, eps, use_triton(kernels, x))

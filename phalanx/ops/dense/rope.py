@@ -1,0 +1,121 @@
+"""Rotary position embedding of the packed qkv, taken apart into q, k and v; backward turns back and writes d_qkv as
+one tensor, or leaves that to the linear before it, if it reads it in 8 bits (ops.quantized.lazy)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.quantized.lazy import Unmade, stand_in
+
+
+def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, K / 2) of positions (T,), times `factor`, in `dtype`, computed in float64."""
+    angle = positions.to(torch.float64).unsqueeze(-1) * inv.to(positions.device)
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def turn(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+    """x (T, heads, K) turned by the table's angles. `interleaved`: features 2i and 2i + 1 are a pair (DeepSeek's
+    weights), which come out as i and i + K/2; else i and i + K/2 are one, as everywhere. Queries and keys laid out
+    alike have the same scores."""
+    cos, sin = (t.unsqueeze(1) for t in table)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:
+    """The plain twin of kernels.rope.pack_heads."""
+    sequences, heads, length, width = q.shape
+    packed = torch.cat((q, k, v), 1).transpose(1, 2).reshape(sequences * length, -1, width)
+    if table is None:
+        return packed
+    cos, sin = (t.unsqueeze(1) for t in table)
+    sin = -sin if back else sin
+    turned, half = heads + k.shape[1], width // 2
+    out = packed.clone()
+    a, b = packed[:, :turned, :half], packed[:, :turned, half:]
+    out[:, :turned, :half] = a * cos - b * sin
+    out[:, :turned, half:] = b * cos + a * sin
+    return out
+
+
+def split_heads(qkv: Tensor, heads: int, kv_heads: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K): views of the packed qkv (sequences * S, heads
+    + 2 * kv_heads, K)."""
+    x = qkv.view(sequences, -1, *qkv.shape[1:]).transpose(1, 2)
+    return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+
+
+@dataclass(frozen=True)
+class RopeGrad(Unmade):
+    """The gradient of the packed qkv (T, (heads + 2 * kv_heads) * K), not in memory: of dq (sequences, heads, S, K),
+    dk and dv (sequences, kv_heads, S, K), the first two turned back by the table's angles."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    table: tuple[Tensor, Tensor] | None
+    triton: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        sequences, heads, length, width = self.dq.shape
+        return sequences * length, (heads + 2 * self.dk.shape[1]) * width
+
+    @property
+    def x(self) -> Tensor:  # type: ignore[override]
+        return self.dq
+
+    def tensor(self) -> Tensor:
+        made: Tensor = _twin(self.triton)(self.dq, self.dk, self.dv, self.table, True)
+        return made.reshape(self.shape)
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool, nan: Tensor | None
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.table, ctx.triton, ctx.nan, ctx.shape = table, triton, nan, qkv.shape
+        qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, -1)
+        if table is not None:
+            qkv = _twin(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
+        return split_heads(qkv, heads, kv_heads, sequences)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d = RopeGrad(dq, dk, dv, ctx.table, ctx.triton)
+        made = d.tensor().reshape(ctx.shape) if ctx.nan is None else stand_in(d, ctx.nan)
+        return made, None, None, None, None, None, None
+
+
+def _twin(triton: bool) -> Any:
+    if triton:
+        from phalanx.ops.dense import rope_kernel
+
+        return rope_kernel.pack_heads
+    return pack_heads
+
+
+def rope(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    sequences: int,
+    table: tuple[Tensor, Tensor] | None,
+    kernels: Kernels = "auto",
+    nan: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims as one, as q, k, v (sequences,
+    heads or kv_heads, S, K), q and k turned by the table's angles: feature i pairs with i + K/2. Without a table
+    they are only taken apart. Backward packs the three gradients in one pass; with `nan` (), for qkv (T, (heads + 2
+    * kv_heads) K), it makes a stand-in (ops.quantized.lazy) for who made qkv."""
+    even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0
+    return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and even, nan)

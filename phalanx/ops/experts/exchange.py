@@ -1,0 +1,490 @@
+"""Tokens on their way to the ranks of their experts and back: three ways behind one signature, each with its way
+back in backward.
+
+Each rank of the expert view brings its own tokens and the choice of experts made for them, and gets the outputs for
+the same tokens back. An exchange is made with the tokens, told the choice (`send`), and called to compute: what is
+asked of the device between these runs while the tokens travel. Inside an expert cut over etp each rank makes a part
+of the sum. Shapes: T tokens of this rank, K experts a token, E experts in all, N of them here, R rows sorted by
+expert, D model.
+
+In a fixed order (`sources`, the number S of micro-batches that the tokens of all these ranks are of; 0: as is
+fastest): what ranks make of a token is added up in rank order, not in that of a collective; and experts compute the
+rows of each micro-batch apart from those of others, so that neither outputs nor gradients depend on which
+micro-batches are under way together.
+
+As codes of 8 bits (`Casts`): tokens, and in backward the gradients of their outputs, are cast by the rank that has
+them, and travel as bytes. Sums on their way back travel as they are, since they are rounded after their addition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.base.pairwise import pairwise_sum
+from phalanx.comm.axis import Axis, ModelAxes, Work
+from phalanx.ops.experts.grouped import Later
+from phalanx.ops.experts.permute import combine_rows, gather_rows, gathered, plan_rows, row_weights, twins
+from phalanx.ops.experts.push import twins as push_twins
+from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.spread import Spread
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.quantized.experts import LowExperts
+from phalanx.ops.quantized.linear import DY, X
+
+Dispatch = Literal["allgather", "alltoall", "push"]
+Cast = Callable[[Tensor], Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None, int], Tensor]
+"""(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None, what may be put
+off in backward or None, which of the micro-batches they are of) -> (R, D): what this rank's experts make of them."""
+
+
+@dataclass(frozen=True)
+class Casts:
+    """How tokens and gradients are cast before they travel: as the experts that read them would (`casts_before`
+    holds of both).
+
+    some    only some of the tokens may go anywhere; what the others are is no part of an amax
+    """
+
+    up: LowExperts
+    down: LowExperts
+    some: bool = False
+
+    def there(self, experts: Tensor, count: int) -> Tensor | None:
+        """(T,) which tokens go anywhere, of their choice (T, K); None: all."""
+        return (experts < count).any(1) if self.some else None
+
+    def tokens(self, x: Tensor, there: Tensor | None) -> Tensor:
+        return self.up.sent(X, x.detach(), there)
+
+    def grads(self, dy: Tensor, there: Tensor | None = None) -> Tensor:
+        return self.down.sent(DY, dy, there)
+
+
+def sum_scattered(x: Tensor, axis: Axis, in_order: bool) -> Tensor:
+    """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum; `in_order`: added in rank order, fp32
+    or wider."""
+    if not in_order or axis.size == 1:
+        return axis.reduce_scatter(x).wait()
+    parts = axis.all_to_all(x).view(axis.size, -1, *x.shape[1:])
+    return pairwise_sum(parts.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, in_order: bool) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.in_order = axis, in_order
+        return axis.all_gather(x).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return sum_scattered(dy, ctx.axis, ctx.in_order), None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, in_order: bool) -> Tensor:  # type: ignore[override]
+        ctx.axis = axis
+        return sum_scattered(x, axis, in_order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.axis.all_gather(dy).wait(), None, None
+
+
+class _All:
+    """A carrier: tokens go to every rank, and from each come sums, needed or not."""
+
+    def __init__(self, axis: Axis, everyones: Work, triton: bool, in_order: bool = False):
+        self.axis, self.everyones, self.triton, self.in_order = axis, everyones, triton, in_order
+
+    def tokens(self, x: Tensor) -> Any:
+        """x (T, D) of each rank; `wait()` gives them all, (n T, D)."""
+        return self.axis.gather(x)
+
+    def sums(self, y: Tensor, rows: Rows) -> Any:
+        """The sum of each token's rows y (R, D); `wait()` gives the sum over ranks, (T, D), of this rank's tokens."""
+        if self.in_order:
+            return Work(sum_scattered(twins(self.triton).sum_forward(y, None, rows), self.axis, True))
+        scattering = self.axis.scatter(len(rows.row_TK), y.shape[1], y)
+        for part, out in scattering.parts():
+            twins(self.triton).sum_forward(y, None, replace(rows, row_TK=rows.row_TK[part]), out)
+        return scattering
+
+
+class _Chosen:
+    """A carrier: tokens go where they have experts, and sums come back from there. Of the tokens that `wait()` gives
+    only those are good."""
+
+    def __init__(self, axis: Axis, experts: Tensor, everyones: Work, spread: Spread, triton: bool):
+        self.axis, self.experts, self.everyones, self.spread, self.triton = axis, experts, everyones, spread, triton
+        self.share = spread.share(experts.shape[1])
+
+    def tokens(self, x: Tensor) -> Any:
+        to = self.axis.push(x.shape[0], x.shape[1], x, False, self.share)
+        return to.fill(lambda to: push_twins(self.triton).send_tokens(x, self.experts, self.spread, to))
+
+    def sums(self, y: Tensor, rows: Rows) -> Any:
+        to, everyones = self.axis.push(len(self.experts), y.shape[1], y, True, self.share), self.everyones.wait()
+        return _Returning(
+            to.fill(lambda to: push_twins(self.triton).send_sums(y, rows, everyones, self.spread, to)), self
+        )
+
+
+@dataclass(frozen=True)
+class _Returning:
+    """Sums on their way back."""
+
+    pushed: Any
+    carrier: _Chosen
+
+    def wait(self) -> Tensor:
+        c = self.carrier
+        return push_twins(c.triton).add_sums(self.pushed.wait(), c.experts, c.spread)
+
+
+class _Arrive(Function):
+    """The rows of this rank's experts out of tokens (T, D) on their way here; backward sends the tokens' sums back,
+    and does meanwhile what was put off till `later`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coming: Any, rows: Rows, carrier: Any, later: Later, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.carrier, ctx.later = rows, carrier, later
+        return gathered(coming.wait(), rows, carrier.triton, nan)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        returning = ctx.carrier.sums(dx, ctx.rows)
+        while ctx.later:
+            ctx.later.pop(0)()
+        return returning.wait(), None, None, None, None, None
+
+
+class _Leave(Function):
+    """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from. `cast`: of the
+    gradient, which travels as that."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Rows, carrier: Any, nan: Tensor | None, cast: Cast) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.carrier, ctx.nan, ctx.cast = rows, carrier, nan, cast
+        return carrier.sums(y, rows).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (
+            gathered(ctx.carrier.tokens(ctx.cast(dy)).wait(), ctx.rows, ctx.carrier.triton, ctx.nan),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _Swap(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return axis.all_to_all(x, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.axis.all_to_all(dy, ctx.receive, ctx.send), None, None, None
+
+
+@dataclass(frozen=True)
+class _Swapping:
+    """An all-to-all of rows: those that leave, in the order of ranks, those that come sorted by expert, and how many
+    of them of which rank."""
+
+    axis: Axis
+    leaving: Rows
+    sorting: Rows
+    send: list[int]
+    receive: list[int]
+    triton: bool
+    nan: Tensor | None
+
+    def there(self, codes: Tensor) -> Tensor:
+        """Codes of the rows that leave -> a stand-in for the rows of the experts here."""
+        return gathered(self.axis.all_to_all(codes, self.send, self.receive), self.sorting, self.triton, self.nan)
+
+    def back(self, y: Tensor) -> Tensor:
+        """Rows of the experts here (R, D) -> those that left."""
+        return self.axis.all_to_all(twins(self.triton).sum_forward(y, None, self.sorting), self.receive, self.send)
+
+
+class _ArriveAsCodes(Function):
+    """The rows of this rank's experts out of tokens x (T, D) of the ranks of etp, whose codes these are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, etp: Axis, in_order: bool, swapping: _Swapping) -> Tensor:  # type: ignore[override]
+        ctx.etp, ctx.in_order, ctx.swapping = etp, in_order, swapping
+        return swapping.there(twins(swapping.triton).gather_forward(etp.all_gather(codes).wait(), swapping.leaving))
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        s = ctx.swapping
+        return (
+            sum_scattered(twins(s.triton).sum_forward(s.back(dx), None, s.leaving), ctx.etp, ctx.in_order),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _LeaveAsRows(Function):
+    """Rows of this rank's experts (R, D) back where they came from; their gradients come as codes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, swapping: _Swapping, cast: Cast) -> Tensor:  # type: ignore[override]
+        ctx.swapping, ctx.cast = swapping, cast
+        return swapping.back(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.swapping.there(ctx.cast(dy)), None, None
+
+
+def gather(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
+    """(n, ...) of each rank -> (size * n, ...); gradients are summed on their way back."""
+    return x if axis.size == 1 else _Gather.apply(x, axis, in_order)
+
+
+def scatter(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
+    """(size * n, ...) -> this rank's (n, ...) of the sum over ranks."""
+    return x if axis.size == 1 else _Scatter.apply(x, axis, in_order)
+
+
+def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tuple[int, int]:
+    """(rows that a rank of `here` experts gets room for, rows that it may need) of `tokens` gathered over `ranks`
+    expert ranks."""
+    worst = tokens * min(slots, here)
+    return math.ceil(min(room * tokens * slots / ranks, worst)), worst
+
+
+class _Rows:
+    """Each expert rank makes rows of the tokens that have experts there; sums of them come back. The host waits for
+    nothing.
+
+    `room`: rows that a rank has room for, over its fair share of all rows (of each micro-batch, where they are
+    apart). `casts`: tokens travel as codes; not where micro-batches are apart.
+    """
+
+    def __init__(
+        self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, casts: Casts | None = None
+    ):
+        self.x, self.axes, self.room, self.sources, self.casts = x, axes, room, sources, casts
+        self.coming: Any = None
+        self.carrier: Any = None
+        self.here = 0  # experts of each rank
+        self.there: Tensor | None = None  # (T,) which tokens go anywhere; None: all, or nobody asks
+
+    def what_travels(self, x: Tensor) -> Tensor:
+        return x.detach() if self.casts is None else self.casts.tokens(x, self.there)
+
+    @property
+    def cast(self) -> Cast:
+        """Of gradients."""
+        return _as_it_is if self.casts is None else partial(self.casts.grads, there=self.there)
+
+    def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
+        """experts (T, K) int64: a number >= `count` is nobody's."""
+        raise NotImplementedError
+
+    def __call__(
+        self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", nan: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """weights (T, K) -> (T, D), and () the number of rows that this rank had no room for: with any missing the
+        result is wrong.
+
+        nan: (), where `compute` takes a stand-in for its rows, and its backward one for their gradient
+        (ops.quantized.lazy); with `casts` it must."""
+        nan = None if self.sources > 1 else nan  # rows of several micro-batches are parts of one tensor
+        group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
+        parts = everyones.chunk(max(1, self.sources))
+        room = room_for(len(parts[0]), everyones.shape[1], ranks, self.here, self.room)[0]
+        plans = [plan_rows(part, self.axes.ep.index * self.here, self.here, room, kernels) for part in parts]
+        rows, later = one_after_the_other(plans), Later()
+        arrived = _Arrive.apply(self.x, self.coming, rows, self.carrier, later, nan)
+        row_weight = row_weights(gather(weights, group, self.sources > 0), rows)
+        runs = zip(parts_of(arrived, room), plans, row_weight.split(room))
+        made = [compute(x, plan.ends_E, weight, later, source) for source, (x, plan, weight) in enumerate(runs)]
+        missing = torch.stack([plan.wanted for plan in plans]).sub(room).clamp_min(0).sum()
+        return _Leave.apply(joined(made), rows, self.carrier, nan, self.cast), missing
+
+
+class AllGather(_Rows):
+    """Every token goes to every expert rank, which keeps those that chose its experts; sums come back scattered.
+
+    On their way from the moment that this is made, so that a router can decide meanwhile.
+    """
+
+    def __init__(
+        self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, casts: Casts | None = None
+    ):
+        super().__init__(x, axes, room, sources, casts)
+        if casts is None or not casts.some:
+            self.coming = axes.experts.gather(self.what_travels(x))
+
+    def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
+        if self.coming is None:  # only the choice tells which tokens count in the amax
+            self.there = self.casts.there(experts, count)  # type: ignore[union-attr]
+            self.coming = self.axes.experts.gather(self.what_travels(self.x))
+        self.here = count // self.axes.ep.size
+        self.carrier = _All(
+            self.axes.experts, self.axes.experts.all_gather(experts), use_triton(kernels, self.x), self.sources > 0
+        )
+
+
+class Push(_Rows):
+    """Each token is written into the memory of the ranks of its experts, once on each, and a sum comes back from
+    each."""
+
+    def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
+        group, self.here = self.axes.experts, count // self.axes.ep.size
+        spread = Spread(self.here, self.axes.etp.size, group.size, group.index)
+        everyones = group.all_gather(experts, async_op=True)
+        self.carrier = _Chosen(group, experts, everyones, spread, use_triton(kernels, self.x))
+        self.there = None if self.casts is None else self.casts.there(experts, count)
+        self.coming = self.carrier.tokens(self.what_travels(self.x))
+
+
+class AllToAll:
+    """Each (token, expert) pair goes to the rank of its expert alone. How many go where is exchanged first, and the
+    host waits for it once; so there is always room. Over etp the tokens are gathered first, since each part of an
+    expert needs them all.
+
+    Pairs of several micro-batches that are to be apart are sorted as if each of them had experts of its own, S N on
+    every rank.
+    """
+
+    def __init__(
+        self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, casts: Casts | None = None
+    ):
+        self.x, self.axes, self.in_order, self.sources, self.casts = x, axes, sources > 0, max(1, sources), casts
+
+    def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
+        """As of the others; only the sizes travel."""
+        ep, self.experts = self.axes.ep, self.axes.etp.all_gather(experts).wait()
+        self.codes = None if self.casts is None else self.casts.tokens(self.x, self.casts.there(experts, count))
+        self.leaving = plan_rows(
+            self._of_sources(count // ep.size, count), 0, self.sources * count, self.experts.numel(), kernels
+        )
+        ends = self.leaving.ends_E
+        self.sizes = ends.diff(prepend=ends.new_zeros(1)).view(
+            ep.size, -1
+        )  # (ranks, S N): rows for each of their experts
+        self.arriving = ep.all_to_all(self.sizes)
+
+    def _of_sources(self, here: int, count: int) -> Tensor:
+        """The experts of this rank's pairs, (etp T, K), numbered by rank, then by micro-batch, then by expert."""
+        if self.sources == 1:
+            return self.experts
+        etp, first = self.axes.etp.size, self.axes.ep.index * self.axes.etp.size
+        rank = first + torch.arange(etp, device=self.experts.device).repeat_interleave(len(self.experts) // etp)
+        source = (rank * self.sources // self.axes.experts.size).unsqueeze(1)
+        numbered = (self.experts // here * self.sources + source) * here + self.experts % here
+        return torch.where(self.experts < count, numbered, self.sources * count)
+
+    def __call__(
+        self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", nan: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As of the others; nothing is ever missing."""
+        nan = None if self.sources > 1 else nan
+        ep, etp, leaving = self.axes.ep, self.axes.etp, self.leaving
+        x = self.x if self.casts is not None else gather(self.x, etp, self.in_order)
+        weights, tokens = gather(weights, etp, self.in_order), len(self.experts)
+        send, receive, each = host_sizes(self.sizes, self.arriving, self.experts.numel(), self.sources)
+        leaving = replace(
+            leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)]
+        )  # pairs that were dropped stay
+        arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive) if self.casts is None else None
+        sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
+        swapping = _Swapping(ep, leaving, sorting, send, receive, use_triton(kernels, x), nan)
+        rows = (
+            _ArriveAsCodes.apply(x, self.codes, etp, self.in_order, swapping)
+            if arrived is None
+            else gather_rows(arrived, sorting, kernels, nan)
+        )
+        ends = sorting.ends_E.view(self.sources, -1)
+        starts = torch.cat((ends.new_zeros(1), ends[:-1, -1]))
+        made = joined(
+            [
+                compute(x, e - start, None, None, s)
+                for s, (x, e, start) in enumerate(zip(parts_of(rows, each), ends, starts))
+            ]
+        )
+        if self.casts is None:
+            back = swap(combine_rows(made, None, sorting, sum(receive), kernels, nan), ep, receive, send)
+        else:
+            back = _LeaveAsRows.apply(made, swapping, self.casts.grads)
+        return scatter(
+            combine_rows(back, weights, leaving, tokens, kernels), etp, self.in_order
+        ), leaving.wanted.new_zeros(())
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def parts_of(rows: Tensor, sizes: int | list[int]) -> Any:
+    """Rows of each micro-batch; of one alone the tensor itself, which may be a stand-in."""
+    alone = sizes == len(rows) or isinstance(sizes, list) and len(sizes) == 1
+    return [rows] if alone else rows.split(sizes)
+
+
+def joined(made: list[Tensor]) -> Tensor:
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+    """Runs of `send` rows to each rank -> the runs of `receive` rows from each."""
+    return x if axis.size == 1 else _Swap.apply(x, axis, send, receive)
+
+
+def one_after_the_other(plans: list[Rows]) -> Rows:
+    """The rows of several plans, each of as many further tokens. Padding stays between them: it holds any token's
+    values."""
+    if len(plans) == 1:
+        return plans[0]
+    room, (tokens, slots) = len(plans[0].source_R), plans[0].row_TK.shape
+    made = [
+        (p.source_R + i * tokens, p.slot_R + i * tokens * slots, torch.where(p.row_TK >= 0, p.row_TK + i * room, -1))
+        for i, p in enumerate(plans)
+    ]
+    source, slot, row = (torch.cat(parts) for parts in zip(*made))
+    return Rows(
+        source, slot, row, torch.full_like(plans[0].ends_E, len(source)), torch.full_like(plans[0].wanted, len(source))
+    )
+
+
+def host_sizes(sizes: Tensor, arriving: Tensor, rows: int, sources: int) -> tuple[list[int], list[int], list[int]]:
+    """Rows to each rank, from each rank, and of each of `sources` micro-batches, as numbers: the one place of a step
+    where the host waits for the device. On meta an even routing."""
+    if sizes.is_meta:
+        even = [rows // len(sizes)] * len(sizes)
+        return even, even, [sum(even) // sources] * sources
+    ranks = len(sizes)
+    told = torch.cat((sizes.sum(1), arriving.sum(1), arriving.view(ranks, sources, -1).sum((0, 2)))).tolist()
+    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
+
+
+def _experts_of(arriving: Tensor, rows: int) -> Tensor:
+    """(rows, 1) expert of each row that arrived: from each rank in turn, sorted by expert."""
+    ranks, here = arriving.shape
+    numbers = torch.arange(here, device=arriving.device).repeat(ranks)
+    if arriving.is_meta:
+        return torch.empty(rows, 1, dtype=torch.int64, device="meta")
+    return numbers.repeat_interleave(arriving.flatten(), output_size=rows).unsqueeze(1)
+
+
+EXCHANGES: dict[Dispatch, Any] = {"allgather": AllGather, "alltoall": AllToAll, "push": Push}

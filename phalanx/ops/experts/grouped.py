@@ -1,0 +1,126 @@
+"""The matmul of many experts at once: each expert's rows times its own matrix, the row ends read on the device.
+
+For y_r = W_e x_r + b_e: dx_r = W_e^T dy_r, dW_e = sum over the rows of e of dy_r x_r^T, db_e = sum of dy_r. The
+weight gradient goes into the parameter's gradient buffer (ops.dense.grads). Shapes: R rows sorted by expert, E
+experts held here, I in, O out. Padding rows (those past the last end) are zero in the plain twins, left as they were
+in the fast ones, and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.ops.op import Kernels, use_triton
+
+
+def segments(ends: Tensor) -> list[slice]:
+    """Rows of each expert, read on the host: on a GPU this waits for the device. On meta, where nothing is known,
+    none."""
+    if ends.is_meta:
+        return []
+    stops = ends.tolist()
+    return [slice(a, b) for a, b in zip([0, *stops], stops)]
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain twin of kernels.grouped.grouped_product: rows (R, I) of expert e times weight[e] (I, O), plus
+    bias[e]."""
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    if x.is_meta:
+        return torch.mm(x, weight[0], out=y)  # which rows are whose is not known; it is as much work
+    for e, rows in enumerate(segments(ends)):
+        torch.mm(x[rows], weight[e], out=y[rows])
+        if bias is not None:
+            y[rows] += bias[e]
+    return y
+
+
+def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+    """The plain twin of kernels.grouped.add_grouped_product_: buffer[e] (O, I) += dy^T x over the rows of e, widened
+    before multiplying."""
+    for e, rows in enumerate(segments(ends)):
+        buffer[e].addmm_(dy[rows].t().to(buffer.dtype), x[rows].to(buffer.dtype))
+
+
+def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
+    """The plain twin of kernels.grouped.add_grouped_sum_: buffer[e] (O,) += the sum of the rows of e."""
+    for e, rows in enumerate(segments(ends)):
+        buffer[e] += dy[rows].sum(0, dtype=buffer.dtype)
+
+
+def _product(triton: bool, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    if triton:
+        from phalanx.ops.experts import grouped_kernel
+
+        return grouped_kernel.grouped_product(x, weight, ends, bias)
+    return grouped_product(x, weight, ends, bias)
+
+
+def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
+    """Account for the gradient dy^T x (E, O, I) of `param`; what a backward must return for it. See ops.dense.grads."""
+    buffer = torch.zeros_like(param) if param.grad is None else param.grad
+    add_product = add_grouped_product_
+    if triton:
+        from phalanx.ops.experts.grouped_kernel import add_grouped_product_ as add_product
+    add_product(buffer, dy, x, ends)
+    return buffer if param.grad is None else None
+
+
+def add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
+    """The same for the bias (E, O), the sum of each expert's rows of dy."""
+    buffer = torch.zeros_like(param) if param.grad is None else param.grad
+    add_sum = add_grouped_sum_
+    if triton:
+        from phalanx.ops.experts.grouped_kernel import add_grouped_sum_ as add_sum
+    add_sum(buffer, dy, ends)
+    return buffer if param.grad is None else None
+
+
+class Later(list[Callable[[], Any]]):
+    """Weight gradients that a backward may put off: whoever hands one in does them, while something else is under
+    way."""
+
+
+class _GroupedMatmul(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, triton: bool, later: Later | None
+    ) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, ends)
+        ctx.weight, ctx.bias = weight, bias  # the slots, read in backward; not the values, which may move
+        ctx.triton, ctx.later = triton, later
+        return _product(triton, x, weight.transpose(1, 2), ends, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, ends), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
+        dx, dw = _product(ctx.triton, dy, weight, ends) if need_x else None, None
+        if need_w and ctx.later is not None and weight.grad is not None:
+            ctx.later.append(partial(_add_grouped_grad, weight, dy, x, ends, ctx.triton))
+        elif need_w:
+            dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton)
+        db = add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
+        return dx, dw, None, db, None, None
+
+
+def grouped_matmul(
+    x_RI: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    kernels: Kernels = "auto",
+    bias_EO: Tensor | None = None,
+    later: Later | None = None,
+) -> Tensor:
+    """x (R, I) -> (R, O): row r of expert e times weight[e]^T, plus bias[e]; `ends_E` (E,) int32 on the device: one
+    past each expert's last row.
+
+    With `later` the weight's gradient is put off to it, if it has a buffer to go to.
+    """
+    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, use_triton(kernels, x_RI), later)

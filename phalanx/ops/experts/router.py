@@ -1,0 +1,27 @@
+"""The settings of a router: how the logits of a token become its choice of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Router:
+    """How the logits of a token become its choice of experts. `num_experts` is a multiple of `groups`."""
+
+    top_k: int
+    num_experts: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    order: Literal["before", "after"] = "before"
+    """The score is taken over all experts before choosing, or over the chosen logits after it."""
+    renormalize: bool = True
+    """Divide the chosen scores by their sum."""
+    scale: float = 1.0
+    groups: int = 1
+    """Experts lie in this many equal groups; a token chooses within its `top_groups` best, by the sum of a group's
+    two highest scores."""
+    top_groups: int = 1
+    forced: Literal["none", "balanced"] = "none"
+    """balanced: experts drawn at random, each as likely (for benchmarks); the weights are still the scores of those
+    drawn."""

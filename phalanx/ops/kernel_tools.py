@@ -1,0 +1,56 @@
+"""What the Triton twins share: dtypes of their arithmetic, sizes of grids, the order of tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a kernel computes in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def triton_wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def uniform(n, INTERPRETED: tl.constexpr):
+    """An int32 that came from memory, in a way that tells ptxas that all threads of a warp have the same: what a
+    loop up to it counts then lies in uniform registers, which descriptors of tiles in shared memory have to come
+    from anyway."""
+    if INTERPRETED:
+        return n
+    else:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [n], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def grouped_order(at, M, tiles_n, GROUP: tl.constexpr, BM: tl.constexpr):
+    """Where the at-th tile lies, in tiles down and along: M rows in tiles of BM rows, tiles_n of them along. GROUP
+    of them down go together over all columns, so that what they read stays in the L2 cache."""
+    first = at // (GROUP * tiles_n) * GROUP
+    together = tl.minimum(tl.cdiv(M, BM) - first, GROUP)
+    return first + at % (GROUP * tiles_n) % together, at % (GROUP * tiles_n) // together
+
+
+def warps_for(block: int) -> int:
+    """Warps for rows of `block` elements: about 16 elements a thread."""
+    return max(1, min(16, block // 512))
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_programs(x: Tensor, per_processor: int) -> int:
+    """Programs of a persistent grid on x's device; 2 per "processor" in the interpreter."""
+    return per_processor * (_processors(x.device.index or 0) if x.is_cuda else 2)

@@ -1,0 +1,79 @@
+"""AdamW in one pass over memory: unscale and clip, moments, master, low-precision copy, and the gradient back to
+zero."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.kernel_tools import triton_wide
+
+BLOCK = 1024
+
+
+@triton.jit
+def _adamw(
+    p,
+    g,
+    m,
+    v,
+    out,
+    scalars,
+    n,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    COPY: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """scalars = [gradient factor, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr * decay, skip]."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    zero = tl.zeros((BLOCK,), WIDE)
+    if tl.load(scalars + 4) == 0:
+        grad = tl.load(g + i, mask=mask, other=0.0) * tl.load(scalars).to(WIDE)
+        m1 = BETA1 * tl.load(m + i, mask=mask, other=0.0).to(WIDE) + (1.0 - BETA1) * grad
+        v1 = BETA2 * tl.load(v + i, mask=mask, other=0.0).to(WIDE) + (1.0 - BETA2) * grad * grad
+        x = tl.load(p + i, mask=mask, other=0.0) * tl.load(scalars + 3).to(WIDE)
+        x = x - tl.load(scalars + 1).to(WIDE) * m1 / (tl.sqrt(v1) * tl.load(scalars + 2).to(WIDE) + EPS)
+        tl.store(m + i, m1.to(m.dtype.element_ty), mask=mask)
+        tl.store(v + i, v1.to(v.dtype.element_ty), mask=mask)
+        tl.store(p + i, x, mask=mask)
+        if COPY:
+            tl.store(out + i, x.to(tl.float32).to(out.dtype.element_ty), mask=mask)
+    tl.store(g + i, zero, mask=mask)
+
+
+def adamw_flat_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    scalars: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """All (n,) in the master dtype, m and v perhaps in bf16, `out` in the compute dtype or None; `scalars` (5,)
+    float64, see `_adamw`."""
+    n = p.numel()
+    if n:
+        _adamw[(triton.cdiv(n, BLOCK),)](
+            p,
+            g,
+            m,
+            v,
+            out,
+            scalars,
+            n,
+            BETA1=beta1,
+            BETA2=beta2,
+            EPS=eps,
+            COPY=out is not None,
+            WIDE=triton_wide(p.dtype),
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

@@ -1,0 +1,490 @@
+"""The matmul of many experts at once (ops.experts.grouped) with codes for operands: forward, gradient of the input,
+gradient of the weight.
+
+Tokens travel to their experts in the activations' dtype and are cast there; or, where all share one scale that is
+known before (delayed), as codes, which are then only put in place (LowExperts.sent, CodedRows). What shares a scale,
+of R rows sorted by expert and E experts here:
+
+one number  all rows that go through the experts at once, compared over the ranks whose tokens do; of weights each
+expert's matrix a line      a row; in the gradient of the weight a feature of one expert's rows; of weights a row or
+a column of an expert's matrix a block     a run of a row; in the gradient of the weight a run of one expert's rows,
+counted from its first; of weights blocks of a matrix
+earlier     (delayed) one number for all, known before
+
+Codes that are summed over rows lie transposed, (features, P): each expert's begin at a multiple of PLACE, zeros
+between. So sums run along memory, no block has rows of two experts, and nothing waits for the device. An expert cut
+over etp by width has the amaxes of all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
+from phalanx.ops.dense.gate import Gate
+from phalanx.ops.experts.grouped import Later, add_sum_grad, segments
+from phalanx.ops.experts.permute import CodedRows, Gathered
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.quantized.lazy import source_of
+from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_of, nan_for
+from phalanx.ops.quantized.recipes import (
+    Block,
+    Format,
+    Scaled,
+    block_amax,
+    cast_scaled,
+    multipliers,
+    searched,
+    spread,
+    wide_of,
+)
+from phalanx.ops.quantized.rounding import Key
+from phalanx.ops.quantized.scale_blocks import Blocks
+
+Source = Tensor | Gathered | GatedRows  # and GatedRowsGrad
+PLACE = 128
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where R rows sorted by expert lie when each expert's begin at a multiple of PLACE; all on the device."""
+
+    group_R: Tensor
+    """Expert of each row; of the padding the last."""
+    place_R: Tensor
+    """Place of each row; of the padding `total`."""
+    group_P: Tensor
+    """Expert of each place."""
+    total: int
+    """P, places that there are."""
+
+    @staticmethod
+    def of(ends: Tensor, rows: int, tiles: int) -> Places:
+        at, places = torch.arange(rows, device=ends.device), torch.arange(tiles * PLACE, device=ends.device)
+        ends, last = ends.long(), len(ends) - 1
+        starts = F.pad(ends[:-1], (1, 0))
+        stops = torch.cumsum((ends - starts + PLACE - 1) // PLACE * PLACE, 0)
+        firsts = F.pad(stops[:-1], (1, 0))
+        group = torch.searchsorted(ends, at, right=True).clamp_max(last)
+        place = torch.where(at < ends[-1], firsts[group] + at - starts[group], len(places))
+        return Places(group, place, torch.searchsorted(stops, places, right=True).clamp_max(last), len(places))
+
+    def lay(self, x: Tensor) -> Tensor:
+        """Rows (R, C) -> (P, C), zeros where nobody's row is."""
+        return x.new_zeros(self.total + 1, x.shape[1]).index_copy(0, self.place_R, x)[: self.total]
+
+
+def group_amax(x: Tensor, group: Tensor, count: int) -> Tensor:
+    """(E, C) fp32 largest |x| of each feature over the rows (R, C) of each expert; `group` (R,): whose they are."""
+    return x.new_zeros(count, x.shape[1]).scatter_reduce(0, group.unsqueeze(1).expand_as(x), x.abs(), "amax").float()
+
+
+def tiles_for(rows: int, count: int) -> int:
+    """Runs of PLACE places that any cut of so many rows into `count` experts finds room in."""
+    return -(-rows // PLACE) + count
+
+
+def _of_groups(numbers: Tensor, block: Block, group: Tensor) -> Tensor:
+    """What each expert has one of, (E, C), for each row; what is not by expert as it is."""
+    return numbers[group] if block[0] == 0 and len(numbers) > 1 else numbers
+
+
+def values(q: Scaled, group: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values (R, C) in `dtype`; `group` (R,): the expert of each row."""
+    return q.codes.to(dtype) * spread(_of_groups(q.scales, q.block, group), q.block, q.codes.shape).to(dtype)  # type: ignore[arg-type]
+
+
+def product(a: Scaled, w_ESO: Tensor, ends: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The definition of products of rows: a (R, S) times its expert's values (S, O), summed in at least fp32, plus
+    its bias, rounded at the end."""
+    y = torch.zeros(len(a.codes), w_ESO.shape[2], dtype=dtype, device=a.codes.device)
+    if y.is_meta:
+        shape = a.codes.shape
+        return torch.mm(
+            y.new_empty(1, 1).expand(shape), y.new_empty(1, 1).expand(shape[1], y.shape[1]), out=y
+        )  # as much work
+    x = values(a, Places.of(ends, len(y), 0).group_R, w_ESO.dtype)
+    for e, rows in enumerate(segments(ends)):
+        part = torch.mm(x[rows], w_ESO[e])
+        y[rows] = part if bias is None else part + bias[e]
+    return y
+
+
+def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> None:
+    """The definition of weights' gradients: buffer[e] (O, I) += dy x^T over the places of e, of dy (O, P) and x (I,
+    P)."""
+    if buffer.is_meta:
+        return
+    wide, at = (
+        torch.float64 if buffer.dtype == torch.float64 else torch.float32,
+        Places.of(ends, 0, dy.codes.shape[1] // PLACE),
+    )
+    left, right = (values(q.turned(), at.group_P, wide) for q in (dy, x))
+    first = 0
+    for e, rows in enumerate(segments(ends)):
+        where = slice(first, first + rows.stop - rows.start)
+        buffer[e] += torch.mm(left[where].t(), right[where]).to(buffer.dtype)
+        first += -(-(rows.stop - rows.start) // PLACE) * PLACE
+
+
+class LowExperts(LowWeight):
+    """What a stack of experts' matrices (E, out, in) keeps beside it. `cut`: which dim of a matrix, 0 or 1, is cut
+    over etp."""
+
+    _ends: Tensor | None = None  # of the stack's own rows, (E, out) one after the other
+
+    @property
+    def everyone(self) -> Axis:
+        """The ranks whose tokens go through these experts at once: those of a micro-batch, or of several where ep
+        goes beyond one."""
+        sharing, experts = self.axes.sharing, self.axes.experts
+        return sharing if sharing.size >= experts.size else experts
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        return self.recipe.turns and shape[1] % PLACE == 0  # no zeros between the places of experts
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        count, outer, inner = shape
+        return Blocks(count * outer, inner, (self.recipe.weight[0] or outer, self.recipe.weight[1] or inner))
+
+    @property
+    def shared(self) -> Axis | None:
+        return self.axes.etp if self.recipe.weight == (0, 0) else None
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor) -> None:
+        count, outer, inner = weight.shape
+        if outer % max(1, self.recipe.weight[0]):
+            raise ValueError(f"{outer} outputs of an expert are no whole blocks of {self.recipe.weight[0]}")
+        if self._ends is None or self._ends.device != weight.device:
+            self._ends = torch.arange(1, count + 1, dtype=torch.int32, device=weight.device) * outer
+        tiles = count * -(-outer // PLACE)
+        made = self.cast(W, weight.reshape(count * outer, inner), self._ends, tiles, self.cut, into=self._codes)
+        if self._codes is None:
+            self._codes = made
+        elif made is not self._codes:
+            for old, new in zip(self._codes, made):
+                old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
+                old.scales.copy_(new.scales)
+
+    def rows(self, which: int, x: Source | CodedRows, ends: Tensor) -> tuple[Scaled, Scaled]:
+        """Codes of x (R, C): as it lies, for sums over features, and transposed by places, (C, P), for sums over
+        rows."""
+        x = source_of(x)
+        if isinstance(x, CodedRows):
+            return self._placed(which, x, ends)
+        if not isinstance(x, Tensor) and not (self._triton(x.x) and self._whole(x)):
+            x = x.tensor()
+        features_cut = (which == X) == (
+            self.cut == 1
+        )  # of inputs where the in-dim is cut, of gradients where the out-dim is
+        return self.cast(which, x, ends, tiles_for(x.shape[0], len(ends)), 1 if features_cut else None)
+
+    @property
+    def casts_before(self) -> bool:
+        """Whether a code depends on nothing but its element, so that codes of tokens are those of their rows, in
+        both layouts."""
+        return self._given(X)
+
+    def sent(self, which: int, x: Tensor, there: Tensor | None = None) -> Tensor:
+        """Codes of tokens x (T, C), or of their gradients, as bytes, to be given to `rows` as CodedRows wherever
+        they go; `casts_before` must hold. there (T,): which of them go anywhere; the others count in no amax. Losses
+        are counted of tokens, not of each of their rows."""
+        if not x.numel():
+            return torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        x = x if there is None else torch.where(there.unsqueeze(1), x, 0)
+        return self.both(which, x, 0, turn=False)[0].codes.view(torch.uint8)
+
+    def _placed(self, which: int, x: CodedRows, ends: Tensor) -> tuple[Scaled, Scaled]:
+        """As `rows`: nothing is cast, and no amax noted, a second time."""
+        dtype, tiles = self._format(which).dtype, tiles_for(x.shape[0], len(ends))
+        multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
+        if use_triton(self.kernels, x.x):
+            from phalanx.ops.experts.code_rows_kernel import placed
+
+            codes, laid, scale = placed(x.x, x.rows.source_R, ends, tiles, multiplier)
+            return Scaled(codes.view(dtype), scale, (0, 0)), Scaled(laid.view(dtype), scale, (0, 0))
+        codes, scale = x.tensor(), 1.0 / multiplier
+        laid = Places.of(ends, len(codes), tiles).lay(codes)
+        return Scaled(codes.view(dtype), scale, (0, 0)), Scaled(laid.view(dtype), scale, (0, 0)).turned()
+
+    def _whole(self, x: Source) -> bool:
+        """Whether codes of it can be made as it is made."""
+        from phalanx.ops.quantized.quantize_grouped_kernel import takes
+
+        return takes(x, self.recipe.tokens)
+
+    def cast(
+        self,
+        which: int,
+        x: Source,
+        ends: Tensor,
+        tiles: int,
+        cut: int | None,
+        into: tuple[Scaled, Scaled] | None = None,
+    ) -> tuple[Scaled, Scaled]:
+        """The same of rows or of a stack; `cut`: the dim of x that is cut over etp."""
+        if not isinstance(x, Tensor) or self._triton(x):
+            return self._cast_by_triton(which, x, ends, tiles, cut, into)
+        return self._cast_plainly(which, x, ends, tiles, cut, into)
+
+    def _cast_plainly(
+        self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None, into: Any
+    ) -> tuple[Scaled, Scaled]:
+        recipe, format, block, count = self._recipe(which, False), self._format(which), self._block(which), len(ends)
+        at = Places.of(ends, len(x), tiles)
+        x = torch.where((at.place_R < at.total).unsqueeze(1), x, 0)
+        if self.amax is not None:
+            largest = x.abs().amax().float() if x.numel() else self.amax[which]
+            self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], largest).view(1))
+        tops = None
+        if self._given(which):
+            multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
+        else:
+            tops = (
+                self._tops(which, x, at.group_R, count, cut)
+                if block == (0, 0) or recipe.scale == "two levels"
+                else None
+            )
+            multiplier = self._multipliers(which, x, at.group_R, count, cut, tops)
+        q, wide = _codes(x, multiplier, block, at.group_R, format, self.key(which, second=False))
+        if self.counts is not None:
+            zeros, cut_off = (q.codes.float() == 0) & (x != 0), wide.abs() > format.max * (1 + 2.0**-20)
+            self.counts[which, 0, :-1] += torch.stack((zeros.sum(), cut_off.sum(), ends[-1].long() * x.shape[1]))
+        if which == W and self.recipe.inputs is not None:
+            x = values(q, at.group_R, wide_of(x))
+        laid = at.lay(x) if which == W else self.mixed(at.lay(x))
+        if not self._given(which):
+            if self.recipe.hadamard and which != W:
+                tops = self._tops(which, laid, at.group_P, count, cut)
+            multiplier = self._multipliers(which, laid, at.group_P, count, cut, tops, second=True)
+        block, format, key = self._block(which, True), self._format(which, True), self.key(which, True)
+        return q, _codes(laid, multiplier, block, at.group_P, format, key)[0].turned()
+
+    def _tops(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None) -> Tensor:
+        """Amax of whole tensors: (E, 1) of matrices, (1, 1) of all rows; `group`: whose they are."""
+        of_features = group_amax(x, group, count)
+        if which == W:
+            return self._compare(of_features.amax(1, keepdim=True), which, cut is not None)
+        return self._compare(of_features.amax().view(1, 1), which, False, whole=True)
+
+    def _multipliers(
+        self,
+        which: int,
+        x: Tensor,
+        group: Tensor,
+        count: int,
+        cut: int | None,
+        tops: Tensor | None,
+        second: bool = False,
+    ) -> Tensor:
+        """Of blocks of x (R, C); `group` (R,): whose rows they are, `tops` as of `_tops`."""
+        recipe, format, block = self._recipe(which, second), self._format(which, second), self._block(which, second)
+        if block == (0, 0):
+            return multipliers(tops, format)  # type: ignore[arg-type]
+        if block == (0, 1):
+            return multipliers(self._compare(group_amax(x, group, count), which, cut == 0), format)
+        amax = block_amax(x, block)
+        if block == (1, 0):
+            self._compare(amax, which, cut == 1)
+        if tops is not None and len(tops) > 1:
+            tops = tops[group[:: block[0]]]
+        if recipe.searched and self.key(which, second) is None:
+            return searched(x, block, format, amax, tops)
+        return multipliers(amax, format, recipe.scale, tops)
+
+    def _cast_by_triton(
+        self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None, into: Any
+    ) -> tuple[Scaled, Scaled]:
+        from phalanx.ops.quantized import quantize_grouped_kernel as kernels
+
+        first = second = None
+        if self._given(which):
+            mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
+        elif self.recipe.tokens == (0, 0):
+            mode, first = kernels.WHOLE, kernels.amax(x, ends, tiles, apart=which == W)
+            self._compare(first, which, cut is not None, whole=True)
+        elif self.recipe.tokens == (1, 0):
+            mode, (first, second) = kernels.LINES, kernels.amax_lines(x, ends, tiles)
+            self._compare(first, which, cut == 1)
+            self._compare(second, which, cut == 0)
+        else:
+            mode = kernels.SQUARES if which == W else kernels.BLOCKS
+        counts = None if self.counts is None else self.counts[which]
+        return kernels.cast_both(x, ends, tiles, self._format(which), mode, first, second, counts, into)
+
+    def _compare(self, amax: Tensor, which: int, cut: bool, whole: bool = False) -> Tensor:
+        """The largest amax, in place, of the ranks that hold other parts of what shares a scale: of `whole` tensors
+        of tokens, or `cut` over etp."""
+        if whole and which != W:
+            return self.everyone.all_reduce(amax, "max").wait()
+        return self.axes.etp.all_reduce(amax, "max").wait() if cut else amax
+
+    def times_weight(
+        self, a: Scaled, weight: Tensor, ends: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """Rows a (R, in) -> (R, out): times their expert's matrix, transposed, plus its bias."""
+        b = self.codes(weight)[0]
+        if self._triton(weight):
+            from phalanx.ops.quantized import grouped_gemm_kernel as kernels
+
+            return kernels.product(a, b, ends, dtype, bias, self.fast_forward)
+        count, outer, inner = weight.shape
+        group = torch.arange(count, device=ends.device).repeat_interleave(outer)
+        w = (
+            values(b, group, wide_of(weight)).view(count, outer, inner).transpose(1, 2)
+            if not weight.is_meta
+            else weight.transpose(1, 2)
+        )
+        return product(a, w, ends, dtype, bias)
+
+    def times_transposed(self, a: Scaled, weight: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows a (R, out) -> (R, in): times their expert's matrix."""
+        b = self.codes(weight)[1]
+        if self._triton(weight):
+            from phalanx.ops.quantized import grouped_gemm_kernel as kernels
+
+            return kernels.product_by_places(a, b, ends, dtype, self.fast_backward)
+        count, outer, inner = weight.shape
+        if weight.is_meta:
+            return product(a, weight, ends, dtype, None)
+        group = torch.arange(count, device=ends.device).repeat_interleave(b.codes.shape[1] // count)
+        return product(
+            a, values(b.turned(), group, wide_of(weight)).view(count, -1, inner)[:, :outer], ends, dtype, None
+        )
+
+    def add_grads(self, weight: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> Tensor | None:
+        """Account for dy x^T of each expert; what a backward must return for the weight. See ops.dense.grads."""
+        buffer = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if self._triton(weight):
+            from phalanx.ops.quantized import grouped_gemm_kernel as kernels
+
+            kernels.add_product_(buffer, dy, x, ends, self.fast_backward)
+        else:
+            add_product_(buffer, dy, x, ends)
+        return buffer if weight.grad is None else None
+
+
+def _codes(
+    x: Tensor, multiplier: Tensor, block: Block, group: Tensor, format: Format, key: Key | None
+) -> tuple[Scaled, Tensor]:
+    """Codes of x, and what was cast. `key`: of random rounding."""
+    wide = x.to(wide_of(x)) * spread(_of_groups(multiplier, block, group), block, x.shape)  # type: ignore[arg-type]
+    return Scaled(cast_scaled(wide, block, format, key), 1.0 / multiplier, block), wide
+
+
+class _LowGroupedMatmul(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, low: LowExperts, later: Later | None
+    ) -> Tensor:  # type: ignore[override]
+        q, kept = low.rows(X, x, ends)
+        ctx.save_for_backward(kept.codes, kept.scales, ends)
+        ctx.weight, ctx.bias, ctx.low, ctx.later, ctx.block = weight, bias, low, later, kept.block
+        return low.times_weight(q, weight, ends, x.dtype, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (codes, scales, ends), weight, bias, low = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.low
+        need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
+        q, by_places = low.rows(DY, dy, ends)
+        dx, dw = low.times_transposed(q, weight, ends, dy.dtype) if need_x else None, None
+        grads = partial(low.add_grads, weight, by_places, Scaled(codes, scales, ctx.block), ends)
+        if need_w and ctx.later is not None and weight.grad is not None:
+            ctx.later.append(grads)
+        elif need_w:
+            dw = grads()
+        db = add_sum_grad(bias, dy, ends, use_triton(low.kernels, dy)) if need_b else None
+        return dx, dw, None, db, None, None
+
+
+class _LowGroupedMLP(Function):
+    """_LowGroupedMatmul, gated_rows and _LowGroupedMatmul after one another: the same codes and products. `up_low`,
+    `low`: of either stack."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        ends: Tensor,
+        weights: Tensor | None,
+        gate: Gate,
+        kernels: Kernels,
+        later: Later | None,
+    ) -> Tensor:  # type: ignore[override]
+        up_low, low = _low_experts(gate_up), _low_experts(down)
+        q, kept = up_low.rows(X, x, ends)
+        both = up_low.times_weight(q, gate_up, ends, x.dtype)
+        h, h_kept = low.rows(X, GatedRows(both, weights, ends[-1], gate, kernels), ends)
+        ctx.gate_up, ctx.down, ctx.gate, ctx.kernels, ctx.later = gate_up, down, gate, kernels, later
+        ctx.lows, ctx.blocks = (up_low, low), (kept.block, h_kept.block)
+        ctx.save_for_backward(kept.codes, kept.scales, both, h_kept.codes, h_kept.scales, ends, weights)
+        return low.times_weight(h, down, ends, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, down, later, (up_low, low) = ctx.gate_up, ctx.down, ctx.later, ctx.lows
+        x_codes, x_scales, both, h_codes, h_scales, ends, weights = ctx.saved_tensors
+        need_x, need_up, need_down = ctx.needs_input_grad[:3]
+        q, by_places = low.rows(DY, dy, ends)
+        dh = low.times_transposed(q, down, ends, dy.dtype)
+        d_down = low.add_grads(down, by_places, Scaled(h_codes, h_scales, ctx.blocks[1]), ends) if need_down else None
+        sums = None if weights is None else weights.new_zeros(parts_of_sums(dh.shape[1]), len(weights))
+        source = GatedRowsGrad(both, weights, ends[-1], ctx.gate, ctx.kernels, dy=dh, sums=sums)
+        q, by_places = up_low.rows(DY, source, ends)
+        dx, d_up = up_low.times_transposed(q, gate_up, ends, dy.dtype) if need_x else None, None
+        grads = partial(up_low.add_grads, gate_up, by_places, Scaled(x_codes, x_scales, ctx.blocks[0]), ends)
+        if need_up and later is not None and gate_up.grad is not None:
+            later.append(grads)
+        elif need_up:
+            d_up = grads()
+        return dx, d_up, d_down, None, None if sums is None else sums.sum(0), None, None, None
+
+
+def _low_experts(weight: Tensor) -> LowExperts:
+    low: Any = low_of(weight)
+    return low
+
+
+def use_low_grouped_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
+    """Whether experts with these matrices, and no biases, are one op: both in low precision, casts by Triton.
+    `kernels`: of the activation."""
+    return all(nan_for(weight, x) is not None for weight in (gate_up, down)) and use_triton(kernels, x)
+
+
+def low_grouped_mlp(
+    x_RD: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ends: Tensor,
+    weights_R: Tensor | None,
+    gate: Gate,
+    kernels: Kernels = "auto",
+    later: Later | None = None,
+) -> Tensor:
+    """Gated experts: x (R, D) -> (R, D), of codes of x, of what the activation makes (times `weights_R`), and of
+    gate_up (E, 2F, D) and down (E, D, F), both in low precision. x, and the gradient of what this makes, may be
+    stand-ins (ops.quantized.lazy)."""
+    return _LowGroupedMLP.apply(x_RD, gate_up, down, ends, weights_R, gate, kernels, later)
+
+
+def low_grouped_matmul(
+    x_RI: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    low: LowExperts,
+    bias_EO: Tensor | None = None,
+    later: Later | None = None,
+) -> Tensor:
+    """As ops.experts.grouped.grouped_matmul, of the codes of x and weight."""
+    return _LowGroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, low, later)

@@ -1,0 +1,104 @@
+"""Scaled products on a GPU: torch's own GEMMs for one scale per tensor or line, cuBLASLt itself
+(ops.quantized.cublaslt) for blocks and for what is added to a buffer, a Triton GEMM where neither has them.
+ops.quantized.recipes.scaled_product is their definition.
+
+NVIDIA's tensor cores sum 8-bit products in registers of about 14 bits of fraction ("fast"); "precise" moves the sum
+to fp32 every so often (DeepSeek-V3, 2024, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from phalanx.base.align import begins_well
+from phalanx.ops.quantized.cublaslt import cublaslt
+from phalanx.ops.quantized.recipes import Scaled
+
+
+def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+    """a (M, K), b (N, K), codes contiguous -> a b^T (M, N) in `dtype`, in `out` if given. Products of blocks are
+    always precise."""
+    if 128 in (*a.block, *b.block):
+        return _block_product(a, b, dtype, out)
+    if dtype != torch.bfloat16 and a.block == (1, 0):  # torch's GEMM with a scale per line writes bf16
+        y = fast_product(a, b, torch.bfloat16, fast)
+        return y.to(dtype) if out is None else out.copy_(y)
+    return _torch(a, b, a.scales.contiguous(), b.scales.t().contiguous(), dtype, fast, out)
+
+
+def add_fast_product_(buffer: Tensor, a: Scaled, b: Scaled, fast: bool) -> None:
+    """buffer (M, N) += a b^T, in the GEMM itself if cuBLASLt is to be had, or for fast sums of codes with one scale
+    and blocks that torch has not; the rest goes through torch and one more pass over memory."""
+    blocks = 128 in (*a.block, *b.block)
+    if _by_cublaslt(buffer, a, b, fast and not blocks, add=True):
+        return
+    if (fast and a.block == (0, 0)) or (blocks and not _torch_takes(a, b)):
+        from phalanx.ops.quantized.gemm_kernel import product
+
+        product(buffer, a, b, add=True)
+    else:
+        buffer.add_(fast_product(a, b, torch.float32 if a.block == (0, 0) else torch.bfloat16, fast))
+
+
+def _by_cublaslt(out: Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> bool:
+    library = cublaslt(out.device.index or 0)
+    a, b = (replace(q, scales=_aligned(q.scales)) for q in (a, b))
+    return library is not None and library.product(out, a, b, fast, add)
+
+
+def _aligned(scales: Tensor) -> Tensor:
+    """The same where cuBLAS takes them: those of a step's own casts lie anywhere."""
+    return scales if begins_well(scales) else scales.clone()
+
+
+def _torch(
+    a: Scaled, b: Scaled, a_scales: Tensor, b_scales: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None
+) -> Tensor:
+    a_scales, b_scales = _aligned(a_scales), _aligned(b_scales)
+    if out is None:
+        return torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+
+def _block_product(a: Scaled, b: Scaled, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is None:
+        out = torch.empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
+    if _by_cublaslt(out, a, b, fast=False, add=False):
+        return out
+    if dtype == torch.bfloat16 and _torch_takes(a, b):
+        # scales of 1 x 128 with rows side by side in memory, those of 128 x 128 with columns
+        a_scales, b_scales = (
+            q.scales.contiguous() if q.block[0] == 128 else q.scales.t().contiguous().t() for q in (a, b)
+        )
+        return _torch(a, b, a_scales, b_scales.t(), dtype, False, out)
+    from phalanx.ops.quantized.gemm_kernel import product
+
+    product(out, a, b, add=False)
+    return out
+
+
+def _torch_takes(a: Scaled, b: Scaled) -> bool:
+    """Whether torch's GEMM has these blocks, on this device: sizes in whole blocks, and four of them along the sum."""
+    k, whole = a.codes.shape[1], a.codes.shape[0] % 128 == 0 and b.codes.shape[0] % 128 == 0
+    return k % 512 == 0 and whole and _torch_has(a.codes.device.index or 0, b.block[0] == 128)
+
+
+@cache
+def _torch_has(index: int, squares: bool) -> bool:
+    """Whether torch's GEMM takes 1 x 128 by 128 x 128 (`squares`) or by 1 x 128 here: depends on the GPU and on
+    cuBLAS, so it is tried once."""
+    device = torch.device("cuda", index)
+    codes = torch.zeros(128, 512, device=device).to(torch.float8_e4m3fn)
+    a_scales, b_scales = (
+        torch.ones(4, 128, device=device).t(),
+        torch.ones(1, 4, device=device) if squares else torch.ones(4, 128, device=device).t(),
+    )
+    try:
+        torch._scaled_mm(codes, codes.t(), a_scales, b_scales.t(), out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""GEMM of 8-bit codes whose scales change every 128 terms of the sum (or never), written or added to its output:
+DeepSeek-V3's and plain ones.
+
+Both operands have the summed dim contiguous, which is what Hopper's 8-bit tensor cores read. A program goes through
+every n-th tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from phalanx.ops.kernel_tools import grouped_order, num_programs
+from phalanx.ops.quantized.recipes import Scaled
+
+BK = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a tile of the output, loads under way, warps, tiles along m that go together."""
+
+    m: int = 128
+    n: int = 256
+    stages: int = 4
+    warps: int = 8
+    group: int = 8
+
+
+WHOLE_TILES, BLOCK_TILES = Tiles(), Tiles(n=128, stages=4)
+
+
+@triton.jit
+def _load(x, row, k, rows, K, TMA: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
+    if TMA:
+        tile = x.load([row, k])
+    else:
+        r = row + tl.arange(0, B)[:, None]
+        c = k + tl.arange(0, BK)[None, :]
+        tile = tl.load(x + r.to(tl.int64) * K + c, mask=(r < rows) & (c < K), other=0.0)
+    return tile
+
+
+@triton.jit
+def _scaled_gemm(
+    a,
+    b,
+    out,
+    a_scales,
+    b_scales,
+    M,
+    N,
+    K,
+    a_row,
+    a_col,
+    b_row,
+    b_col,
+    A_KIND: tl.constexpr,
+    B_KIND: tl.constexpr,
+    ADD: tl.constexpr,
+    TMA: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out (M, N) (+)= a (M, K) b^T (N, K). KIND: 0 one scale; 1 a scale per row and 128 of K; 2 per 128 rows and 128
+    of K, with strides."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=False):
+        down, along = grouped_order(tile, M, tiles_n, GROUP, BM)
+        row, col = down * BM, along * BN
+        rows = row + tl.arange(0, BM)
+        cols = col + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, tl.cdiv(K, BK)):
+            x = _load(a, row, k * BK, M, K, TMA, BM, BK)
+            y = _load(b, col, k * BK, N, K, TMA, BN, BK)
+            if A_KIND == 0:
+                acc = tl.dot(x, y.T, acc)
+            else:
+                part = tl.dot(x, y.T)
+                if A_KIND == 1:
+                    part = part * tl.load(a_scales + rows * a_row + k * a_col, mask=rows < M, other=0.0)[:, None]
+                else:
+                    part = part * tl.load(a_scales + row // 128 * a_row + k * a_col)
+                if B_KIND == 1:
+                    part = part * tl.load(b_scales + cols * b_row + k * b_col, mask=cols < N, other=0.0)[None, :]
+                else:
+                    part = part * tl.load(b_scales + col // 128 * b_row + k * b_col)
+                acc += part
+        if A_KIND == 0:
+            acc = acc * (tl.load(a_scales) * tl.load(b_scales))
+        left, right = (
+            acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        )  # half of a tile at a time, for want of registers
+        _store(out, left, row, col, M, N, ADD)
+        _store(out, right, row, col + BN // 2, M, N, ADD)
+
+
+@triton.jit
+def _store(out, part, row, col, M, N, ADD: tl.constexpr):
+    rows = row + tl.arange(0, part.shape[0])
+    cols = col + tl.arange(0, part.shape[1])
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    where = out + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    if ADD:
+        part += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(where, part.to(out.dtype.element_ty), mask=inside)
+
+
+def _kind(q: Scaled) -> int:
+    return 0 if q.block == (0, 0) else 2 if q.block[0] == 128 else 1
+
+
+def product(out: Tensor, a: Scaled, b: Scaled, add: bool, tiles: Tiles | None = None) -> None:
+    """out (M, N), contiguous, (+)= a b^T of a (M, K), b (N, K). Sums of codes with one scale are the tensor cores'
+    own; else fp32 every 128 terms."""
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    kinds = _kind(a), _kind(b)
+    c = tiles or (WHOLE_TILES if kinds == (0, 0) else BLOCK_TILES)
+    takes = k % 16 == 0 and a.codes.is_contiguous() and b.codes.is_contiguous()
+    x = TensorDescriptor.from_tensor(a.codes, [c.m, BK]) if takes else a.codes.contiguous()
+    y = TensorDescriptor.from_tensor(b.codes, [c.n, BK]) if takes else b.codes.contiguous()
+    total = triton.cdiv(m, c.m) * triton.cdiv(n, c.n)
+    _scaled_gemm[(min(total, num_programs(a.codes, per_processor=1)),)](
+        x,
+        y,
+        out,
+        a.scales,
+        b.scales,
+        m,
+        n,
+        k,
+        *a.scales.stride(),
+        *b.scales.stride(),
+        A_KIND=kinds[0],
+        B_KIND=kinds[1],
+        ADD=add,
+        TMA=takes,
+        BM=c.m,
+        BN=c.n,
+        BK=BK,
+        GROUP=c.group,
+        num_stages=c.stages,
+        num_warps=c.warps,
+    )

@@ -1,0 +1,488 @@
+"""The communicating matmuls of a sub-layer with codes for operands: forward, gradient of the input, gradient of the
+weight.
+
+Between ranks of tp codes travel, not values. A scale that is shared along a dim which is cut over ranks is made of
+the amax of all of them, so codes and scales are those of one process wherever no block of a fixed size is cut. Codes
+of a weight are made once per step (`LowWeight.refresh`), in both orientations: GEMMs of 8 bits want the dim that is
+summed over to be contiguous. A SwiGLU MLP is one op: what its activation makes, and its gradient, are codes from the
+start.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.base.rng import key_of
+from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.ops.dense.activation import Gated, GatedGrad
+from phalanx.ops.dense.grads import add_grad, add_product_grad
+from phalanx.ops.dense.norm import Normed
+from phalanx.ops.dense.rope import RopeGrad
+from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.quantized.gemm import add_fast_product_, fast_product
+from phalanx.ops.quantized.lazy import source_of
+from phalanx.ops.quantized.recipes import (
+    Format,
+    Recipe,
+    Scaled,
+    block_amax,
+    dequantize,
+    lost,
+    multipliers,
+    quantize,
+    scaled_product,
+    searched,
+    wide_of,
+)
+from phalanx.ops.quantized.rounding import Key, mixed, signs_of
+from phalanx.ops.quantized.scale_blocks import Blocks
+
+Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
+TENSORS = ("activations", "weights", "gradients")
+X, W, DY = range(3)
+Accumulate = Literal["mixed", "fast", "precise"]
+
+
+class LowWeight:
+    """What a linear in low precision keeps beside its weight (out, in). `name`: of the weight outside; `cut`: its
+    dim that is cut over tp.
+
+    on           whether products use codes; off: the weight itself
+    current      whether delayed scaling takes the scales of each tensor as it is (to begin a history)
+    amax         (3,) fp32, the largest so far in this step of each tensor; counts (3, SLOTS, COUNTS) int64, as
+    ops.quantized.recipes.COUNTED, and
+                 amaxes that kernels see. Whoever trains makes them, reads them and sets them to zero
+    multiplier   (3,) fp32, from earlier steps: of delayed scaling
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        cut: int,
+        axes: ModelAxes,
+        kernels: Kernels = "auto",
+        accumulate: Accumulate = "mixed",
+        seed: int = 0,
+    ):
+        self.recipe, self.name, self.cut, self.axes, self.kernels = recipe, name, cut, axes, kernels
+        self.signs, self.keys = (
+            signs_of(seed, recipe.hadamard),
+            (key_of(seed, "rounding", name, 0), key_of(seed, "rounding", name, 1)),
+        )
+        self.on, self.current = True, False
+        self.fast_forward, self.fast_backward = accumulate != "precise", accumulate == "fast"
+        self.counts: Tensor | None = None
+        self.amax: Tensor | None = None
+        self.multiplier: Tensor | None = None
+        self._codes: tuple[Scaled, Scaled] | None = None
+        self._nan: Tensor | None = None
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this shape can be kept as one code of each element: its transpose then has the same
+        ones."""
+        return self.recipe.turns
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        """What of a weight shares a scale, where its codes are kept."""
+        rows, columns = shape
+        return Blocks(rows, columns, (self.recipe.weight[0] or rows, self.recipe.weight[1] or columns))
+
+    @property
+    def shared(self) -> Axis | None:
+        """The ranks that hold other parts of what shares a scale of a weight, if any do."""
+        return self.axes.tp if self.recipe.weight == (0, 0) else None
+
+    @property
+    def format(self) -> Format:
+        """Of a weight."""
+        return self.recipe.forward
+
+    def given_scale(self) -> Tensor | None:
+        """(1,) what the weight is to be multiplied by, where it is known before the weight is."""
+        return self.multiplier[W : W + 1] if self._given(W) else None  # type: ignore[index]
+
+    def hold(self, straight: Tensor, turned: Tensor, scales: Tensor, turned_scales: Tensor) -> None:
+        """Take codes (rows, columns), the transposed ones and the scales of either, from where whoever keeps them
+        writes them."""
+        self._codes = Scaled(straight, scales, self.recipe.weight), Scaled(turned, turned_scales, self.recipe.weight)
+
+    def by_triton(self, weight: Tensor) -> bool:
+        return self._triton(weight)
+
+    def codes(self, weight: Tensor) -> tuple[Scaled, Scaled]:
+        """Of the weight (out, in) for forward, and of its transpose (in, out) for the gradient of the input."""
+        if self._codes is None:
+            self.refresh(weight)
+        return self._codes  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor) -> None:
+        """Make the codes anew, where they were: CUDA graphs read them there."""
+        if self._triton(weight):
+            self._codes = self._cast(W, weight, self.cut, turn=True, into=self._codes)
+            return
+        made = self.both(W, weight, self.cut, turn=True)
+        if self._codes is None:
+            self._codes = made
+        else:
+            for old, new in zip(self._codes, made):
+                old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
+                old.scales.copy_(new.scales)
+
+    def both(self, which: int, x: Source, cut: int, turn: bool) -> tuple[Scaled, Scaled]:
+        """Codes of x (R, C) with blocks along its features, and along its rows; the latter of the transposed matrix
+        (C, R) if `turn`.
+
+        `cut`: the dim of x that is cut over tp.
+        """
+        x = source_of(x)
+        if not isinstance(x, Tensor) and not (self._triton(x.x) and self._takes(x)):
+            x = x.tensor()
+        if not isinstance(x, Tensor) or self._triton(x):
+            return self._cast(which, x, cut, turn)
+        first = self.quantize(which, x, cut)
+        if which == W and self.recipe.inputs is not None:
+            x = dequantize(first, wide_of(x))
+        same = first.block == first.block[::-1] and self._recipe(which, True) is self._recipe(which, False)
+        second = first if same else self.quantize(which, x, cut, second=True)
+        return first, second.turned() if turn else second
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """Activations or gradients as the weight's gradient takes them."""
+        return mixed(x, self.recipe.hadamard, self.signs) if self.recipe.hadamard else x
+
+    def key(self, which: int, second: bool) -> Key | None:
+        """Of random rounding; None: to the nearest."""
+        return self.keys[second] if which == DY and self._recipe(which, second).at_random else None
+
+    def quantize(self, which: int, x: Tensor, cut: int, second: bool = False) -> Scaled:
+        """One kind of codes, of x itself or, to be summed over tokens, of `mixed` x. `second`: with blocks along x's
+        rows. What casts lost is noted of the first kind."""
+        recipe, format, block, key = (
+            self._recipe(which, second),
+            self._format(which, second),
+            self._block(which, second),
+            self.key(which, second),
+        )
+        mix, casts = recipe.hadamard if second and which != W else 0, self._emulated_casts(block, x)
+        if casts is None:
+            x = self.mixed(x) if mix else x
+        amax = block_amax(x, block) if casts is None else casts.block_amax(x, block, mix, self.signs)
+        if self.amax is not None and not second:
+            self.amax[which : which + 1].copy_(torch.maximum(self.amax[which], amax.amax()).view(1))
+        if self._given(which):
+            multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
+        else:
+            self._largest(amax, which, block[cut] == 0, block[0] == 0)
+            top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
+            if recipe.searched and key is None:
+                multiplier = (
+                    searched(x, block, format, amax, top)
+                    if casts is None
+                    else casts.searched(x, block, format, amax, top, mix, self.signs)
+                )
+            else:
+                multiplier = multipliers(amax, format, recipe.scale, top)
+        counts = self.counts[which] if not second and self.counts is not None else None
+        if casts is not None:
+            return casts.quantize(x, block, format, multiplier, key, mix, self.signs, counts)
+        q = quantize(x, block, format, multiplier, key)
+        if counts is not None:
+            counts[0, :-1] += lost(x, q, format, multiplier)
+        return q
+
+    def _recipe(self, which: int, second: bool) -> Recipe:
+        """For one kind of codes: the first of gradients and the second of weights make the gradient of the input."""
+        return self.recipe.inputs if self.recipe.inputs is not None and which == (W if second else DY) else self.recipe
+
+    def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
+        """The Triton twin of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
+        if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64 or not use_triton(self.kernels, x):
+            return None
+        from phalanx.ops.quantized import emulated
+
+        return emulated
+
+    def _takes(self, x: Source) -> bool:
+        from phalanx.ops.quantized.quantize_kernel import takes
+
+        return takes(x, self.recipe.tokens)
+
+    def _cast(
+        self, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None
+    ) -> tuple[Scaled, Scaled]:
+        """As `both`, by Triton."""
+        from phalanx.ops.quantized import quantize_kernel as kernels
+
+        recipe, format = self.recipe, self._format(which)
+        first = second = None
+        if self._given(which):
+            mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
+        elif recipe.tokens == (0, 0):
+            mode, first = kernels.WHOLE, kernels.amax(x)
+            self._largest(first, which, True, True)
+        elif recipe.tokens == (1, 0):
+            mode, (first, second) = kernels.LINES, kernels.amax_lines(x)
+            self._largest(first, which, cut == 1, False)
+            self._largest(second, which, cut == 0, True)
+        else:
+            mode = kernels.SQUARES if which == W else kernels.BLOCKS
+        return kernels.cast_both(
+            x, format, mode, first, second, turn, counts=None if self.counts is None else self.counts[which], into=into
+        )
+
+    def nan(self, x: Tensor) -> Tensor:
+        """(), for stand-ins."""
+        if self._nan is None or self._nan.dtype != x.dtype or self._nan.device != x.device:
+            self._nan = x.new_full((), torch.nan)
+        return self._nan
+
+    def _format(self, which: int, second: bool = False) -> Format:
+        recipe = self._recipe(which, second)
+        return recipe.backward if which == DY else recipe.forward
+
+    def _block(self, which: int, second: bool = False) -> tuple[int, int]:
+        recipe = self._recipe(which, second)
+        block = recipe.weight if which == W else recipe.tokens
+        return block[::-1] if second else block
+
+    def _given(self, which: int) -> bool:
+        """Whether the scale is known before the tensor is."""
+        return self.recipe.delayed and self.multiplier is not None and not self.current
+
+    def _triton(self, x: Tensor) -> bool:
+        return not self.recipe.emulated and x.dtype != torch.float64 and use_triton(self.kernels, x)
+
+    def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
+        """The largest amax, in place, of the ranks that hold other parts of what shares a scale: cut over tp, and,
+        of activations and gradients, tokens over cp."""
+        axes, over_cp = self.axes, over_cp and which != W
+        if over_tp:
+            return (axes.sharing if over_cp else axes.tp).all_reduce(amax, "max").wait()
+        for axis in (axes.heads, axes.keys) if over_cp else ():
+            axis.all_reduce(amax, "max").wait()
+        return amax
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+        """a (M, K), b (N, K) -> a b^T (M, N)."""
+        if a.codes.is_cuda and not self.recipe.emulated:
+            return fast_product(a, b, dtype, fast, out)
+        if a.codes.is_cuda:
+            return torch.mm(dequantize(a, dtype), dequantize(b, dtype).t(), out=out)
+        y = scaled_product(a, b, dtype)
+        return y if out is None else out.copy_(y)
+
+    def add_weight_grad(self, weight: Tensor, dy: Scaled, x: Scaled) -> Tensor | None:
+        """Account for dy x^T, of dy (out, T) and x (in, T) with blocks along tokens; what a backward must return for
+        the weight."""
+        if weight.grad is None:
+            return self.product(dy, x, weight.dtype, self.fast_backward)
+        if dy.codes.is_cuda and self.recipe.emulated:
+            return add_product_grad(weight, dequantize(dy, weight.dtype).t(), dequantize(x, weight.dtype).t())
+        if dy.codes.is_cuda:
+            add_fast_product_(weight.grad, dy, x, self.fast_backward)
+        else:
+            weight.grad.add_(scaled_product(dy, x, weight.grad.dtype))
+        return None
+
+    def turned(self, q: Scaled) -> Scaled:
+        """The transposed matrix in its own memory."""
+        if not self._triton(q.scales):
+            return q.turned()
+        from phalanx.ops.quantized.quantize_kernel import transposed
+
+        return Scaled(transposed(q.codes), q.scales.t().contiguous(), (q.block[1], q.block[0]))
+
+
+def low_of(weight: Tensor) -> LowWeight | None:
+    """What a weight has if its products use codes now."""
+    low: LowWeight | None = getattr(weight, "low", None)
+    return low if low is not None and low.on else None
+
+
+def nan_for(weight: Tensor, x: Tensor) -> Tensor | None:
+    """For stand-ins of x, or of the gradient of the output: if the linear with this weight casts them, and Triton
+    does."""
+    low = low_of(weight)
+    return low.nan(x) if low is not None and low._triton(x) else None
+
+
+def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
+    """The gathering of codes (n, F) of each rank into (T, F), as bytes, and the scales of all of them. ValueError if
+    ranks cut a block."""
+    if tp.size > 1 and q.block[0] > 0 and len(q.codes) % q.block[0]:
+        raise ValueError(f"{len(q.codes)} tokens of each rank are no whole blocks of {q.block[0]}")
+    return tp.gather(q.codes.view(torch.uint8)), q.scales if q.block[0] == 0 else tp.all_gather(q.scales).wait()
+
+
+def _gather_multiply(q: Scaled, tp: Axis, low: LowWeight, weight: Scaled, fast: bool, y: Tensor) -> tuple[Any, Tensor]:
+    """y (T, out) = the codes of all ranks (n, in) times those of the weight (out, in); what `_gather` returned."""
+    codes, scales = _gather(q, tp)
+    for rows, part in codes.parts():
+        low.product(
+            Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block),
+            weight,
+            y.dtype,
+            fast,
+            out=y[rows],
+        )
+    return codes, scales
+
+
+def _multiply_scatter(q: Scaled, tp: Axis, low: LowWeight, weight: Scaled, fast: bool, like: Tensor) -> Any:
+    """The scattering of codes (T, in) times those of the weight (out, in), summed over ranks, in the dtype of
+    `like`."""
+    scattering = tp.scatter(len(q.codes), len(weight.codes), like)
+    for rows, out in scattering.parts():
+        low.product(q.rows(rows), weight, like.dtype, fast, out=out)
+    return scattering
+
+
+def _add_from_gathered(
+    q: Scaled, columns: Scaled, gathered: tuple[Any, Tensor], tp: Axis, low: LowWeight, weight: Tensor, h: Scaled
+) -> Tensor | None:
+    """Account for the weight's gradient: dy of all ranks (q gathered, `columns` with blocks along tokens), h (in,
+    T)."""
+    if tp.size == 1:
+        return low.add_weight_grad(weight, columns, h)
+    codes, scales = gathered if columns is q else _gather(columns, tp)
+    return low.add_weight_grad(
+        weight, low.turned(Scaled(codes.wait().view(columns.codes.dtype), scales, columns.block)), h
+    )
+
+
+def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, low: LowWeight) -> Scaled:
+    """x (in, T) of all ranks."""
+    return (
+        low.turned(Scaled(gathering[0].wait().view(kept.codes.dtype), gathering[1], kept.block)) if gathering else kept
+    )
+
+
+class _LowGatherMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
+        q, kept = low.both(X, x, cut=0, turn=tp.size == 1)
+        ctx.block = kept.block
+        ctx.save_for_backward(kept.codes, kept.scales)
+        y = x.new_empty(len(x) * tp.size, weight.shape[0])
+        _gather_multiply(q, tp, low, low.codes(weight)[0], low.fast_forward, y)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
+        kept = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        gathering = _gather(kept, tp) if need_w and tp.size > 1 else None
+        q, columns = low.both(DY, dy, cut=1, turn=True)
+        scattering = _multiply_scatter(q, tp, low, low.codes(weight)[1], low.fast_backward, dy) if need_x else None
+        dw = low.add_weight_grad(weight, columns, _whole_of(kept, gathering, low)) if need_w else None
+        return scattering.wait() if scattering else None, dw, db, None, None
+
+
+class _LowMatmulScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
+        q, kept = low.both(X, h, cut=1, turn=True)
+        ctx.block = kept.block
+        ctx.save_for_backward(kept.codes, kept.scales)
+        y = _multiply_scatter(q, tp, low, low.codes(weight)[0], low.fast_forward, h).wait()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
+        h = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
+        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        if not (need_h or need_w):
+            return None, None, db, None, None
+        q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
+        dh = dy.new_empty(h.codes.shape[::-1]) if need_h else None
+        gathered = (
+            _gather(q, tp) if dh is None else _gather_multiply(q, tp, low, low.codes(weight)[1], low.fast_backward, dh)
+        )
+        dw = _add_from_gathered(q, columns, gathered, tp, low, weight, h) if need_w else None
+        return dh, dw, db, None, None
+
+
+class _LowGatedMLP(Function):
+    """_LowGatherMatmul, SwiGLU and _LowMatmulScatter after one another: the same codes, sums and gradients.
+    `up_low`, `low`: of either weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        tp: Axis,
+        up_low: LowWeight,
+        low: LowWeight,
+        kernels: Kernels,
+    ) -> Tensor:  # type: ignore[override]
+        ctx.gate_up, ctx.down, ctx.tp, ctx.lows, ctx.kernels = gate_up, down, tp, (up_low, low), kernels
+        q, x_kept = up_low.both(X, x, cut=0, turn=tp.size == 1)
+        both = x.new_empty(len(x) * tp.size, gate_up.shape[0])
+        _gather_multiply(q, tp, up_low, up_low.codes(gate_up)[0], up_low.fast_forward, both)
+        h, h_kept = low.both(X, Gated(both, kernels), cut=1, turn=True)
+        ctx.blocks = x_kept.block, h_kept.block
+        ctx.save_for_backward(x_kept.codes, x_kept.scales, both, h_kept.codes, h_kept.scales)
+        return _multiply_scatter(h, tp, low, low.codes(down)[0], low.fast_forward, x).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, down, tp, (up_low, low) = ctx.gate_up, ctx.down, ctx.tp, ctx.lows
+        x_codes, x_scales, both, h_codes, h_scales = ctx.saved_tensors
+        x, h = Scaled(x_codes, x_scales, ctx.blocks[0]), Scaled(h_codes, h_scales, ctx.blocks[1])
+        need_x, need_up, need_down = ctx.needs_input_grad[:3]
+        q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
+        dh = dy.new_empty(h.codes.shape[::-1])
+        gathered = _gather_multiply(q, tp, low, low.codes(down)[1], low.fast_backward, dh)
+        d_down = _add_from_gathered(q, columns, gathered, tp, low, down, h) if need_down else None
+        q, columns = up_low.both(DY, GatedGrad(dh, both, ctx.kernels), cut=1, turn=True)
+        gathering = _gather(x, tp) if need_up and tp.size > 1 else None
+        scattering = (
+            _multiply_scatter(q, tp, up_low, up_low.codes(gate_up)[1], up_low.fast_backward, dy) if need_x else None
+        )
+        d_up = up_low.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_low)) if need_up else None
+        return scattering.wait() if scattering else None, d_up, d_down, None, None, None, None
+
+
+def _rows_of(scales: Tensor, block: tuple[int, int], rows: slice) -> Tensor:
+    return scales if block[0] == 0 else scales[rows.start // block[0] : -(-rows.stop // block[0])]
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    return param.dtype if param.grad is None else param.grad.dtype
+
+
+def low_gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
+    """As ops.dense.matmul.gather_matmul, of the codes of x and weight."""
+    return _LowGatherMatmul.apply(x, weight, bias, tp, low)
+
+
+def low_matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
+    """As ops.dense.matmul.matmul_scatter, of the codes of h and weight."""
+    return _LowMatmulScatter.apply(h, weight, bias, tp, low)
+
+
+def use_low_gated_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
+    """Whether an MLP with these weights is one op: both are in low precision, and what it saves is saved, casts by
+    Triton. `kernels`: of SwiGLU."""
+    lows = low_of(gate_up), low_of(down)
+    return all(low is not None and use_triton(low.kernels, x) for low in lows) and use_triton(kernels, x)
+
+
+def low_gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, kernels: Kernels = "auto") -> Tensor:
+    """As ops.dense.gated_mlp.gated_mlp, of the codes of x and weights, both in low precision: gate_up (2F, D)
+    stacked, down (D, F)."""
+    return _LowGatedMLP.apply(x, gate_up, down, tp, low_of(gate_up), low_of(down), kernels)

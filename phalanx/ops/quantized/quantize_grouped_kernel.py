@@ -1,0 +1,622 @@
+"""Casts to 8 bits of rows sorted by expert, one pass over memory; how a tile is cast: quant_tile.
+ops/quantized/experts.py defines what comes out.
+
+Which rows are whose is read from `ends` on the device. A program does TILE rows of one expert by some features: tile
+t of them all goes to the places t TILE ... of the transposed codes, so the number of places used is the number of
+tiles. A stack of matrices is cast likewise, as rows of which every expert has as many.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.dense.activation import SUMMED, GatedRows, GatedRowsGrad
+from phalanx.ops.dense.gated_kernel import clamped, gated, gated_slopes, sigmoid
+from phalanx.ops.experts.grouped_tiles import rows_of_experts
+from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.quantized.quantize_tile import (
+    _GIVEN,
+    _LARGEST,
+    _LARGEST_LINES,
+    _LINES,
+    _SQUARES,
+    _WHOLE,
+    BLOCKS,
+    GIVEN,
+    LARGEST,
+    LARGEST_LINES,
+    LINES,
+    SQUARES,
+    TILE,
+    WHOLE,
+    Tiles,
+    count_losses_of_four,
+    note_amaxes,
+    note_tile,
+    place,
+    plan,
+    read_four,
+    reciprocal,
+    rounded,
+    write_codes,
+)
+from phalanx.ops.quantized.recipes import Scaled
+
+if TYPE_CHECKING:
+    from phalanx.ops.quantized.recipes import Format
+
+__all__ = [
+    "BLOCKS",
+    "GIVEN",
+    "LINES",
+    "SQUARES",
+    "TILE",
+    "WHOLE",
+    "Tiles",
+    "amax",
+    "amax_lines",
+    "cast_both",
+    "sources",
+    "takes",
+    "tiles_of",
+]
+
+Source = Tensor | Gathered | GatedRows  # and GatedRowsGrad
+
+
+@triton.jit
+def _rows_of(t, ends, E, TILE: tl.constexpr, E_BLOCK: tl.constexpr):
+    """(whether there is a tile t, its expert, its first row, one past its expert's last row)"""
+    experts, starts, stops = rows_of_experts(ends, E, E_BLOCK)
+    counts = tl.cdiv(stops - starts, TILE)
+    lasts = tl.cumsum(counts, 0)
+    e = tl.sum((lasts <= t).to(tl.int32), 0)
+    start = tl.sum(tl.where(experts == e, starts - (lasts - counts) * TILE, 0), 0)
+    stop = tl.sum(tl.where(experts == e, stops, 0), 0)
+    return t < tl.sum(counts, 0), e, start + t * TILE, stop
+
+
+@triton.jit
+def _read_gathered(x, source, rows, cols, stop, C):
+    """Of rows `rows` before `stop` the tokens x (T, C) that they are of, in fp32."""
+    there = rows < stop
+    token = tl.load(source + rows, mask=there, other=0).to(tl.int64)
+    return tl.load(x + token[:, None] * C + cols[None, :], mask=there[:, None] & (cols < C)[None, :], other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _weighed(
+    gate,
+    up,
+    weights,
+    rows,
+    stop,
+    x,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CLAMP: tl.constexpr,
+    WEIGH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """What the activation makes of gate and up, as kernels.gated does."""
+    gate, up = clamped(gate, up, LIMIT, SHIFT, CLAMP)
+    y = gated(gate, up, ALPHA, INTERPRETED)
+    if WEIGH:
+        y = y * tl.load(weights + rows, mask=rows < stop, other=0.0)[:, None]
+    return rounded(y, x, INTERPRETED)
+
+
+@triton.jit
+def _slopes(
+    d,
+    raw_gate,
+    raw_up,
+    weights,
+    sums,
+    rows,
+    stop,
+    x,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CLAMP: tl.constexpr,
+    WEIGH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Gradients of gate and up, likewise; this tile's part of the weights' goes to `sums`."""
+    gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
+    s = sigmoid(gate, ALPHA, INTERPRETED)
+    if WEIGH:
+        there = rows < stop
+        tl.store(sums + rows, tl.sum(d * gate * s * up, 1), mask=there)
+        d = d * tl.load(weights + rows, mask=there, other=0.0)[:, None]
+    dgate, dup = gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA, LIMIT, CLAMP)
+    return rounded(dgate, x, INTERPRETED), rounded(dup, x, INTERPRETED)
+
+
+@triton.jit
+def _cast(
+    x,
+    dy,
+    source,
+    weights,
+    sums,
+    ends,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    P,
+    E,
+    SOURCE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CLAMP: tl.constexpr,
+    WEIGH: tl.constexpr,
+    MODE: tl.constexpr,
+    APART: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+):
+    """Codes of rows sorted by expert. SOURCE: 0 x (R, C); 1 the tokens x (T, C) that rows are of, by number `source`
+    (R,); 2 the activation (R, C) of x (R, 2C), times `weights` (R,) if WEIGH; 3 its gradient (R, 2C) from dy (R, C),
+    and `sums` (N, R): parts of the weights', as many as columns of tiles.
+
+    A program has ROWS of the rows that tile `t` has room for, all of expert e."""
+    counting, down, along, places, cols = place(P, C, NOTE, EVERY, ROWS, COLS)
+    t = down * ROWS // TILE
+    there, e, first, stop = _rows_of(t, ends, E, TILE, E_BLOCK)
+    begin = first + down * ROWS % TILE
+    if there:
+        rows = begin + 4 * tl.arange(0, ROWS // 4)
+        there_cols = cols < C
+        if SOURCE == 0:
+            v = read_four(x, rows, cols, C, stop, C)
+        elif SOURCE == 1:
+            v = (
+                _read_gathered(x, source, rows, cols, stop, C),
+                _read_gathered(x, source, rows + 1, cols, stop, C),
+                _read_gathered(x, source, rows + 2, cols, stop, C),
+                _read_gathered(x, source, rows + 3, cols, stop, C),
+            )
+        else:
+            g, u = read_four(x, rows, cols, 2 * C, stop, C), read_four(x + C, rows, cols, 2 * C, stop, C)
+            if SOURCE == 2:
+                v = (
+                    _weighed(g[0], u[0], weights, rows, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
+                    _weighed(g[1], u[1], weights, rows + 1, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
+                    _weighed(g[2], u[2], weights, rows + 2, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
+                    _weighed(g[3], u[3], weights, rows + 3, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
+                )
+            else:
+                d = read_four(dy, rows, cols, C, stop, C)
+                if WEIGH:
+                    sums += along.to(tl.int64) * R
+                g0, u0 = _slopes(
+                    d[0], g[0], u[0], weights, sums, rows, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                )
+                g1, u1 = _slopes(
+                    d[1], g[1], u[1], weights, sums, rows + 1, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                )
+                g2, u2 = _slopes(
+                    d[2], g[2], u[2], weights, sums, rows + 2, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                )
+                g3, u3 = _slopes(
+                    d[3], g[3], u[3], weights, sums, rows + 3, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                )
+                _emit(
+                    (g0, g1, g2, g3),
+                    counting,
+                    down,
+                    t,
+                    e,
+                    along,
+                    begin,
+                    stop,
+                    cols,
+                    there_cols,
+                    row_amax,
+                    col_amax,
+                    out,
+                    other,
+                    row_scales,
+                    col_scales,
+                    counts,
+                    R,
+                    2 * C,
+                    P,
+                    MODE,
+                    APART,
+                    NOTE,
+                    MAX,
+                    LEAST,
+                    WIDE_RANGE,
+                    ROUND,
+                    FLOOR,
+                    SLOTS,
+                )
+                v = (u0, u1, u2, u3)
+                along += tl.cdiv(C, COLS)
+                cols += C
+                C *= 2
+        _emit(
+            v,
+            counting,
+            down,
+            t,
+            e,
+            along,
+            begin,
+            stop,
+            cols,
+            there_cols,
+            row_amax,
+            col_amax,
+            out,
+            other,
+            row_scales,
+            col_scales,
+            counts,
+            R,
+            C,
+            P,
+            MODE,
+            APART,
+            NOTE,
+            MAX,
+            LEAST,
+            WIDE_RANGE,
+            ROUND,
+            FLOOR,
+            SLOTS,
+        )
+
+
+@triton.jit
+def _emit(
+    v,
+    counting,
+    down,
+    t,
+    e,
+    along,
+    begin,
+    stop,
+    cols,
+    there,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    P,
+    MODE: tl.constexpr,
+    APART: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Cast v, four tiles, of columns `cols` and rows `begin` .. `stop`, into out (R, C) and other (C, P). Of LARGEST
+    and LARGEST_LINES, only note its amaxes: of rows (R,), of columns (E, C), of all or, APART, (E,)."""
+    rows = begin + 4 * tl.arange(0, v[0].shape[0])
+    if APART:
+        row_amax += e
+    if MODE == _LINES or MODE == _LARGEST_LINES:
+        col_amax += e.to(tl.int64) * C
+    if MODE == _LARGEST or MODE == _LARGEST_LINES:
+        note_amaxes(v, rows, stop, cols, there, row_amax, col_amax, MODE)
+    elif NOTE:
+        if counting:
+            count_losses_of_four(v, rows, stop, there, row_amax, counts, MODE, MAX, LEAST, ROUND, FLOOR, SLOTS)
+        else:
+            note_tile(v, along == 0, row_amax, counts, MODE, SLOTS)
+            _write(
+                v,
+                down,
+                t,
+                e,
+                along,
+                begin,
+                stop,
+                rows,
+                cols,
+                there,
+                row_amax,
+                col_amax,
+                out,
+                other,
+                row_scales,
+                col_scales,
+                R,
+                C,
+                P,
+                MODE,
+                APART,
+                MAX,
+                WIDE_RANGE,
+                ROUND,
+                FLOOR,
+            )
+    else:
+        _write(
+            v,
+            down,
+            t,
+            e,
+            along,
+            begin,
+            stop,
+            rows,
+            cols,
+            there,
+            row_amax,
+            col_amax,
+            out,
+            other,
+            row_scales,
+            col_scales,
+            R,
+            C,
+            P,
+            MODE,
+            APART,
+            MAX,
+            WIDE_RANGE,
+            ROUND,
+            FLOOR,
+        )
+
+
+@triton.jit
+def _write(
+    v,
+    down,
+    t,
+    e,
+    along,
+    begin,
+    stop,
+    rows,
+    cols,
+    there,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    R,
+    C,
+    P,
+    MODE: tl.constexpr,
+    APART: tl.constexpr,
+    MAX: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """Codes and scales. row_scales: one, or one of each expert (APART); of LINES (R,); of BLOCKS (columns of tiles,
+    R); of SQUARES (tiles, columns of tiles). col_scales: (E, C) or (tiles, C)."""
+    by_row, by_col = write_codes(
+        v,
+        down,
+        rows,
+        stop,
+        cols,
+        there,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        C,
+        P,
+        MODE,
+        True,
+        True,
+        MAX,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+    )
+    if MODE == _WHOLE or MODE == _GIVEN:
+        tl.store(row_scales + e * APART, reciprocal(by_row))  # the same from all
+    elif MODE == _SQUARES:
+        tl.store(row_scales + t * tl.cdiv(C, 128) + along, reciprocal(by_row))
+    else:
+        each = begin + tl.arange(0, by_row.shape[0])
+        if MODE == _LINES:
+            tl.store(row_scales + each, by_row, mask=(each < stop) & (along == 0))
+            tl.store(col_scales + e.to(tl.int64) * C + cols, by_col, mask=there)
+        else:
+            tl.store(row_scales + along.to(tl.int64) * R + each, by_row, mask=each < stop)
+            tl.store(col_scales + t.to(tl.int64) * C + cols, by_col, mask=there)
+
+
+def takes(x: Source, block: tuple[int, int]) -> bool:
+    """Whether x can be cast as it is made: gate and up of a feature do not lie side by side, and no block of columns
+    is of both."""
+    whole = not isinstance(x, GatedRowsGrad) or block[1] < 2 or x.inner % block[1] == 0
+    return whole and not (isinstance(x, GatedRows) and x.gate.interleaved)
+
+
+def tiles_of(x: Source, mode: int) -> Tiles:
+    """The best of benchmarks/low_grouped.py on an H200. Rows of a tile of PLACE are divided into whole programs."""
+    if mode in (BLOCKS, SQUARES):
+        return Tiles(TILE, TILE, 16)
+    if isinstance(x, GatedRowsGrad):
+        return Tiles(64, SUMMED, 4)
+    return Tiles(32, TILE, 4) if isinstance(x, GatedRows) and mode != LARGEST_LINES else Tiles(64, TILE, 8)
+
+
+def sources(x: Source) -> tuple[tuple[Tensor | None, ...], int, dict[str, Any]]:
+    """What the kernel reads (x, dy, source, weights, sums), columns that its tiles cover, constants."""
+    if isinstance(x, GatedRows):
+        gate, kind = x.gate, 3 if isinstance(x, GatedRowsGrad) else 2
+        more = dict(
+            SOURCE=kind,
+            ALPHA=gate.alpha,
+            LIMIT=gate.limit,
+            SHIFT=gate.shift,
+            CLAMP=math.isfinite(gate.limit),
+            WEIGH=x.weights is not None,
+        )
+        dy, sums = (x.dy.contiguous(), x.sums) if isinstance(x, GatedRowsGrad) else (None, None)
+        weights = None if x.weights is None else x.weights.contiguous()
+        return (x.x.contiguous(), dy, None, weights, sums), x.inner, more
+    none = dict(ALPHA=1.0, LIMIT=0.0, SHIFT=0.0, CLAMP=False, WEIGH=False)
+    if isinstance(x, Gathered):
+        return (x.x.contiguous(), None, x.rows.source_R, None, None), x.shape[1], dict(SOURCE=1, **none)
+    return (x.contiguous(), None, None, None, None), x.shape[1], dict(SOURCE=0, **none)
+
+
+def _launch(
+    x: Source,
+    ends: Tensor,
+    tiles: int,
+    mode: int,
+    first: Tensor | None,
+    second: Tensor | None,
+    out: Tensor | None = None,
+    other: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    counts: Tensor | None = None,
+    format: Format | None = None,
+    apart: bool = False,
+    cut: Tiles | None = None,
+) -> None:
+    read, columns, more = sources(x)
+    count, places = len(ends), tiles * TILE
+    programs, constants = plan(x, places, columns, mode, format, counts, cut or tiles_of(x, mode))
+    _cast[(programs,)](
+        *read,
+        ends,
+        first,
+        second,
+        out,
+        other,
+        *scales,
+        counts,
+        x.shape[0],
+        columns,
+        places,
+        count,
+        APART=int(apart),
+        TILE=TILE,
+        E_BLOCK=triton.next_power_of_2(count),
+        **constants,
+        **more,
+    )
+
+
+def amax(x: Source, ends: Tensor, tiles: int, apart: bool) -> Tensor:
+    """Bits of the largest |x| of rows (R, C) in all, (1, 1), or of each expert's, (E, 1); int32."""
+    out = torch.zeros(len(ends) if apart else 1, 1, dtype=torch.int32, device=x.device)
+    _launch(x, ends, tiles, LARGEST, out, None, apart=apart)
+    return out
+
+
+def amax_lines(x: Source, ends: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Bits of the largest |x| of each row (R,), of each feature over each expert's rows (E, C); int32."""
+    (rows, columns), count = x.shape, len(ends)
+    both = torch.zeros(rows + count * columns, dtype=torch.int32, device=x.device)
+    of_rows, of_columns = both.split((rows, count * columns))
+    _launch(x, ends, tiles, LARGEST_LINES, of_rows, of_columns)
+    return of_rows, of_columns.view(count, columns)
+
+
+def cast_both(
+    x: Source,
+    ends: Tensor,
+    tiles: int,
+    format: Format,
+    mode: int,
+    first: Tensor | None,
+    second: Tensor | None,
+    counts: Tensor | None = None,
+    into: tuple[Scaled, Scaled] | None = None,
+    cut: Tiles | None = None,
+) -> tuple[Scaled, Scaled]:
+    """Codes of rows x (R, C) as they lie, and transposed by places, (C, tiles * TILE).
+
+    first, second  bits of amaxes as `mode` wants them: WHOLE all rows' or (E, 1) each expert's, GIVEN the multiplier
+    (fp32), LINES of rows (R,)
+                   and of features (E, C)
+    counts, into   as kernels.quant.cast_both has them; cut: for benchmarks
+    """
+    (rows, columns), count, device = x.shape, len(ends), x.device
+    across, apart = (
+        triton.cdiv(columns, TILE),
+        mode == WHOLE and first is not None and first.numel() == count and count > 1,
+    )
+    if into is None:
+        out = torch.empty(rows, columns, dtype=format.dtype, device=device)
+        other = torch.empty(columns, tiles * TILE, dtype=format.dtype, device=device)
+        shapes = {
+            LINES: ((rows, 1), (count, columns)),
+            BLOCKS: ((across, rows), (tiles, columns)),
+            SQUARES: ((tiles, across), (1, 1)),
+        }
+        row_scales, col_scales = (
+            torch.empty(s, device=device) for s in shapes.get(mode, ((count if apart else 1, 1), (1, 1)))
+        )
+        into = _scaled(out, other, row_scales, col_scales, mode)
+    else:
+        out, other, row_scales, col_scales = into[0].codes, into[1].codes, into[0].scales, into[1].scales.t()
+    _launch(
+        x,
+        ends,
+        tiles,
+        mode,
+        first,
+        second,
+        out,
+        other.view(torch.int32),
+        (row_scales, col_scales),
+        counts,
+        format,
+        apart,
+        cut,
+    )
+    return into
+
+
+def _scaled(out: Tensor, other: Tensor, row_scales: Tensor, col_scales: Tensor, mode: int) -> tuple[Scaled, Scaled]:
+    if mode == LINES:
+        return Scaled(out, row_scales, (1, 0)), Scaled(other, col_scales.t(), (1, 0))
+    if mode == BLOCKS:
+        return Scaled(out, row_scales.t(), (1, TILE)), Scaled(other, col_scales.t(), (1, TILE))
+    block = (TILE, TILE) if mode == SQUARES else (0, 0)
+    return Scaled(out, row_scales, block), Scaled(other, row_scales.t(), block)

@@ -1,0 +1,917 @@
+"""Casts of matrices to 8 bits, one pass over memory for all that a linear needs of a tensor: codes as it lies, codes
+of its transpose, both scales, and counts of what was lost. What SwiGLU and RMSNorm make, and the gradients of SwiGLU
+and of the rotation of queries and keys, are cast as they are made and are in memory as codes alone. How a tile is
+cast: quant_tile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.dense.activation import Gated, GatedGrad
+from phalanx.ops.dense.gated_kernel import clamped, gated, gated_slopes, sigmoid
+from phalanx.ops.dense.norm import Normed
+from phalanx.ops.dense.rope import RopeGrad
+from phalanx.ops.quantized.quantize_tile import (
+    _GIVEN,
+    _LARGEST,
+    _LARGEST_LINES,
+    _LINES,
+    _SQUARES,
+    _WHOLE,
+    BLOCKS,
+    GIVEN,
+    LARGEST,
+    LARGEST_LINES,
+    LINES,
+    SQUARES,
+    TILE,
+    WHOLE,
+    Tiles,
+    abs_bits,
+    count_losses_of_four,
+    note_amaxes,
+    note_tile,
+    place,
+    plan,
+    read_four,
+    read_rows,
+    reciprocal,
+    rounded,
+    write_codes,
+)
+from phalanx.ops.quantized.recipes import Scaled
+
+if TYPE_CHECKING:
+    from phalanx.ops.quantized.recipes import Format
+
+__all__ = [
+    "BLOCKS",
+    "GIVEN",
+    "LINES",
+    "SQUARES",
+    "TILE",
+    "WHOLE",
+    "Tiles",
+    "amax",
+    "amax_lines",
+    "cast_both",
+    "takes",
+    "tiles_of",
+    "transposed",
+]
+
+Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
+ALL = 4096  # elements that a program of `_amax` looks at in a step
+
+
+@triton.jit
+def _amax(x, out, n, steps, BLOCK: tl.constexpr):
+    """out () int32 >= the bits of the largest |x| of (n,)."""
+    first = tl.program_id(0).to(tl.int64) * steps * BLOCK
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for step in range(steps):
+        i = first + step * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, abs_bits(tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)))
+    tl.atomic_max(out, tl.max(largest, 0))
+
+
+@triton.jit
+def _emit(
+    v,
+    counting,
+    down,
+    along,
+    rows,
+    cols,
+    there,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Cast the tile v, number (down, along), of a tensor (R, C). Of LARGEST and LARGEST_LINES, only note its amaxes."""
+    if MODE == _LARGEST or MODE == _LARGEST_LINES:
+        note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE)
+    elif NOTE:
+        if counting:
+            count_losses_of_four(v, rows, R, there, row_amax, counts, MODE, MAX, LEAST, ROUND, FLOOR, SLOTS)
+        else:
+            note_tile(v, (down == 0) & (along == 0), row_amax, counts, MODE, SLOTS)
+            _write(
+                v,
+                down,
+                along,
+                rows,
+                R,
+                cols,
+                there,
+                row_amax,
+                col_amax,
+                out,
+                other,
+                row_scales,
+                col_scales,
+                C,
+                MODE,
+                OTHER,
+                TURNED,
+                MAX,
+                WIDE_RANGE,
+                ROUND,
+                FLOOR,
+            )
+    else:
+        _write(
+            v,
+            down,
+            along,
+            rows,
+            R,
+            cols,
+            there,
+            row_amax,
+            col_amax,
+            out,
+            other,
+            row_scales,
+            col_scales,
+            C,
+            MODE,
+            OTHER,
+            TURNED,
+            MAX,
+            WIDE_RANGE,
+            ROUND,
+            FLOOR,
+        )
+
+
+@triton.jit
+def _write(
+    v,
+    down,
+    along,
+    rows,
+    R,
+    cols,
+    there,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    MAX: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """Codes and scales. row_scales: one; of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (rows of tiles,
+    columns of tiles). col_scales: (C,) or (rows of tiles, C)."""
+    by_row, by_col = write_codes(
+        v,
+        down,
+        rows,
+        R,
+        cols,
+        there,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        C,
+        R,
+        MODE,
+        OTHER,
+        TURNED,
+        MAX,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+    )
+    if MODE == _WHOLE or MODE == _GIVEN:
+        if (down == 0) & (along == 0):
+            tl.store(row_scales, reciprocal(by_row))
+    elif MODE == _SQUARES:
+        tl.store(row_scales + down * tl.cdiv(C, 128) + along, reciprocal(by_row))
+    else:
+        each = down * by_row.shape[0] + tl.arange(0, by_row.shape[0])
+        if MODE == _LINES:
+            tl.store(row_scales + each, by_row, mask=(each < R) & (along == 0))
+            tl.store(col_scales + cols, by_col, mask=there & (down == 0))
+        else:
+            tl.store(row_scales + along.to(tl.int64) * R + each, by_row, mask=each < R)
+            tl.store(col_scales + down.to(tl.int64) * C + cols, by_col, mask=there)
+
+
+@triton.jit
+def _cast(
+    x,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Of x (R, C)."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    v = read_four(x, rows, cols, C, R, C)
+    _emit(
+        v,
+        counting,
+        down,
+        along,
+        rows,
+        cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+
+
+@triton.jit
+def _gated(gate, up, x, INTERPRETED: tl.constexpr):
+    gate, up = clamped(gate, up, 0.0, 0.0, False)
+    return rounded(gated(gate, up, 1.0, INTERPRETED), x, INTERPRETED)
+
+
+@triton.jit
+def _cast_gated(
+    x,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Of silu(gate) up (R, C), of x = [gate, up] (R, 2C), rounded to x's dtype as if it were in memory."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
+    v = (
+        _gated(g[0], u[0], x, ROUND),
+        _gated(g[1], u[1], x, ROUND),
+        _gated(g[2], u[2], x, ROUND),
+        _gated(g[3], u[3], x, ROUND),
+    )
+    _emit(
+        v,
+        counting,
+        down,
+        along,
+        rows,
+        cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+
+
+@triton.jit
+def _slopes(d, gate, up, x, INTERPRETED: tl.constexpr):
+    gate, up = clamped(gate, up, 0.0, 0.0, False)
+    dgate, dup = gated_slopes(d, gate, up, sigmoid(gate, 1.0, INTERPRETED), gate, up, 1.0, 0.0, False)
+    return rounded(dgate, x, INTERPRETED), rounded(dup, x, INTERPRETED)
+
+
+@triton.jit
+def _gate_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
+    """Gradients of gate, four tiles."""
+    d, g, u = (
+        read_four(dy, rows, cols, C, R, C),
+        read_four(x, rows, cols, 2 * C, R, C),
+        read_four(x + C, rows, cols, 2 * C, R, C),
+    )
+    d0, _ = _slopes(d[0], g[0], u[0], x, INTERPRETED)
+    d1, _ = _slopes(d[1], g[1], u[1], x, INTERPRETED)
+    d2, _ = _slopes(d[2], g[2], u[2], x, INTERPRETED)
+    d3, _ = _slopes(d[3], g[3], u[3], x, INTERPRETED)
+    return d0, d1, d2, d3
+
+
+@triton.jit
+def _up_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
+    """Gradients of up, which does not count into them."""
+    d, g = read_four(dy, rows, cols, C, R, C), read_four(x, rows, cols, 2 * C, R, C)
+    _, d0 = _slopes(d[0], g[0], 0.0, x, INTERPRETED)
+    _, d1 = _slopes(d[1], g[1], 0.0, x, INTERPRETED)
+    _, d2 = _slopes(d[2], g[2], 0.0, x, INTERPRETED)
+    _, d3 = _slopes(d[3], g[3], 0.0, x, INTERPRETED)
+    return d0, d1, d2, d3
+
+
+@triton.jit
+def _cast_half_gated_grad(
+    dy,
+    x,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """As _cast_gated_grad, of C (R, 2C), C whole tiles: a tile is of gate or of up. What both read comes from the L2
+    cache the second time, and two programs have room on a processor: tiles of blocks of 128 x 128 are too large for
+    both."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    if 2 * along * COLS < C:
+        d0, d1, d2, d3 = _gate_slopes(dy, x, rows, cols, R, C // 2, ROUND)
+    else:
+        d0, d1, d2, d3 = _up_slopes(dy, x, rows, cols - C // 2, R, C // 2, ROUND)
+    _emit(
+        (d0, d1, d2, d3),
+        counting,
+        down,
+        along,
+        rows,
+        cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+
+
+@triton.jit
+def _cast_gated_grad(
+    dy,
+    x,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Of the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded likewise."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    d = read_four(dy, rows, cols, C, R, C)
+    g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
+    dg0, du0 = _slopes(d[0], g[0], u[0], x, ROUND)
+    dg1, du1 = _slopes(d[1], g[1], u[1], x, ROUND)
+    dg2, du2 = _slopes(d[2], g[2], u[2], x, ROUND)
+    dg3, du3 = _slopes(d[3], g[3], u[3], x, ROUND)
+    _emit(
+        (dg0, dg1, dg2, dg3),
+        counting,
+        down,
+        along,
+        rows,
+        cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        2 * C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+    along += tl.cdiv(C, COLS)
+    _emit(
+        (du0, du1, du2, du3),
+        counting,
+        down,
+        along,
+        rows,
+        C + cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        2 * C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+
+
+@triton.jit
+def _normed(x, scale, w, rows, cols, R, C, INTERPRETED: tl.constexpr):
+    v = read_rows(x, rows, cols, C, R, C) * tl.load(scale + rows, mask=rows < R, other=0.0)[:, None]
+    return rounded(rounded(v, x, INTERPRETED) * w, x, INTERPRETED)
+
+
+@triton.jit
+def _cast_normed(
+    x,
+    scale,
+    weight,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Of RMSNorm's output (R, C), from x, the scale of each row (fp32) and the weight (C,), rounded as kernels.norm
+    does."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    v = (
+        _normed(x, scale, w, rows, cols, R, C, ROUND),
+        _normed(x, scale, w, rows + 1, cols, R, C, ROUND),
+        _normed(x, scale, w, rows + 2, cols, R, C, ROUND),
+        _normed(x, scale, w, rows + 3, cols, R, C, ROUND),
+    )
+    _emit(
+        v,
+        counting,
+        down,
+        along,
+        rows,
+        cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+
+
+@triton.jit
+def _turned_back(
+    x,
+    cos,
+    sin,
+    rows,
+    i,
+    length,
+    s_seq,
+    s_tok,
+    R,
+    turned,
+    ROTATE: tl.constexpr,
+    K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Features i of tokens `rows` of one head, turned back if `turned` and ROTATE. Products of two bf16 numbers are
+    exact in fp32."""
+    there = (rows < R)[:, None]
+    at = (rows // length).to(tl.int64) * s_seq + (rows % length).to(tl.int64) * s_tok
+    v = tl.load(x + at[:, None] + i[None, :], mask=there, other=0.0).to(tl.float32)
+    if ROTATE:
+        if turned:
+            pair = tl.load(x + at[:, None] + ((i + K // 2) % K)[None, :], mask=there, other=0.0).to(tl.float32)
+            angle = rows[:, None] * (K // 2) + (i % (K // 2))[None, :]
+            c = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
+            s = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)
+            v = rounded(v * c + tl.where(i < K // 2, 1.0, -1.0)[None, :] * (pair * s), x, INTERPRETED)
+    return v
+
+
+@triton.jit
+def _cast_rope_grad(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    length,
+    q_seq,
+    q_head,
+    q_tok,
+    k_seq,
+    k_head,
+    k_tok,
+    v_seq,
+    v_head,
+    v_tok,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    row_scales,
+    col_scales,
+    counts,
+    R,
+    C,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    ROTATE: tl.constexpr,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    NOTE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EVERY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Of the gradient of the packed qkv (R, C) from those of q, k and v wherever they lie: a tile is of one head."""
+    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    i, none, head, turned = tl.arange(0, COLS), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
+    if along < Q:
+        x, s_seq, s_tok = q + head * q_head, none + q_seq, none + q_tok
+    elif along < Q + KV:
+        x, s_seq, s_tok = k + (head - Q) * k_head, none + k_seq, none + k_tok
+    else:
+        x, s_seq, s_tok = v + (head - Q - KV) * v_head, none + v_seq, none + v_tok
+    d = (
+        _turned_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _turned_back(x, cos, sin, rows + 1, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _turned_back(x, cos, sin, rows + 2, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _turned_back(x, cos, sin, rows + 3, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+    )
+    _emit(
+        d,
+        counting,
+        down,
+        along,
+        rows,
+        cols,
+        cols < C,
+        row_amax,
+        col_amax,
+        out,
+        other,
+        row_scales,
+        col_scales,
+        counts,
+        R,
+        C,
+        MODE,
+        OTHER,
+        TURNED,
+        NOTE,
+        MAX,
+        LEAST,
+        WIDE_RANGE,
+        ROUND,
+        FLOOR,
+        SLOTS,
+    )
+
+
+@triton.jit
+def _turn(x, out, R, C, TILE: tl.constexpr):
+    across = tl.cdiv(C, TILE)
+    rows = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
+    cols = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
+    mask = (rows < R)[:, None] & (cols < C)[None, :]
+    v = tl.load(x + rows.to(tl.int64)[:, None] * C + cols[None, :], mask=mask, other=0)
+    tl.store(out + cols.to(tl.int64)[:, None] * R + rows[None, :], v.T, mask=mask.T)
+
+
+def transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """(R, C) of 8-bit codes -> (C, R), contiguous, in `out` if given."""
+    rows, columns = codes.shape
+    out = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device) if out is None else out
+    grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
+    _turn[grid](codes.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, TILE=TILE, num_warps=8)
+    return out
+
+
+def amax(x: Source) -> Tensor:
+    """Bits of the largest |x|, (1,) int32."""
+    out = torch.zeros(1, dtype=torch.int32, device=x.device)
+    if isinstance(x, Tensor):
+        steps = 8 if x.is_cuda else 2
+        _amax[(triton.cdiv(x.numel(), ALL * steps),)](x.contiguous(), out, x.numel(), steps, BLOCK=ALL, num_warps=8)
+    else:
+        _launch(x, LARGEST, out, None)
+    return out
+
+
+def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
+    """Bits of the largest |x| of each row (R,) and each column (C,), int32."""
+    both = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device)
+    rows, columns = both.split(tuple(x.shape))
+    _launch(x, LARGEST_LINES, rows, columns)
+    return rows, columns
+
+
+def takes(x: Source, block: tuple[int, int]) -> bool:
+    """Whether x can be cast as it is made: no tile, and no block of columns, is of gate and of up or of two heads."""
+    if isinstance(x, GatedGrad):
+        return block[1] < 2 or x.dy.shape[1] % block[1] == 0
+    if isinstance(x, RopeGrad):
+        width = x.dq.shape[-1]
+        return width >= 16 and width == triton.next_power_of_2(width) and (block[1] < 2 or width == block[1])
+    return True
+
+
+def tiles_of(x: Source, mode: int) -> Tiles:
+    """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, heads
+    for one of their width. More lines for amaxes of columns: fewer atomics."""
+    if mode in (
+        BLOCKS,
+        SQUARES,
+    ):  # as few warps as have registers for two programs on a processor: what a line's scale costs, each warp pays
+        return Tiles(TILE, TILE, 8)
+    columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
+    if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
+        return Tiles(64, columns, 8)
+    return Tiles(32, columns, 4)
+
+
+def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, int], dict[str, Any]]:
+    """The kernel, what it reads, rows and columns that its tiles cover, constants."""
+    if isinstance(x, GatedGrad) and mode == BLOCKS:
+        return _cast_half_gated_grad, (x.dy.contiguous(), x.x.contiguous()), x.shape, {}
+    if isinstance(x, GatedGrad):
+        return _cast_gated_grad, (x.dy.contiguous(), x.x.contiguous()), (x.dy.shape[0], x.dy.shape[1]), {}
+    if isinstance(x, Gated):
+        return _cast_gated, (x.x.contiguous(),), x.shape, {}
+    if isinstance(x, Normed):
+        return _cast_normed, (x.x, x.scale, x.weight), x.shape, {}
+    if isinstance(x, RopeGrad):
+        parts = [t if t.stride(-1) == 1 else t.contiguous() for t in (x.dq, x.dk, x.dv)]
+        cos, sin = x.table or (parts[0], parts[0])
+        strides = [t.stride(d) for t in parts for d in (0, 1, 2)]
+        heads = dict(Q=x.dq.shape[1], KV=x.dk.shape[1], ROTATE=x.table is not None)
+        return _cast_rope_grad, (*parts, cos, sin, x.dq.shape[2], *strides), x.shape, heads
+    return _cast, (x.contiguous(),), (x.shape[0], x.shape[1]), {}
+
+
+def _launch(
+    x: Source,
+    mode: int,
+    first: Tensor | None,
+    second: Tensor | None,
+    out: Tensor | None = None,
+    other: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    counts: Tensor | None = None,
+    turn: bool = False,
+    format: Format | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    """One of the kernels above over all of x."""
+    kernel, sources, (rows, columns), more = _kernel_of(x, mode)
+    programs, constants = plan(x, rows, columns, mode, format, counts, tiles or tiles_of(x, mode))
+    more |= dict(OTHER=other is not None, TURNED=turn)
+    kernel[(programs,)](*sources, first, second, out, other, *scales, counts, rows, columns, **constants, **more)
+
+
+def cast_both(
+    x: Source,
+    format: Format,
+    mode: int,
+    first: Tensor | None,
+    second: Tensor | None,
+    turn: bool,
+    both: bool = True,
+    counts: Tensor | None = None,
+    into: tuple[Scaled, Scaled] | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Scaled, Scaled]:
+    """Codes of x (R, C) with scales for sums along its columns, and for sums along its rows: the latter transposed,
+    (C, R), if `turn`.
+
+    first, second  bits of amaxes as `mode` wants them: WHOLE the tensor's, GIVEN the multiplier (fp32), LINES of
+    rows and of columns
+    both           whether the second is wanted
+    counts         (SLOTS, COUNTS) int64 to note amax and losses in, of large tensors the losses of some tiles
+    into           where to write instead of new memory, as an earlier call returned it
+    tiles          for benchmarks
+    """
+    rows, columns = x.shape
+    if turn and rows % 4:
+        raise ValueError(f"{rows} rows: codes of the transposed matrix are written in words of four")
+    device, whole, squares = x.device, mode in (WHOLE, GIVEN), mode == SQUARES
+    down, across = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    shared = whole or squares
+    wanted = both and (turn or not shared)
+    if into is not None:
+        out, other = into[0].codes, into[1].codes if wanted else None
+    else:
+        out = torch.empty(rows, columns, dtype=format.dtype, device=device)
+        other = (
+            torch.empty((columns, rows) if turn else (rows, columns), dtype=format.dtype, device=device)
+            if wanted
+            else None
+        )
+    sizes = {LINES: (rows, columns), BLOCKS: (across * rows, down * columns), SQUARES: (down * across, 1)}.get(
+        mode, (1, 1)
+    )
+    row_scales, col_scales = (torch.empty(n, device=device) for n in sizes)
+    written = other.view(torch.int32) if turn and other is not None else other
+    _launch(x, mode, first, second, out, written, (row_scales, col_scales), counts, turn, format, tiles)
+    if into is not None:
+        _copy_scales(into, row_scales, col_scales, mode, turn)
+        return into
+    if whole:
+        q = Scaled(out, row_scales.view(1, 1), (0, 0))
+        return q, q if other is None else Scaled(other, q.scales, (0, 0))
+    if squares:
+        q = Scaled(out, row_scales.view(down, across), (TILE, TILE))
+        return q, q if other is None else Scaled(other, q.scales.t().contiguous(), (TILE, TILE))
+    block = (1, 0) if mode == LINES else (1, TILE)
+    q = Scaled(out, row_scales.view(-1, rows).t(), block)
+    if other is None:
+        return q, q
+    by_column = col_scales.view(-1, columns)
+    return q, Scaled(other, by_column.t(), block) if turn else Scaled(other, by_column, block[::-1])
+
+
+def _copy_scales(into: tuple[Scaled, Scaled], row_scales: Tensor, col_scales: Tensor, mode: int, turn: bool) -> None:
+    first, second = (q.scales for q in into)
+    if mode in (LINES, BLOCKS):
+        first.t().copy_(row_scales.view(first.t().shape))
+        (second.t() if turn else second).copy_(col_scales.view((second.t() if turn else second).shape))
+    else:
+        first.copy_(row_scales.view(first.shape))
+        if second is not first and mode == SQUARES:
+            second.copy_(first.t())

@@ -1,0 +1,490 @@
+"""How a program casts a tile to 8 bits: amaxes, multipliers, codes as the tile lies and transposed, counts of what
+was lost.
+
+Which tile of what it is, is said by the kernels of whole matrices (quant) and of rows sorted by expert
+(quant_grouped); ops/quantized/recipes.py defines the numbers.
+
+A program reads its tile as four: of every fourth row, of those after them, and so on. A thread so has four values
+that follow each other in the transposed matrix, casts them into one word and transposes words. That is half the
+instructions of transposing bytes, and such kernels wait for instructions more than for memory. A tile lies inside
+one block of 128 or holds parts of whole rows. Largest values are compared as the bits of
+|x| in int32: the order of what runs first changes nothing, and NaN is above all numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.quantized.recipes import FLOOR, SLOTS
+
+if TYPE_CHECKING:
+    from phalanx.ops.quantized.recipes import Format
+
+TILE = 128
+LARGE, SAMPLED = 2**23, 64  # of tensors of so many elements, losses are counted in every so-manieth of a row of tiles
+# Whose scale: the tensor's amax, a given number, lines, 1 x 128 (128 x 1), 128 x 128. The last two only find amaxes, of
+# the whole and of lines
+WHOLE, GIVEN, LINES, BLOCKS, SQUARES, LARGEST, LARGEST_LINES = range(7)
+_WHOLE, _GIVEN, _LINES, _BLOCKS, _SQUARES, _LARGEST, _LARGEST_LINES = (
+    tl.constexpr(mode) for mode in range(7)
+)  # the same for kernels
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program does: rows, columns (of gate and up each), by so many warps. 32 values a thread are four reads
+    of 16 bytes of bf16."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def format_constants(format: Format | None, x: Tensor | Any) -> dict[str, Any]:
+    """What kernels that cast x to a format are told of it; None: of E4M3. ROUND: the interpreter's casts are no
+    hardware's."""
+    wide = format is not None and format.dtype == torch.float8_e5m2
+    return dict(
+        MAX=448.0 if format is None else format.max,
+        LEAST=2.0**-17 if wide else 2.0**-10,
+        WIDE_RANGE=wide,
+        ROUND=x.device.type != "cuda",
+        SLOTS=SLOTS,
+    )
+
+
+def plan(
+    x: Any, rows: int, columns: int, mode: int, format: Format | None, counts: Tensor | None, t: Tiles
+) -> tuple[int, dict[str, Any]]:
+    """(programs that cast tiles t of x, and that only count losses, constants of their kernel). Tiles cover (rows,
+    columns)."""
+    across, down = triton.cdiv(columns, t.columns), triton.cdiv(rows, t.rows)
+    every = min(SAMPLED, across) if x.shape[0] * columns >= LARGE else 1
+    counting = 0 if counts is None else down * triton.cdiv(across, every)
+    constants = dict(
+        MODE=mode, NOTE=counts is not None, FLOOR=FLOOR, EVERY=every, ROWS=t.rows, COLS=t.columns, num_warps=t.warps
+    )
+    return down * across + counting, constants | format_constants(format, x)
+
+
+@triton.jit
+def abs_bits(x):
+    """The bits of |x|, int32."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(whether this program only counts, its tile's number down and along, every fourth of its rows, its columns).
+    Programs past those of all tiles count losses, in every EVERY-th of a row of tiles, from row to row one further:
+    which needs no registers of those that cast."""
+    across = tl.cdiv(C, COLS)
+    more = tl.program_id(0) - across * tl.cdiv(R, ROWS)
+    down = tl.program_id(0) // across
+    along = tl.program_id(0) % across
+    if NOTE:
+        if more >= 0:
+            down = more // tl.cdiv(across, EVERY)
+            along = more % tl.cdiv(across, EVERY) * EVERY + (EVERY - down % EVERY) % EVERY
+    return more >= 0, down, along, down * ROWS + 4 * tl.arange(0, ROWS // 4), along * COLS + tl.arange(0, COLS)
+
+
+@triton.jit
+def read_four(x, rows, cols, stride, R, C):
+    """Four tiles in fp32: of rows `rows`, of those after them, and so on."""
+    return (
+        read_rows(x, rows, cols, stride, R, C),
+        read_rows(x, rows + 1, cols, stride, R, C),
+        read_rows(x, rows + 2, cols, stride, R, C),
+        read_rows(x, rows + 3, cols, stride, R, C),
+    )
+
+
+@triton.jit
+def read_rows(x, rows, cols, stride, R, C):
+    """Rows `rows` before R and columns `cols` before C of x, in fp32; zeros outside."""
+    mask = (rows < R)[:, None] & (cols < C)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def multiplier_of(bits, MAX: tl.constexpr, FLOOR: tl.constexpr):
+    """As quant.multipliers."""
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.div_rn(MAX + tl.zeros_like(amax), tl.where(amax < FLOOR, FLOOR, amax))
+
+
+@triton.jit
+def scales_of(bits, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
+    """`multiplier_of` and its `reciprocal`, for many numbers: a division takes a call and its registers, and every
+    thread needs those of its rows and columns. Newton's steps from the hardware's 1 / x and from amax / MAX end at
+    the same bits: for every fp32 amax, and 1 / x wrong by up to two units in the last place. Powers of two keep 1 /
+    x a normal number."""
+    if ROUND:
+        m = multiplier_of(bits, MAX, FLOOR)
+        return m, reciprocal(m)
+    else:
+        amax = tl.maximum(bits.to(tl.float32, bitcast=True), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        part, top = amax * 0.0625, MAX * 0.0625  # signs are chosen so that none is to be turned
+        y = tl.inline_asm_elementwise(
+            "{.reg .f32 x; neg.f32 x, $1; rcp.approx.ftz.f32 $0, x;}",
+            "=f,f",
+            [part],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        y = tl.fma(tl.fma(part, y, 1.0), y, y)
+        m = y * top
+        m = tl.fma(tl.fma(part, m, top), y, m)
+        scale = amax * (1.0 / MAX)
+        scale = tl.fma(tl.fma(m, scale, 1.0), scale, scale)
+        scale = tl.fma(tl.fma(m, scale, 1.0), scale, scale)
+        return tl.where(amax == float("inf"), 0.0, tl.abs(m)), tl.where(amax == float("inf"), amax, scale)
+
+
+@triton.jit
+def reciprocal(m):
+    """1 / m, rounded to the nearest."""
+    return tl.div_rn(tl.zeros_like(m) + 1.0, m)
+
+
+@triton.jit
+def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, OWN: tl.constexpr = False):
+    """As quant.cast, up to the cast itself, which saturates on a GPU. WIDE_RANGE: E5M2. ROUND: to the format's
+    numbers, for the interpreter, whose cast neither rounds to the nearest nor saturates. OWN: multiplied by a scale
+    of their own amax, so that none is infinite: inf 0 is NaN."""
+    if ROUND:
+        finite = tl.abs(v) < float("inf")
+        v = tl.minimum(tl.maximum(v, -MAX), MAX)
+        drop: tl.constexpr = 21 if WIDE_RANGE else 20
+        least: tl.constexpr = 2.0**-14 if WIDE_RANGE else 2.0**-6  # of the numbers with a full mantissa
+        magic: tl.constexpr = 1.5 * (2.0**7 if WIDE_RANGE else 2.0**14)
+        bits = v.to(tl.int32, bitcast=True)
+        full = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & (-1 << drop)).to(tl.float32, bitcast=True)
+        small = (((tl.abs(v) + magic) - magic).to(tl.int32, bitcast=True) | (bits & (-1 << 31))).to(
+            tl.float32, bitcast=True
+        )
+        return tl.where(finite, tl.where(tl.abs(v) < least, small, full), float("nan"))
+    elif OWN:
+        return v
+    else:
+        return tl.fma(v, 0.0, v)  # v, or NaN where v is not finite
+
+
+@triton.jit
+def store_codes(
+    v,
+    where,
+    stride,
+    rows,
+    cols,
+    mask,
+    MAX: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    TURNED: tl.constexpr = False,
+    OWN: tl.constexpr = False,
+):
+    """Codes of v to `rows` and `cols` of `where`; TURNED: transposed, to columns `rows`; OWN: as `_code` has it."""
+    codes = _code(v, MAX, WIDE_RANGE, ROUND, OWN).to(where.dtype.element_ty)
+    if ROUND:  # nor does it cast NaN
+        codes = (
+            tl.where(tl.abs(v) < float("inf"), codes.to(tl.uint8, bitcast=True), 0x7F)
+            .to(tl.uint8)
+            .to(where.dtype.element_ty, bitcast=True)
+        )
+    if TURNED:
+        tl.store(where + cols.to(tl.int64)[:, None] * stride + rows[None, :], codes.T, mask=mask.T)
+    else:
+        tl.store(where + rows.to(tl.int64)[:, None] * stride + cols[None, :], codes, mask=mask)
+
+
+@triton.jit
+def note_largest(largest, counts, SLOTS: tl.constexpr):
+    """The amax noted in this program's slot becomes at least `largest`, bits."""
+    tl.atomic_max(counts + tl.program_id(0) % SLOTS * 4 + 3, largest.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def count_losses(v, scaled, mask, counts, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr):
+    """Values that became zero, that were cut, and all."""
+    place = counts + tl.program_id(0) % SLOTS * 4
+    size = tl.abs(scaled)
+    tl.atomic_add(place, tl.sum(((size <= LEAST) & (v != 0.0) & mask).to(tl.int32)).to(tl.int64), sem="relaxed")
+    tl.atomic_add(place + 1, tl.sum(((size > MAX * (1 + 2.0**-20)) & mask).to(tl.int32)).to(tl.int64), sem="relaxed")
+    tl.atomic_add(place + 2, tl.sum(mask.to(tl.int32)).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def largest_of_four(v):
+    """|v| of four tiles, the largest of each four; NaN if one is."""
+    first = tl.maximum(tl.abs(v[0]), tl.abs(v[1]), propagate_nan=tl.PropagateNan.ALL)
+    second = tl.maximum(tl.abs(v[2]), tl.abs(v[3]), propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _packed(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, OWN: tl.constexpr):
+    """Codes of four tiles, those of four rows of a column in a word: what lies side by side in the transposed
+    matrix."""
+    if ROUND:
+        word = _byte(v[0], MAX, WIDE_RANGE) | (_byte(v[1], MAX, WIDE_RANGE) << 8)
+        return word | (_byte(v[2], MAX, WIDE_RANGE) << 16) | (_byte(v[3], MAX, WIDE_RANGE) << 24)
+    else:
+        a, b = _code(v[0], MAX, WIDE_RANGE, False, OWN), _code(v[1], MAX, WIDE_RANGE, False, OWN)
+        c, d = _code(v[2], MAX, WIDE_RANGE, False, OWN), _code(v[3], MAX, WIDE_RANGE, False, OWN)
+        if WIDE_RANGE:
+            return tl.inline_asm_elementwise(
+                "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 "
+                "high, $4, $3; mov.b32 $0, {low, high};}",
+                "=r,f,f,f,f",
+                [a, b, c, d],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 "
+                "high, $4, $3; mov.b32 $0, {low, high};}",
+                "=r,f,f,f,f",
+                [a, b, c, d],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+
+
+@triton.jit
+def _byte(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr):
+    """The code of v, for the interpreter."""
+    code = _code(v, MAX, WIDE_RANGE, True).to(tl.float8e5 if WIDE_RANGE else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(v) < float("inf"), code, 0x7F).to(tl.int32)
+
+
+@triton.jit
+def _shared_multiplier(v, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
+    """What the whole tile is multiplied by, of modes where it is one number; else 1."""
+    if MODE == _WHOLE:
+        return multiplier_of(tl.load(row_amax), MAX, FLOOR)
+    elif MODE == _GIVEN:
+        return tl.load(row_amax)
+    elif MODE == _SQUARES:
+        return multiplier_of(tl.max(abs_bits(largest_of_four(v))), MAX, FLOOR)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest_along(v, axis: tl.constexpr, ROUND: tl.constexpr):
+    """The bits of the largest |v| along an axis. Compared as numbers |v| costs no instruction; the interpreter is
+    fast with bits."""
+    if ROUND:
+        return tl.max(abs_bits(v), axis)
+    else:
+        return abs_bits(tl.reduce(tl.abs(v), axis, _larger))
+
+
+@triton.jit
+def _row_bits(v, rows, row_amax, R, MODE: tl.constexpr, ROUND: tl.constexpr):
+    """Bits of the amaxes that the scales of a tile's rows are made of, (rows,); of modes where all of it shares one,
+    none."""
+    if MODE == _LINES:
+        return tl.load(row_amax + rows, mask=rows < R, other=0)
+    elif MODE == _BLOCKS:
+        return _largest_along(v, 1, ROUND)
+    else:
+        return 0
+
+
+@triton.jit
+def _column_bits(v, cols, there, col_amax, MODE: tl.constexpr, ROUND: tl.constexpr):
+    """The same of columns, of four tiles."""
+    if MODE == _LINES:
+        return tl.load(col_amax + cols, mask=there, other=0)
+    elif MODE == _BLOCKS:
+        return _largest_along(largest_of_four(v), 0, ROUND)
+    else:
+        return 0
+
+
+@triton.jit
+def _scales(bits, shared, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
+    """Multipliers of lines whose amaxes have these bits, and scales; or twice `shared`."""
+    if MODE == _LINES or MODE == _BLOCKS:
+        return scales_of(bits, MAX, FLOOR, ROUND)
+    else:
+        return shared, shared
+
+
+@triton.jit
+def note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE: tl.constexpr):
+    """LARGEST: the bits at row_amax become at least those of the tile's largest |v|. LARGEST_LINES: so do those of
+    its rows and its columns."""
+    if MODE == _LARGEST:
+        tl.atomic_max(row_amax, tl.max(abs_bits(largest_of_four(v))), sem="relaxed")
+    else:
+        for i in tl.static_range(4):
+            tl.atomic_max(row_amax + rows + i, tl.max(abs_bits(v[i]), 1), mask=rows + i < R, sem="relaxed")
+        tl.atomic_max(col_amax + cols, tl.max(abs_bits(largest_of_four(v)), 0), mask=there, sem="relaxed")
+
+
+@triton.jit
+def note_tile(v, first, row_amax, counts, MODE: tl.constexpr, SLOTS: tl.constexpr):
+    """Note the tile's amax or, of WHOLE, the tensor's if this program is the `first`."""
+    if MODE != _WHOLE:
+        note_largest(tl.max(abs_bits(largest_of_four(v))), counts, SLOTS)
+    elif first:
+        note_largest(tl.load(row_amax), counts, SLOTS)
+
+
+@triton.jit
+def count_losses_of_four(
+    v,
+    rows,
+    R,
+    there,
+    row_amax,
+    counts,
+    MODE: tl.constexpr,
+    MAX: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
+    for i in tl.static_range(4):
+        m, _ = _scales(_row_bits(v[i], rows + i, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+        scaled = v[i] * (m[:, None] if MODE == _LINES or MODE == _BLOCKS else m)
+        count_losses(v[i], scaled, (rows + i < R)[:, None] & there[None, :], counts, SLOTS, MAX, LEAST)
+
+
+@triton.jit
+def _write_rows(
+    v,
+    m,
+    by_col,
+    rows,
+    R,
+    cols,
+    there,
+    out,
+    other,
+    C,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    MAX: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Write codes of a tile whose rows are `rows` (R, C), multiplied by m. Returns what the transposed codes are
+    cast from: multiplied by by_col."""
+    mask, own = (rows < R)[:, None] & there[None, :], MODE != _GIVEN
+    if MODE == _LINES or MODE == _BLOCKS:
+        store_codes(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+        scaled = v * by_col[None, :]
+        if OTHER and not TURNED:
+            store_codes(scaled, other, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+    else:
+        scaled = v * m
+        store_codes(scaled, out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+    return scaled
+
+
+@triton.jit
+def write_codes(
+    v,
+    down,
+    rows,
+    R,
+    cols,
+    there,
+    row_amax,
+    col_amax,
+    out,
+    other,
+    C,
+    P,
+    MODE: tl.constexpr,
+    OTHER: tl.constexpr,
+    TURNED: tl.constexpr,
+    MAX: tl.constexpr,
+    WIDE_RANGE: tl.constexpr,
+    ROUND: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """out (.., C): codes of v, four tiles, of `rows` before R, with scales shared along a row (or the whole). other:
+    with scales shared along a
+    column: (.., C) codes or, TURNED, (C, P) codes as words of four, of which this is tile `down`; P whole fours.
+    Amaxes are bits, of GIVEN a multiplier. Returns the scales of the tile's rows, in their order, and of its
+    columns; of modes where all share one, twice the multiplier.
+
+    What is stored in both orders is cast twice, each time with its neighbours: bytes of one cast, taken apart and
+    put together anew, cost three times the instructions, and ptxas 12.8 made code of it for sm_90 that read
+    registers before they were set.
+    """
+    shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
+    m0, s0 = _scales(_row_bits(v[0], rows, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    m1, s1 = _scales(_row_bits(v[1], rows + 1, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    m2, s2 = _scales(_row_bits(v[2], rows + 2, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    m3, s3 = _scales(_row_bits(v[3], rows + 3, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    by_col, col_scales = _scales(_column_bits(v, cols, there, col_amax, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    turned = (
+        _write_rows(v[0], m0, by_col, rows, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
+        _write_rows(
+            v[1], m1, by_col, rows + 1, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND
+        ),
+        _write_rows(
+            v[2], m2, by_col, rows + 2, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND
+        ),
+        _write_rows(
+            v[3], m3, by_col, rows + 3, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND
+        ),
+    )
+    if OTHER and TURNED:
+        words = _packed(turned, MAX, WIDE_RANGE, ROUND, MODE != _GIVEN)
+        fours = down * words.shape[0] + tl.arange(0, words.shape[0])  # rows // 4, but known to be consecutive
+        tl.store(
+            other + cols.to(tl.int64)[:, None] * (P // 4) + fours[None, :],
+            words.T,
+            mask=there[:, None] & (fours < P // 4)[None, :],
+        )
+    if MODE == _LINES or MODE == _BLOCKS:
+        return tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * s0.shape[0],)), col_scales
+    else:
+        return shared, shared
+
+
+@triton.jit
+def rounded(v, x, INTERPRETED: tl.constexpr):
+    """v (fp32) rounded to the dtype of x, to the nearest. Written out for bf16: Triton's way there takes a slow
+    instruction for each number, and its interpreter's only cuts bits off."""
+    if x.dtype.element_ty != tl.bfloat16:
+        return v.to(x.dtype.element_ty).to(tl.float32)
+    elif INTERPRETED:
+        bits = v.to(tl.int32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & (-1 << 16)).to(tl.float32, bitcast=True)
+        return tl.where(tl.abs(v) < float("inf"), nearest, v)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
+            "=f,=f,f,f",
+            [v],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )

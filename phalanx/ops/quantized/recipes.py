@@ -1,0 +1,298 @@
+"""Recipes of 8-bit (and 4-bit) training as data, and the plain twins of its casts, scales and scaled products.
+
+A value x is kept as a code c of a narrow format and a scale s shared by a block of values: x ~ c s. The two operands
+of a GEMM share blocks along the dim that is summed over. Which linears use a recipe, and how over ranks, is the
+matter of ops/quantized/linear.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.ops.quantized.rounding import Key, noise_for
+
+Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
+SLOTS = 32  # places that casts count in, so that programs of a kernel do not wait for each other
+COUNTED = (
+    "zeros",
+    "cut",
+    "values",
+)  # in each of them: values that became zero, that were cut to the largest number, all that were looked at
+COUNTS = len(COUNTED) + 1  # and the bits of the largest |value| as fp32, where a kernel sees it
+FLOOR = 2.0**-100  # the least amax that a scale is made for: its inverse stays in range
+# a searched scale's place among E4M3's numbers, from the one nearest to what makes a block's largest value the format's
+TRIED = range(-1, 7)
+# of a tensor's block scales the largest that maps to the format's largest value: six further numbers fit E4M3
+ROOM = 256.0
+NO_NUMBER = 127  # E4M3's code
+# errors of codes are told in steps of 1 / STEPS, and what is further off than FAR as FAR: sums of 256 squares are exact
+# in int32
+STEPS = 1024.0
+FAR = 2.0
+
+
+@dataclass(frozen=True)
+class Format:
+    """A narrow floating-point format. `dtype` holds its codes; `max` is the largest finite value. E2M1's codes are
+    held as E4M3's, which has all of its values."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Format("E4M3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("E5M2", torch.float8_e5m2, 57344.0)
+E2M1 = Format("E2M1", torch.float8_e4m3fn, 6.0)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a linear's activations, weights and gradients are kept.
+
+    forward, backward  formats of activations and weights, of gradients
+    tokens             block of activations (and their gradients), rows being tokens, where features are summed over;
+    where tokens are
+                       (the weight's gradient) rows and columns change places
+    weight             the same of weights (out, in) where inputs are summed over
+    scale              what scales are: any fp32 number, powers of two, or E4M3 numbers times one fp32 number of the
+    whole tensor
+    delayed            scales come from the amaxes of earlier steps
+    at_random          gradients are rounded to one of their two neighbours at random, so that on average they are
+    what they were
+    searched           a block's scale, where it is rounded to the nearest, is the one with the least squared error
+    (`searched`)
+    hadamard           so many tokens are mixed before both operands of the weight's gradient are cast
+    (ops.quantized.rounding); 0: none
+    emulated           no product of this sort on Hopper: codes are turned back, on a GPU rounded to the dtype of the
+    activations (which is exact
+                       of scales that are powers of two, and else far below the codes' own rounding), and multiplied
+                       in it. Not measured on hardware
+    inputs             the recipe for the product that makes the gradient of the input, where the weight is cast for
+    it from what it was in forward:
+                       else the two would be about different weights
+    """
+
+    name: str
+    forward: Format
+    backward: Format
+    tokens: Block
+    weight: Block
+    scale: Literal["fp32", "power of 2", "two levels"] = "fp32"
+    delayed: bool = False
+    at_random: bool = False
+    searched: bool = False
+    hadamard: int = 0
+    emulated: bool = False
+    inputs: Recipe | None = None
+
+    @property
+    def turns(self) -> bool:
+        """Whether a weight's codes, transposed, are those of its transpose: then its ranks need but one byte of each
+        element."""
+        return self.weight == self.weight[::-1] and self.scale == "fp32"
+
+    @property
+    def unit(self) -> int:
+        """What the sizes of a product must be multiples of."""
+        return max(16, *self.tokens, *self.weight, self.inputs.unit if self.inputs else 0)
+
+
+# Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
+MXFP8 = Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True)
+# NVFP4 with blocks of weights as fine as those of activations, and searched scales
+FINE = Recipe(
+    "nvfp4_fine", E2M1, E2M1, (1, 16), (1, 16), "two levels", at_random=True, searched=True, hadamard=16, emulated=True
+)
+RECIPES = {
+    r.name: r
+    for r in (
+        # one scale per tensor, of its own amax; Micikevicius et al., "FP8 formats for deep learning", 2022 (E5M2 for
+        # gradients)
+        Recipe("tensorwise", E4M3, E5M2, (0, 0), (0, 0)),
+        Recipe("delayed", E4M3, E5M2, (0, 0), (0, 0), delayed=True),
+        Recipe("rowwise", E4M3, E4M3, (1, 0), (1, 0)),
+        # DeepSeek-V3, 2024, section 3.3
+        Recipe("blockwise", E4M3, E4M3, (1, 128), (128, 128)),
+        MXFP8,
+        # NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4
+        Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True),
+        # both of these: after Panferov et al., "Quartet II", 2026, who, too, cast the weight of forward once more for
+        # the gradient of the input
+        replace(FINE, inputs=FINE),
+        replace(FINE, name="nvfp4_mixed", inputs=MXFP8),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Codes (R, C) and the scales of their blocks, (R / r, C / c) rounded up, fp32: the values are codes times
+    scales."""
+
+    codes: Tensor
+    scales: Tensor
+    block: Block
+
+    def turned(self) -> Scaled:
+        """The transposed matrix, in its own memory: products want the dim that is summed over to be contiguous."""
+        return Scaled(transposed(self.codes), self.scales.t().contiguous(), (self.block[1], self.block[0]))
+
+    def rows(self, rows: slice) -> Scaled:
+        """A run of rows that cuts no block."""
+        size = self.block[0]
+        scales = self.scales if size == 0 else self.scales[rows.start // size : -(-rows.stop // size)]
+        return Scaled(self.codes[rows], scales, self.block)
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """The plain twin of kernels.quant.transposed."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """Largest |x| of each block, fp32 (R / r, C / c); NaN where a block has one. A block at the end may be smaller."""
+    rows, columns = (size or max(1, length) for size, length in zip(block, x.shape))
+    whole = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns).amax((1, 3)).float()
+
+
+def spread(scales: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+    """A scale for each element, (R, C) or broadcast to it."""
+    for dim, size in enumerate(block):
+        if size > 1:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return scales
+
+
+def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor | None = None) -> Tensor:
+    """What values are multiplied by before they are cast, fp32: so that the largest becomes the format's largest.
+    Zeros: any number. NaN and inf go on as NaN and as a scale of inf, so that a product of them is no number either.
+    top: amax of the whole tensor."""
+    largest = amax.new_full(
+        (), format.max
+    )  # by a number GPUs divide as by its inverse, and a number over a tensor would be rounded twice
+    if scale == "power of 2":
+        return torch.exp2(-torch.ceil(torch.log2(amax.clamp_min(FLOOR) / largest)))
+    if scale == "two levels":
+        whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / amax.new_full((), format.max * E4M3.max)
+        steps = cast(amax / whole / largest, E4M3).float().clamp_min(2.0**-9)
+        return 1.0 / (steps * whole)
+    return largest / amax.clamp_min(FLOOR)
+
+
+def tried(amax: Tensor, format: Format, top: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of each block the code, int32, of the E4M3 number that TRIED counts from; and the tensor's own scale.
+    Arguments as of `multipliers`."""
+    whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / amax.new_full((), format.max * ROOM)
+    return cast(amax / whole / amax.new_full((), format.max), E4M3).view(torch.uint8).int(), whole
+
+
+def scale_of(codes: Tensor) -> Tensor:
+    """E4M3's numbers, fp32, of codes."""
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def searched(x: Tensor, block: Block, format: Format, amax: Tensor, top: Tensor | None = None) -> Tensor:
+    """As `multipliers` of two levels, but of TRIED scales the one whose codes, to the nearest, are nearest to the
+    block of x (R, C) in the sum of squares; of equals the least. After Cook et al., "Four over six", 2025, who try
+    two of these."""
+    (codes, whole), wide = tried(amax, format, top), x.to(wide_of(x))
+    best, least = torch.empty_like(amax), torch.full_like(amax, math.inf)
+    for further in TRIED:
+        scale = scale_of(torch.where(codes == NO_NUMBER, codes, (codes + further).clamp(1, NO_NUMBER - 1)))
+        multiplier = 1.0 / (scale * whole)
+        error = _error(wide * spread(multiplier, block, x.shape), block, format) * (scale * scale)  # type: ignore[arg-type]
+        better = (error < least) | (codes == NO_NUMBER)
+        best, least = torch.where(better, multiplier, best), torch.where(better, error, least)
+    return best
+
+
+def _error(scaled: Tensor, block: Block, format: Format) -> Tensor:
+    """Sums of squares over blocks of what codes are off, fp32: of whole numbers of steps, so that the order of the
+    sum is nothing."""
+    off = _to_e2m1(scaled.clamp(-format.max, format.max), None) - scaled
+    steps = torch.round(off.nan_to_num().clamp(-FAR, FAR) * STEPS).int()
+    rows, columns = (size or max(1, length) for size, length in zip(block, scaled.shape))
+    whole = F.pad(steps * steps, (0, -scaled.shape[1] % columns, 0, -scaled.shape[0] % rows))
+    return (
+        whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns)
+        .sum((1, 3), dtype=torch.int32)
+        .float()
+    )
+
+
+def cast(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
+    """Codes of x: to the nearest, ties to even; larger values become the largest, what is not finite NaN. float64 is
+    rounded to fp32 first.
+
+    noise (of E2M1): uniform numbers in [0, 1) like x; a value becomes the larger of its neighbours where it is
+    further on its way to it.
+    """
+    kept = x.clamp(-format.max, format.max)
+    if format is E2M1:
+        kept = _to_e2m1(kept, noise)
+    return torch.where(x.isfinite(), kept, math.nan).to(format.dtype)
+
+
+def _to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
+    """Of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign the nearest, ties to even codes; or one of x's neighbours, by
+    noise."""
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
+    steps = size / step
+    whole = torch.round(steps) if noise is None else steps.floor() + (steps.frac() > noise)
+    return torch.copysign(whole * step, x)
+
+
+def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor, key: Key | None = None) -> Scaled:
+    """The plain twin of kernels.quant.cast_both: codes of x times the multiplier of its block, in x's dtype but at
+    least fp32. `key`: of random rounding."""
+    scaled = x.to(wide_of(x)) * spread(multiplier, block, x.shape)  # type: ignore[arg-type]
+    return Scaled(cast_scaled(scaled, block, format, key), 1.0 / multiplier, block)
+
+
+def cast_scaled(scaled: Tensor, block: Block, format: Format, key: Key | None) -> Tensor:
+    """Codes of values that are multiplied already."""
+    return cast(scaled, format, None if key is None else noise_for(scaled.clamp(-format.max, format.max), block, key))
+
+
+def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
+    """(3,) int64, as COUNTED says, of all values."""
+    return count_lost(x, q.codes, x.to(wide_of(x)) * spread(multiplier, q.block, x.shape), format)  # type: ignore[arg-type]
+
+
+def count_lost(x: Tensor, codes: Tensor, scaled: Tensor, format: Format) -> Tensor:
+    """(3,) int64, as COUNTED says: of values x, which were cast as `scaled` and became `codes`, all of one shape."""
+    zeros, cut = (codes.float() == 0) & (x != 0), scaled.abs() > format.max * (1 + 2.0**-20)
+    return torch.stack((zeros.sum(), cut.sum(), torch.full_like(zeros, True).sum()))
+
+
+def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
+    """The values, rounded once to `dtype`, (R, C)."""
+    values = q.codes.to(dtype)  # exact: all dtypes have more bits than codes
+    if 1 in q.block and not any(
+        length % max(1, size) for length, size in zip(values.shape, q.block)
+    ):  # without a scale for each element in memory
+        rows, columns = (size or length for size, length in zip(q.block, values.shape))
+        blocks = values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
+        blocks.mul_(q.scales[:, None, :, None])
+        return values
+    return values.mul_(spread(q.scales, q.block, q.codes.shape))  # type: ignore[arg-type]
+
+
+def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """The definition of all scaled products: a (M, K), b (N, K) -> a b^T (M, N), summed in at least fp32, rounded to
+    `dtype` at the end."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.mm(dequantize(a, wide), dequantize(b, wide).t()).to(dtype)

@@ -1,0 +1,39 @@
+"""Blocks of a matrix whose elements share a scale, where a run of its elements is cut out of a flat buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.base.align import BYTES, room
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix (rows, columns) whose blocks of `block` (both sizes given) share a scale."""
+
+    rows: int
+    columns: int
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks down and along."""
+        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    @property
+    def count(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def room(self) -> int:
+        """Elements of 4 bytes that those of the blocks take beside those of other matrices, whose scales are to
+        begin where cuBLAS takes them."""
+        return room(self.count, BYTES // 4)
+
+    def of(self, first: int, stop: int, device: torch.device) -> Tensor:
+        """(stop - first,) int64: the block of each element, counted along rows."""
+        at = torch.arange(first, stop, device=device)
+        return at // self.columns // self.block[0] * self.shape[1] + at % self.columns // self.block[1]

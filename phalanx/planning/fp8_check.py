@@ -1,0 +1,189 @@
+"""Rules of train.fp8: what the device has, what the sizes of the linears allow, and keys that would contradict each
+other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import at_least, multiples, no_effect, problem, within
+from phalanx.config.run import Run
+from phalanx.layout.grid import Grid
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.nn.env import Env, LowPrecision
+from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.planning.plan import low_names, low_precision, make_blocks, num_blocks, spec_of
+
+AT = "train.fp8"
+CAPABILITY = {
+    "tensorwise": (8, 9),
+    "delayed": (8, 9),
+    "rowwise": (9, 0),
+    "blockwise": (9, 0),
+}  # of NVIDIA GPUs; the rest is emulated
+
+
+def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: bool) -> list[Problem]:
+    """`capability`: of the GPUs, None where recipes are emulated anyway. `sound`: the model and the layout have no
+    problem of their own."""
+    c = run.train.fp8
+    if c is None:
+        return []
+    found = at_least(AT, c, 0, "end_layers", "last_steps") + at_least(AT, c, 1, "history", "shadow_interval")
+    found += within(AT, c, "max_lost", "(0, 1)", (0.2,)) + within(AT, c, "min_cosine", "(0, 1)", (0.98,))
+    if c.last_steps >= run.train.last_step:
+        rule = "must leave steps for the recipe before them"
+        found.append(
+            problem(
+                AT, c, "last_steps", rule, {"train.steps": run.train.last_step}, (0, max(0, run.train.last_step // 10))
+            )
+        )
+    if c.recipe != "delayed":
+        found += no_effect(AT, c, ("history",), "recipe=delayed", {f"{AT}.recipe": c.recipe})
+    if c.shadow_interval is None:
+        found += no_effect(AT, c, ("min_cosine",), "shadow_interval", {f"{AT}.shadow_interval": None})
+    if RECIPES[c.recipe].emulated:
+        found += no_effect(AT, c, ("accumulate",), "a recipe that has GEMMs of its own", {f"{AT}.recipe": c.recipe})
+    need = CAPABILITY.get(c.recipe)
+    if need is not None and capability is not None and capability < need:
+        rule = (
+            f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, "
+            "nvfp4...; or train.fp8=null"
+        )
+        others = tuple(name for name in RECIPES if CAPABILITY.get(name, (0, 0)) <= capability)
+        found.append(problem(AT, c, "recipe", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, others))
+    return found + (check_linears(run) if sound and not found else [])
+
+
+def check_codes(run: Run) -> list[Problem]:
+    """Where tokens are to travel to their experts as codes, those are the codes that their rows would get there."""
+    layout, c = run.layout, run.train
+    if not layout.codes_travel or not run.model.routed_experts:
+        return []
+
+    def refused(rule: str, because: dict[str, Any]) -> list[Problem]:
+        return [problem("layout", layout, "dispatch", rule, because, (layout.exchange,))]
+
+    if c.fp8 is None or c.fp8.recipe != "delayed":
+        because: dict[str, Any] = {AT: None} if c.fp8 is None else {f"{AT}.recipe": c.fp8.recipe}
+        return refused(
+            "_fp8 needs train.fp8.recipe=delayed: with other recipes codes depend on which rows are together", because
+        )
+    stacks = Counter(name.split(".experts.")[0] for name in low_names(run) if ".experts." in name)
+    if max(stacks.values(), default=0) < 2:
+        return refused(
+            "_fp8 needs a layer whose experts are all in train.fp8's recipe",
+            {f"{AT}.exclude": ", ".join(c.fp8.exclude)},
+        )
+    if "up" in c.recompute_ops:
+        return refused(
+            "_fp8 has no effect where up is made again, from rows that are kept",
+            {"train.recompute_ops": ", ".join(c.recompute_ops)},
+        )
+    if c.deterministic and layout.ep * layout.etp > layout.tp * layout.cp:
+        because = {
+            "train.deterministic": True,
+            "layout.ep * layout.etp": layout.ep * layout.etp,
+            "layout.tp * layout.cp": layout.tp * layout.cp,
+        }
+        return refused(
+            "_fp8 needs train.deterministic=false where ranks of several micro-batches share experts", because
+        )
+    return []
+
+
+def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> list[Problem]:
+    """Codes of moments are made by the GPU."""
+    if run.optim.moments != "fp8" or capability is None or capability >= (8, 9):
+        return []
+    rule = "fp8 needs an NVIDIA GPU of compute capability 8.9"
+    return [
+        problem(
+            "optim",
+            run.optim,
+            "moments",
+            rule,
+            {"device": f"{device}, {capability[0]}.{capability[1]}"},
+            ("bf16", "master"),
+        )
+    ]
+
+
+def check_linears(run: Run) -> list[Problem]:
+    """There is something to do, every glob fits something, and no block of a scale is cut by a size."""
+    c, low = run.train.fp8, low_precision(run)
+    if c is None or low is None:
+        return []
+    key, layers = repr(run.model), run.model.num_hidden_layers
+    if 2 * c.end_layers >= layers:
+        because = {"model.num_hidden_layers": layers}
+        return [problem(AT, c, "end_layers", "must leave layers between the ends", because, (0, (layers - 1) // 2))]
+    cuts = (run.layout.tp, run.layout.etp)
+    every = local_shapes(key, run.model, cuts, replace(low, layers=range(layers), exclude=()))
+    idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for names, _ in every for name in names)]
+    if idle:
+        return [
+            problem(
+                AT,
+                c,
+                "exclude",
+                "must fit names of linears",
+                {"fits none": ", ".join(idle)},
+                ([g for g in c.exclude if g not in idle],),
+            )
+        ]
+    linears = local_shapes(key, run.model, cuts, low)
+    if not linears:
+        return [problem(AT, c, "exclude", "must leave a linear", {"linears": 0}, ([],))]
+    return check_sizes(run, linears)
+
+
+def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]], ...]) -> list[Problem]:
+    c, t, tp = run.train.fp8, run.train, run.layout.tp
+    unit = RECIPES[c.recipe].unit  # type: ignore[union-attr]
+    found = []
+    parts = tp * (2 * run.layout.cp if run.layout.cp > 1 else 1)  # each rank of cp has two runs of a sequence
+    if t.micro_batch * t.seq_length % (unit * parts):
+        because = {
+            f"{AT}.recipe": c.recipe,  # type: ignore[union-attr]
+            "train.micro_batch": t.micro_batch,
+            "layout.tp": tp,
+            "layout.cp": run.layout.cp,
+        }  # type: ignore[union-attr]
+        rule = f"micro_batch * seq_length of each rank must be a multiple of {unit} with train.fp8.recipe={c.recipe}"  # type: ignore[union-attr]
+        step = unit * parts // gcd(unit * parts, t.micro_batch)
+        found.append(problem("train", t, "seq_length", rule, because, multiples(t.seq_length, step)))
+    bad = {names[0]: shape for names, shape in linears if any(size % unit for size in shape)}
+    if bad:
+        name, shape = next(iter(bad.items()))
+        near = " x ".join(" or ".join(map(str, multiples(size, unit))) if size % unit else str(size) for size in shape)
+        because = {name: " x ".join(map(str, shape)), "nearest sizes": near, "layout.tp": tp}
+        because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
+        rule = (
+            "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8, "
+            "nvfp4_mixed 32, blockwise 128; or exclude them)"
+        )
+        fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for _, s in linears for size in s))
+        found.append(problem(AT, c, "recipe", rule, because, fitting))  # type: ignore[arg-type]
+    return found
+
+
+@lru_cache(maxsize=16)
+def local_shapes(
+    key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int], low: LowPrecision
+) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
+    """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the
+    first and the last rank of each of the `cuts`, tp and etp."""
+    found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
+    for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
+        for rank in {0, grid.world - 1}:
+            for block in make_blocks(model, Env(grid=grid, at=grid.coords(rank), low=low), range(num_blocks(model))):
+                for p in block.parameters():
+                    if getattr(p, "low", None) is not None and p.dim() == dims:
+                        found[(tuple(piece.name for piece in spec_of(p).pieces), (p.shape[-2], p.shape[-1]))] = None
+    return tuple(found)

@@ -1,0 +1,63 @@
+"""Rules of train.freeze: every glob names something, what is stored as one matrix is frozen as one, and something is
+left to train."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import problem
+from phalanx.config.run import Run
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.nn.env import Env
+from phalanx.planning.plan import make_blocks, num_blocks, spec_of
+
+
+def check_freeze(run: Run) -> list[Problem]:
+    """Of a run whose model has no problem of its own."""
+    globs = run.train.freeze
+    if not globs:
+        return []
+    matrices = stored_together(repr(run.model), run.model)
+    names = [name for matrix in matrices for name in matrix]
+    idle = [g for g in globs if not any(fnmatchcase(name, g) for name in names)]
+    if idle:
+        rest = [g for g in globs if g not in idle]
+        kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+        return [
+            problem(
+                "train",
+                run.train,
+                "freeze",
+                "must fit names of tensors",
+                {"fits none": ", ".join(idle), "tensors": kinds},
+                (rest,),
+            )
+        ]
+    if all(fits(name, globs) for name in names):
+        return [problem("train", run.train, "freeze", "must leave something to train", {"tensors": len(names)}, ([],))]
+    torn = [matrix for matrix in matrices if len({fits(name, globs) for name in matrix}) > 1]
+    if torn:
+        missing = [name for matrix in torn for name in matrix if not fits(name, globs)]
+        whole = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in missing))
+        rule = (
+            "must fit all or none of the tensors that are stored as one matrix (q, k and v; gate and up; "
+            "the experts of a layer)"
+        )
+        return [problem("train", run.train, "freeze", rule, {"fits not": missing[0]}, ([*globs, *whole],))]
+    return []
+
+
+def fits(name: str, globs: list[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+@lru_cache(maxsize=8)
+def stored_together(key: str, model: LlamaConfig | GPT2Config) -> tuple[tuple[str, ...], ...]:
+    """Names of the global tensors of each parameter that a Hugging Face checkpoint has."""
+    specs = {
+        id(p): spec_of(p) for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()
+    }
+    return tuple(tuple(piece.name for piece in spec.pieces) for spec in specs.values() if spec.exported)

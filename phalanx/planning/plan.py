@@ -1,0 +1,535 @@
+"""plan_of: everything a run decides before any process group exists: grid, stages, runs, schedule, buckets; on a
+laptop for any world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from torch import nn
+
+from phalanx.base.dtypes import precision
+from phalanx.base.rules import default_of
+from phalanx.comm.axis import ModelAxes
+from phalanx.config.run import Run, TrainConfig
+from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Coords, Grid, SumAxis
+from phalanx.layout.param import ParamSpec, Replica
+from phalanx.layout.shards import Sharding
+from phalanx.layout.stages import cut_virtual_stages, given_stages
+from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.nn.env import Env, LowPrecision
+from phalanx.nn.module import Block
+from phalanx.nn.tape import PRESETS
+from phalanx.ops.attention.context import Form
+from phalanx.ops.experts.exchange import Dispatch, room_for
+from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.schedule.actions import Flow, Program, Schedule
+from phalanx.schedule.generators import generate
+from phalanx.schedule.lower import lower
+from phalanx.schedule.memory_slots import Places, fits, make_places, prove
+from phalanx.schedule.simulate import simulate
+from phalanx.sequence.shard import Part
+
+ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
+
+FAMILIES = {
+    "llama": llama.make_blocks,
+    "mistral": mistral.make_blocks,
+    "qwen2": qwen2.make_blocks,
+    "qwen3": qwen3.make_blocks,
+    "mixtral": mixtral.make_blocks,
+    "qwen3_moe": qwen3_moe.make_blocks,
+    "deepseek_v3": deepseek_v3.make_blocks,
+    "gpt_oss": gpt_oss.make_blocks,
+    "gpt2": gpt2.make_blocks,
+}
+
+
+def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: Sequence[int]) -> list[Block]:
+    return FAMILIES[model.family](model, env, which)  # type: ignore[operator]
+
+
+def num_blocks(model: LlamaConfig | GPT2Config) -> int:
+    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+    return model.num_hidden_layers + 2 + (model.predict_layers > 0)
+
+
+def low_precision(run: Run) -> LowPrecision | None:
+    """Which linears of a run use train.fp8's recipe."""
+    c, layers = run.train.fp8, run.model.num_hidden_layers
+    if c is None:
+        return None
+    kept = run.layout.sharding > 0  # at level 0 anybody's optimizer may update the weights themselves
+    return LowPrecision(
+        RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
+    )
+
+
+@lru_cache(maxsize=8)
+def _low_names(key: str, model: LlamaConfig | GPT2Config, low: LowPrecision) -> tuple[str, ...]:
+    blocks = make_blocks(model, Env(low=low), range(num_blocks(model)))
+    lows = (getattr(p, "low", None) for block in blocks for p in block.parameters())
+    return tuple(dict.fromkeys(low.name for low in lows if low is not None))
+
+
+def low_names(run: Run) -> tuple[str, ...]:
+    """Names of all linears of the model that use train.fp8's recipe, in order."""
+    low = low_precision(run)
+    return () if low is None else _low_names(repr(run.model), run.model, low)
+
+
+def grid_of(run: Run, world: int) -> Grid:
+    layout = run.layout
+    dp = world // (layout.pp * layout.cp * layout.tp)
+    return Grid(
+        pp=layout.pp,
+        dp=dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        ulysses=layout.cp_ulysses,
+        dynamic=layout.cp_degree == "dynamic",
+    )
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and
+    of these those of heads, and those that remain without attention over other tokens."""
+
+    name: str
+    numel: int
+    flops: float
+    experts: int = 0
+    loss_flops: float = 0.0
+    alone: float = 0.0
+
+
+@lru_cache(maxsize=8)
+def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int) -> tuple[BlockFacts, ...]:
+    """Facts of the model's blocks, read from the real modules on the meta device. A tied head counts its FLOPs, not
+    its weights."""
+    blocks = make_blocks(model, Env(), range(num_blocks(model)))
+    seen: set[int] = set()
+    facts = []
+    for block in blocks:
+        fresh = [p for p in block.parameters() if id(p) not in seen]
+        seen.update(id(p) for p in fresh)
+        specs = [spec_of(p) for p in fresh if spec_of(p).trained]
+        experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
+        flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
+        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), flops, experts, of_heads, alone))
+    return tuple(facts)
+
+
+def exported_shapes(model: LlamaConfig | GPT2Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
+    specs = [spec_of(p) for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
+    return {piece.name: piece.shape for spec in specs if spec.exported for piece in spec.pieces}
+
+
+def spec_of(parameter: nn.Parameter) -> ParamSpec:
+    return parameter.spec  # type: ignore[attr-defined]
+
+
+def global_numel(spec: ParamSpec) -> int:
+    return sum(piece.box.numel for piece in spec.pieces)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of a run. `stages[s]` are block numbers, `runs[s]` groups of them that share a bucket.
+    `again[b]` names the ops (nn.tape.OPS) of block b that are made again in backward."""
+
+    run: Run
+    grid: Grid
+    facts: tuple[BlockFacts, ...]
+    stages: tuple[range, ...]
+    runs: tuple[tuple[range, ...], ...]
+    again: tuple[frozenset[str], ...]
+
+    @property
+    def schedule_name(self) -> str:
+        chosen = self.run.layout.schedule
+        return ("interleaved" if self.run.layout.virtual_stages > 1 else "1f1b") if chosen == "auto" else chosen
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding.of(self.run.layout, self.run.train.deterministic)
+
+    def flow(self, bucket: Bucket) -> Flow:
+        """What the schedule must do with a bucket."""
+        cut = self.sharding.cut(bucket, self.grid)
+        return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or cut.chained)
+
+    @property
+    def runs_per_stage(self) -> tuple[int, ...]:
+        return tuple(len(r) for r in self.runs)
+
+    def num_micro_batches(self, global_batch: int) -> int:
+        return global_batch // (self.run.train.micro_batch * self.grid.dp)
+
+    @property
+    def leaves(self) -> int:
+        """train.deterministic: most micro-batches of a step on a rank, whose gradients are added up in a tree. Else
+        0."""
+        return self.num_micro_batches(self.run.train.global_batch) if self.run.train.deterministic else 0
+
+    @property
+    def sources(self) -> int:
+        """train.deterministic: of how many micro-batches the tokens are that experts of a rank compute at once. Else
+        0."""
+        grid = self.grid
+        return max(1, grid.ep * grid.etp // (grid.tp * grid.cp)) if self.run.train.deterministic else 0
+
+    @property
+    def loss_seed(self) -> bool:
+        """Whether heads make their gradients in forward. In a tree over micro-batches only one may be under way,
+        whatever the schedule is."""
+        return not self.run.train.deterministic
+
+    def schedule(self, num_micro_batches: int, backward: bool = True) -> Schedule:
+        name = self.schedule_name if backward else "forward"
+        return generate(name, self.grid.pp, self.run.layout.virtual_stages, num_micro_batches)
+
+    @cached_property
+    def stage_rank(self) -> tuple[int, ...]:
+        return self.schedule(1).stage_rank
+
+    def stages_of(self, pp: int) -> list[int]:
+        return [s for s, rank in enumerate(self.stage_rank) if rank == pp]
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """Blocks whose activations wait on the host: the first layers of each stage."""
+        layers = range(1, self.run.model.num_hidden_layers + 1)
+        return frozenset(
+            b for stage in self.stages for b in [b for b in stage if b in layers][: self.run.train.offload_layers]
+        )
+
+    @property
+    def offloaded_runs(self) -> frozenset[tuple[int, int]]:
+        """(stage, run) pairs with such blocks."""
+        return frozenset(
+            (s, r) for s, runs in enumerate(self.runs) for r, run in enumerate(runs) if self.offloaded & set(run)
+        )
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of a micro-batch's activations between blocks, gathered over tp."""
+        train = self.run.train
+        return self.most_tokens * self.run.model.hidden_size * precision(train.precision).compute.itemsize
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a micro-batch, on the ranks that have the largest part of it."""
+        return self.run.train.micro_batch * Part(0, self.grid.cp).most(self.run.train.seq_length)
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """How tokens get to their experts; on ranks that turn out to share no memory, an automatic push becomes
+        all-to-all (`build`).
+
+        Of T tokens over n ranks all-gather sends (n - 1) T, from before the router; push sends (n - 1) T (1 - C(E -
+        E/ep, K) / C(E, K)), from after it: little less while n <= K.
+        """
+        layout, ranks = self.run.layout, self.run.layout.ep * self.run.layout.etp
+        if layout.exchange != "auto":
+            return layout.exchange
+        if ranks <= getattr(self.run.model, "num_experts_per_tok", 0):
+            return "allgather"
+        return "push" if ranks <= ONE_HOST and self.run.train.device != "cpu" else "alltoall"
+
+    def by_all_to_all(self) -> Plan:
+        """The same with tokens going to their experts by all-to-all."""
+        layout, room = self.run.layout, default_of(LayoutConfig, "expert_room")
+        changed = replace(layout, dispatch="alltoall_fp8" if layout.codes_travel else "alltoall", expert_room=room)
+        return replace(self, run=replace(self.run, layout=changed))
+
+    @property
+    def cp_attention(self) -> Form:
+        """How keys and values travel over cp."""
+        chosen = self.run.layout.cp_attention
+        if chosen == "auto":
+            one_by_one = (not self.run.data.inside_documents or self.grid.dynamic) and not getattr(
+                self.run.model, "attention_dropout", 0.0
+            )
+            return "ring" if one_by_one else "allgather"
+        return chosen
+
+    @property
+    def room_may_lack(self) -> bool:
+        """Whether an expert rank could get more tokens than layout.expert_room allows it."""
+        run, grid = self.run, self.grid
+        if not run.model.routed_experts or self.dispatch == "alltoall":
+            return False
+        given, worst = room_for(
+            self._tokens_of_experts,
+            run.model.num_experts_per_tok,  # type: ignore[union-attr]
+            grid.ep,
+            run.model.routed_experts // grid.ep,
+            run.layout.expert_room,
+        )
+        return given < worst
+
+    @property
+    def _tokens_of_experts(self) -> int:
+        """Of a micro-batch, those that the ranks of a layer's experts have together."""
+        return self.most_tokens // self.grid.tp * self.grid.ep * self.grid.etp
+
+    @property
+    def rows_filled(self) -> float:
+        """The part of the rows that an expert rank has room for which is computed while the load is even: kernels go
+        no further."""
+        run, grid = self.run, self.grid
+        if not run.model.routed_experts or self.dispatch == "alltoall":
+            return 1.0
+        tokens, slots = self._tokens_of_experts, run.model.num_experts_per_tok  # type: ignore[union-attr]
+        given, _ = room_for(tokens, slots, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)
+        return min(1.0, tokens * slots / grid.ep / given)
+
+    @property
+    def exchanges_in_memory(self) -> bool:
+        """Whether tokens get to their experts through memory that the ranks share, where they do (GPUs of one host)."""
+        return self.dispatch == "push" or (self.dispatch == "allgather" and self.run.layout.ep_overlap != "off")
+
+    @property
+    def waits_for_sizes(self) -> bool:
+        """Whether the host waits, in every layer with experts, for the number of tokens that go to each rank."""
+        return self.run.model.routed_experts > 0 and self.dispatch == "alltoall"
+
+    @property
+    def mixes_batches(self) -> bool:
+        """Whether ranks with different micro-batches exchange tokens in layers with experts."""
+        return self.run.model.routed_experts > 0 and self.grid.ep * self.grid.etp > self.grid.cp * self.grid.tp
+
+    @property
+    def buckets_come_and_go(self) -> bool:
+        """Whether weights or gradients are whole only while they are needed."""
+        axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
+        return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
+
+    @property
+    def expert_exchange_bytes(self) -> int:
+        """Of a micro-batch's activations of one rank, gathered over ep and etp."""
+        return self.exchange_bytes // self.grid.tp * self.grid.ep * self.grid.etp
+
+    @property
+    def ahead_stage(self) -> int | None:
+        """The pipeline rank that predicts tokens further ahead, with the block before the last."""
+        if not self.run.model.predict_layers:
+            return None
+        return next(rank for stage, rank in zip(self.stages, self.stage_rank) if len(self.facts) - 2 in stage)
+
+    def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
+        train = self.run.train
+        return Env(
+            grid=self.grid,
+            at=at,
+            axes=axes or ModelAxes(),
+            dtype=precision(train.precision).compute,
+            seed=train.seed,
+            tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
+            ahead_stage=self.ahead_stage,
+            low=low_precision(self.run),
+            kernels=train.kernels,
+            plain_ops=tuple(train.plain_ops),
+            dispatch=self.dispatch,
+            codes_travel=self.run.layout.codes_travel,
+            expert_room=self.run.layout.expert_room,
+            sources=self.sources,
+            cp_attention=self.cp_attention,
+            freeze=tuple(train.freeze),
+        )
+
+    def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:
+        """Blocks with these numbers on the meta device, told what to make again in backward."""
+        blocks = make_blocks(self.run.model, env, numbers)
+        for block, number in zip(blocks, numbers):
+            block.again, block.offloaded = self.again[number], number in self.offloaded
+        return blocks
+
+    def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
+        """The blocks of one rank on the meta device, by (stage, run). Made together, so that those which share a
+        weight have it once."""
+        numbers = [b for stage in self.stages_of(at.pp) for b in self.stages[stage]]
+        blocks = dict(zip(numbers, self.make_blocks(self.env(at, axes), numbers)))
+        return {
+            (stage, number): [blocks[b] for b in run]
+            for stage in self.stages_of(at.pp)
+            for number, run in enumerate(self.runs[stage])
+        }
+
+    def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[nn.Parameter]]:
+        """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
+        params, users = users_of(blocks)
+        specs = [(spec_of(p), u) for p, u in zip(params, users)]
+        return make_buckets(specs, self.grid), params
+
+    def replicas(self, tp: int) -> set[Replica]:
+        """Every replica axis of all pipeline ranks with this tp coordinate."""
+        blocks = (b for pp in range(self.grid.pp) for run in self.blocks_of(Coords(pp=pp, tp=tp)).values() for b in run)
+        return {
+            r for block in blocks for p in block.parameters() for piece in spec_of(p).pieces for r in piece.replicas
+        }
+
+    def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
+        """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would
+        hang)."""
+        program = self.lowered(num_micro_batches, backward)
+        simulate(program)
+        prove(program.lists, self.places)
+        return program
+
+    @property
+    def fixed_places(self) -> bool:
+        """Whether buckets that come and go always come to the same place, as CUDA graphs need it."""
+        return self.buckets_come_and_go and self.run.train.cuda_graphs == "on"
+
+    @cached_property
+    def places(self) -> tuple[Places, ...]:
+        """With fixed places, those of each pipeline rank: they do for steps of every size that the run has."""
+        if not self.fixed_places:
+            return ()
+        programs = [self._lowered(m, True, self.run.layout.prefetch) for m in sorted(self.step_sizes)]
+        numel = [
+            {b.id: b.numel for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)
+        ]
+        return tuple(make_places([p.lists[pp] for p in programs], numel[pp]) for pp in range(self.grid.pp))
+
+    @property
+    def step_sizes(self) -> set[int]:
+        """Micro-batches of a rank in the run's steps."""
+        train, ramp = self.run.train, self.run.train.rampup
+        sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
+        return {self.num_micro_batches(size) for size in (*sizes, train.global_batch)}
+
+    def lowered(self, num_micro_batches: int, backward: bool = True) -> Program:
+        """The instruction lists of all pipeline ranks. Where places are fixed, others than steps gather only as far
+        ahead as places allow."""
+        ahead = self.run.layout.prefetch
+        program = self._lowered(num_micro_batches, backward, ahead)
+        while ahead > 0 and not all(map(fits, program.lists, self.places)):
+            ahead -= 1
+            program = self._lowered(num_micro_batches, backward, ahead)
+        return program
+
+    def _lowered(self, num_micro_batches: int, backward: bool, ahead: int) -> Program:
+        blocks = [self.blocks_of(Coords(pp=pp)) for pp in range(self.grid.pp)]
+        buckets = [self.buckets_of(of_rank)[0] for of_rank in blocks]
+        early = {
+            where
+            for of_rank in blocks
+            for where, run in of_rank.items()
+            if not all(block.recomputable for block in run)
+        }
+        users, flows = (
+            [{b.id: b.users for b in of} for of in buckets],
+            [{b.id: self.flow(b) for b in of} for of in buckets],
+        )
+        layout = self.run.layout
+        return lower(
+            self.schedule(num_micro_batches, backward),
+            self.runs_per_stage,
+            users,
+            flows_of_rank=flows,
+            early=early,
+            ahead=ahead,
+            keep=not layout.reshard_after_forward,
+            offloaded=self.offloaded_runs,
+        )
+
+
+def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[nn.Parameter], list[frozenset[tuple[int, int]]]]:
+    """Each parameter of a rank once, in order, with the (stage, run) pairs that use it."""
+    users: dict[int, set[tuple[int, int]]] = {}
+    params: list[nn.Parameter] = []
+    for where, run in blocks.items():
+        for block in run:
+            for p in block.parameters():
+                if id(p) not in users:
+                    params.append(p)
+                users.setdefault(id(p), set()).add(where)
+    return params, [frozenset(users[id(p)]) for p in params]
+
+
+def plan_of(run: Run, world: int) -> Plan:
+    """The layout of a checked config on `world` ranks, with the ops that train.recompute names made again; a budget
+    is `make_plan`'s matter."""
+    grid = grid_of(run, world)
+    facts = model_facts(repr(run.model), run.model, run.train.seq_length)
+    # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from
+    # being free
+    costs = [f.flops + 0.01 * facts[1].flops for f in facts]
+    stages = (
+        given_stages(run.layout.stages)
+        if run.layout.stages
+        else cut_virtual_stages(costs, grid.pp, run.layout.virtual_stages)
+    )
+    limit = bucket_numel(run)
+    runs = []
+    for stage in stages:
+        cut = cut_runs(
+            [(facts[b].numel - facts[b].experts) // grid.tp + facts[b].experts // (grid.ep * grid.etp) for b in stage],
+            limit,
+        )
+        runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
+    if run.train.deterministic:
+        runs = [with_users_apart(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in runs]
+    return Plan(run, grid, facts, tuple(stages), tuple(runs), (ops_again(run.train),) * len(facts))
+
+
+def with_users_apart(runs: tuple[range, ...], blocks: int, ahead: bool) -> tuple[range, ...]:
+    """The runs of a stage, with the embedding, the head and what predicts further tokens in different ones: where
+    they share a weight, gradients of each are told apart."""
+    users = {0, blocks - 1, blocks - 2} if ahead else {0, blocks - 1}
+    made = []
+    for run in runs:
+        mine = sorted(users & set(run))
+        starts = [run.start, *mine[1:], run.stop]
+        made += [range(a, b) for a, b in zip(starts, starts[1:])]
+    return tuple(made)
+
+
+def ops_again(train: TrainConfig) -> frozenset[str]:
+    """What is made again in backward, by name: a preset, and ops beside it."""
+    return frozenset((*PRESETS[train.recompute], *train.recompute_ops))
+
+
+def bucket_numel(run: Run) -> int:
+    """Parameters per bucket: layout.bucket_mb MiB of gradients."""
+    bytes_each = 8 if run.train.precision == "fp64" else 4
+    return max(1, run.layout.bucket_mb * 2**20 // bytes_each)
+
+
+def storing_all(run: Run) -> Run:
+    """The same run with nothing made again in backward, and nothing on the host meanwhile."""
+    return replace(
+        run, train=replace(run.train, recompute="none", recompute_ops=[], recompute_budget_gib=None, offload_layers=0)
+    )
+
+
+def without_layout(run: Run) -> Run:
+    """The same run on one process: what every layout must agree with."""
+    layout = replace(
+        run.layout,
+        tp=1,
+        cp=1,
+        cp_attention="auto",
+        cp_ulysses=1,
+        cp_degree="fixed",
+        ep=1,
+        etp=1,
+        pp=1,
+        virtual_stages=1,
+        schedule="auto",
+        stages=None,
+        shard_group=None,
+        shard_across="nothing",
+    )
+    return replace(run, layout=layout)

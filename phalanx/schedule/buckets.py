@@ -1,0 +1,167 @@
+"""Places what is done with buckets between compute: when weights are gathered and let go, when gradients are opened,
+reduced and closed.
+
+All is found by use, so tied weights, virtual stages and any order of micro-batches need no rule of their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from phalanx.schedule.actions import (
+    Backward,
+    Buckets,
+    Close,
+    Flow,
+    Forward,
+    Free,
+    Gather,
+    Instruction,
+    Open,
+    Ready,
+    Reduce,
+    Send,
+)
+
+Compute = Forward | Backward
+
+
+@dataclass
+class _Places:
+    """What goes between compute instruction number k - 1 and number k, in this order.
+
+    After k: frees first (the memory serves the next gather), then reductions, which others wait for, then the ends
+    of older ones, then gathers; the last two in the order of their beginning and of their use. Before k: what it
+    needs. A gather that must start before the first compute instruction is `after` number -1.
+    """
+
+    frees: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+    reduces: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+    closes: defaultdict[int, list[tuple[int, Instruction]]] = field(default_factory=lambda: defaultdict(list))
+    gathers: defaultdict[int, list[tuple[int, Instruction]]] = field(default_factory=lambda: defaultdict(list))
+    needs: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+
+    def after(self, k: int) -> list[Instruction]:
+        timed = [
+            x
+            for entries in (self.closes.get(k, ()), self.gathers.get(k, ()))
+            for _, x in sorted(entries, key=lambda entry: entry[0])
+        ]
+        return [*self.frees.get(k, ()), *self.reduces.get(k, ()), *timed]
+
+
+def with_buckets(
+    program: Sequence[Instruction],
+    buckets: Buckets,
+    flows: Mapping[int, Flow],
+    early: Set[tuple[int, int]] = frozenset(),
+    ahead: int = 1,
+    keep: bool = False,
+) -> tuple[Instruction, ...]:
+    """The instructions of a rank with those of its buckets added.
+
+    early: (stage, run) pairs whose forward adds to gradients. ahead: weights are gathered so many compute
+    instructions before their use, and a reduction may last so many. keep: gathered weights stay until the last use.
+    """
+    compute = [x for x in program if isinstance(x, Forward | Backward)]
+    trains = any(isinstance(x, Backward) for x in compute)
+    places, numbers = _Places(), defaultdict[tuple[int, int], list[int]](list)
+    for k, x in enumerate(compute):
+        numbers[x.stage, x.run].append(k)
+    for bucket, users in buckets.items():  # the mapping's order, the same on every data-parallel peer
+        flow = flows.get(bucket, Flow())
+        uses = sorted(k for user in users for k in numbers.get(user, ()))
+        if not uses:
+            continue
+        _place_weights(places, bucket, flow, uses, ahead, keep)
+        adds = (
+            [k for k in uses if isinstance(compute[k], Backward) or (compute[k].stage, compute[k].run) in early]
+            if trains
+            else []
+        )
+        if adds:
+            _place_gradients(places, bucket, flow, adds, compute, ahead)
+    return tuple(_woven(program, places))
+
+
+def _place_weights(places: _Places, bucket: int, flow: Flow, uses: list[int], ahead: int, keep: bool) -> None:
+    if not flow.gathers:
+        places.needs[uses[0]].append(Ready(bucket))
+        return
+    for first, last in _spans(uses, uses[-1] if keep else max(ahead, 1)):
+        places.gathers[max(-1, first - 1 - ahead)].append((first, Gather(bucket)))
+        places.needs[first].append(Ready(bucket))
+        places.frees[last].append(Free(bucket))
+
+
+def _spans(uses: list[int], near: int) -> Iterator[tuple[int, int]]:
+    """(first, last) use of each run of uses that follow each other within `near`: weights gathered anew that soon
+    were better kept."""
+    first = last = uses[0]
+    for use in uses[1:]:
+        if use - last > near:
+            yield first, last
+            first = use
+        last = use
+    yield first, last
+
+
+def _place_gradients(
+    places: _Places, bucket: int, flow: Flow, adds: list[int], compute: Sequence[Compute], ahead: int
+) -> None:
+    """Reduce after the last add of the step, or of each micro-batch; what other micro-batches have added by then
+    goes with it."""
+    last_of_mb = {compute[k].mb: k for k in adds}
+    is_open = False
+    for n, k in enumerate(adds):
+        if flow.opens and not is_open:
+            places.needs[k].append(Open(bucket))
+            is_open = True
+        final = n == len(adds) - 1
+        if final or (flow.opens and last_of_mb[compute[k].mb] == k):
+            places.reduces[k].append(Reduce(bucket))
+            is_open = False
+            if flow.closes or flow.opens:
+                latest = len(compute) - 1 if final else adds[n + 1] - 1
+                places.closes[min(k + ahead, latest)].append((k, Close(bucket, final)))
+
+
+def _woven(program: Sequence[Instruction], places: _Places) -> Iterator[Instruction]:
+    """The program with the places filled. What comes after compute comes after the sends of its result, which peers
+    wait for."""
+    yield from places.after(-1)
+    k, due = -1, False
+    for instruction in program:
+        if due and not isinstance(instruction, Send):
+            yield from places.after(k)
+            due = False
+        if isinstance(instruction, Forward | Backward):
+            k += 1
+            yield from places.needs.get(k, ())
+            due = True
+        yield instruction
+    if due:
+        yield from places.after(k)
+
+
+def fullest(
+    instructions: Sequence[Instruction], weights: Mapping[int, int], gradients: Mapping[int, int]
+) -> tuple[int, int]:
+    """(gathered weights, open gradients) in bytes at the moment when together they are most; given the bytes of each
+    bucket's."""
+    gathered = opened = 0
+    most = (0, 0)
+    for x in instructions:
+        match x:
+            case Gather(bucket):
+                gathered += weights[bucket]
+            case Free(bucket):
+                gathered -= weights[bucket]
+            case Open(bucket):
+                opened += gradients[bucket]
+            case Close(bucket):
+                opened -= gradients.get(bucket, 0)
+        most = max(most, (gathered, opened), key=sum)
+    return most

@@ -1,0 +1,327 @@
+"""The one batch type: flat tokens of one micro-batch, with document boundaries beside them; whole sequences, or a
+part of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.sequence.balance import deal, degrees_of
+from phalanx.sequence.shard import WHOLE, Part
+
+IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
+PADDING_RUN = 512  # tokens of a document of padding, at most
+ROWS = (
+    "tokens",
+    "labels",
+    "positions",
+    "samples",
+    "documents",
+    "real",
+)  # of `whole`, those that there are, in this order
+
+
+def room_for_documents(count: int, tokens: int) -> int:
+    """A bound on `count` documents in a micro-batch that few micro-batches exceed: what is made for one serves the
+    others (CUDA graphs)."""
+    return max(1 << (count - 1).bit_length(), usual_documents(tokens))
+
+
+def usual_documents(tokens: int) -> int:
+    """Documents of 512 tokens each."""
+    return max(1, tokens // 512)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A document that several parts have, tokens start .. start + length of the whole micro-batch; this is part
+    `part` of it."""
+
+    start: int
+    length: int
+    part: Part
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. T = num_sequences * length tokens, in sequence order, where this rank has `length` of each
+    sequence's tokens.
+
+    tokens      (T,) int64  input ids
+    labels      (T,) int64  the next token of each, or IGNORE
+    positions   (T,) int64  position inside the sequence (or inside the document, when attention stays inside
+    documents)
+    samples     (T,) int64  global sample id of each token: a key of dropout, the same in every layout
+    seq_length  tokens of a whole sequence
+    documents   (T,) int64  number of the document that each token belongs to, or None: attention then spans the
+    sequence
+    real        (T,) int64  1 for tokens, 0 for padding, which is no document's and has no loss; None: there is no
+    padding
+    loss_seed   () gradient of the summed loss, when the step knows it before forward: the head then makes its
+    gradients in forward
+    late        the head makes them in backward all the same
+    most_documents  a bound on the number of documents of the whole sequences, where they are counted; 0: there may
+    be as many as tokens
+    part        which places of each sequence these are
+    whole       (4 to 6, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where
+    these are whole
+    dealt       (num_sequences * seq_length,) int64  where documents were dealt to parts whole or in part: the places
+    in the whole micro-batch of
+                the first part's tokens, of the second's and so on; None: each part has its chunks of each sequence
+    piece       part of a dealt batch that attention is computed over by itself: its shapes hardly ever come again
+    shared      dealt: the documents of which this part has a part, in the order of its tokens; after them come those
+    that are all here The ints are host facts: whether a batch is uniform is never read from the device.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    samples: Tensor
+    num_sequences: int
+    seq_length: int
+    documents: Tensor | None = None
+    loss_seed: Tensor | None = None
+    late: bool = False
+    most_documents: int = 0
+    part: Part = WHOLE
+    whole: Tensor | None = None
+    real: Tensor | None = None
+    dealt: Tensor | None = None
+    shared: tuple[Shared, ...] = ()
+    piece: bool = False
+    _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes of this batch, made once: every layer uses the same rotary table or mask."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+    def forget(self) -> None:
+        """Free what was derived; done when the last block of this rank is through with the batch."""
+        self._derived.clear()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds: its own and what was derived."""
+        own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
+        made = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
+        return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
+
+    @property
+    def derived_bytes(self) -> int:
+        tensors = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
+        return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
+
+    def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
+        """The same tokens with other labels (T,) and another gradient of their summed loss; what was derived is not
+        shared."""
+        return replace(self, labels=labels, loss_seed=seed, _derived={})
+
+    @property
+    def _rows(self) -> list[str]:
+        return [name for name in ROWS if getattr(self, name) is not None]
+
+    @property
+    def num_real(self) -> Tensor | int:
+        """Tokens of the whole micro-batch that are not padding."""
+        whole = self.uncut.real
+        return self.all_tokens if whole is None else self.derive("real tokens", lambda: whole.sum())
+
+    @property
+    def runs(self) -> tuple[Tensor, int]:
+        """What statistics of a sequence are taken over: the number (T,) of each token's document, or else sequence,
+        and how many there may be."""
+        if self.documents is not None:
+            return self.documents, self.room_for_documents
+        number = self.derive(
+            "sequences", lambda: self.take(torch.arange(self.all_tokens, device=self.tokens.device) // self.seq_length)
+        )
+        return number, self.num_sequences
+
+    @property
+    def room_for_documents(self) -> int:
+        return self.most_documents or self.all_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of each sequence that are here."""
+        return self.part.size(self.seq_length)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.num_sequences * self.length
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of the whole micro-batch, those of other parts included."""
+        return self.num_sequences * self.seq_length
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the micro-batch that the largest part has."""
+        return self.num_sequences * self.part.most(self.seq_length)
+
+    @property
+    def places(self) -> Tensor:
+        """(T,) place of each token in its sequence (positions restart at documents; places do not)."""
+        return self.derive(
+            "places",
+            lambda: self.take(torch.arange(self.seq_length, device=self.tokens.device).repeat(self.num_sequences)),
+        )
+
+    def cut(self, part: Part) -> Batch:
+        """This part of a batch of whole sequences."""
+        if part.count == 1:
+            return self
+        whole, dealt = torch.stack([getattr(self, name) for name in self._rows]), None
+        shared: tuple[Shared, ...] = ()
+        if part.dynamic:
+            part, (dealt, shared) = Part(part.index, part.count), self._deal(part)
+        return replace(self, whole=whole, dealt=dealt, shared=shared)._another(part)
+
+    def _deal(self, part: Part) -> tuple[Tensor | None, tuple[Shared, ...]]:
+        """`dealt` and `shared` of a part of this batch of whole sequences; nothing where documents cannot be dealt
+        so that all parts are full.
+
+        On the meta device every sequence is one document, of which every part has a part: what takes most memory.
+        """
+        starts, lengths, padding = self._documents_here()
+        sizes = self._sizes(part.count)
+        shares = deal(lengths, sizes, (part.count,) if self.tokens.is_meta else degrees_of(part.count, part.heads))
+        if shares is None:
+            return None, ()
+        shared = sorted(
+            (-share.degree, start, length, share)
+            for start, length, share in zip(starts, lengths, shares)
+            if share.degree > 1
+        )
+        here: list[list[np.ndarray]] = [[] for _ in sizes]
+        mine = []
+        for _, start, length, share in shared:  # no two start alike
+            for rank, each in enumerate(share.parts, share.first):
+                here[rank] += [np.arange(start + run.start, start + run.stop) for run in each.runs(length)]
+                if rank == part.index:
+                    mine.append(Shared(start, length, each))
+        for rank, places in enumerate(here):
+            alone = [
+                np.arange(s, s + n)
+                for s, n, share in zip(starts, lengths, shares)
+                if share.degree == 1 and share.first == rank
+            ]
+            lacking = sizes[rank] - sum(map(len, places)) - sum(map(len, alone))
+            filler, padding = padding[:lacking], padding[lacking:]
+            places.append(np.sort(np.concatenate([*alone, filler])))
+        dealt = torch.from_numpy(np.concatenate([place for places in here for place in places]))
+        return dealt.to(self.tokens.device), tuple(mine)
+
+    def _documents_here(self) -> tuple[list[int], list[int], np.ndarray]:
+        """Starts and lengths of the documents of whole sequences, and the places of padding."""
+        if self.documents is None or self.tokens.is_meta:
+            return (
+                list(range(0, self.num_tokens, self.seq_length)),
+                [self.seq_length] * self.num_sequences,
+                np.empty(0, np.int64),
+            )
+        starts = np.flatnonzero(np.diff(self.documents.numpy(), prepend=-1))
+        lengths = np.diff(starts, append=self.num_tokens)
+        if self.real is None:
+            return starts.tolist(), lengths.tolist(), np.empty(0, np.int64)
+        real = self.real.numpy()
+        kept = real[starts] > 0
+        return starts[kept].tolist(), lengths[kept].tolist(), np.flatnonzero(real == 0)
+
+    def _sizes(self, count: int) -> list[int]:
+        """Tokens of each of `count` parts."""
+        return [self.num_sequences * part.size(self.seq_length) for part in Part(0, count).all]
+
+    @property
+    def pieces(self) -> tuple[Batch, ...]:
+        """What attention of a dealt batch is computed over, in the order of its tokens: this part of each shared
+        document, and what is all here."""
+        return self.derive("pieces", self._make_pieces)
+
+    def _make_pieces(self) -> tuple[Batch, ...]:
+        pieces, at = [], 0
+        for doc in self.shared:
+            tokens, labels, positions, samples, *_ = self.whole[:, doc.start : doc.start + doc.length]  # type: ignore[index]
+            pieces.append(Batch(tokens, labels, positions, samples, 1, doc.length, piece=True).cut(doc.part))
+            at += pieces[-1].num_tokens
+        if at < self.num_tokens:
+            rows: dict[str, Any] = {name: getattr(self, name)[at:] for name in self._rows}
+            number, count = self.runs  # of sequences, where attention spans them
+            rows |= {"documents": number[at:], "most_documents": count}
+            pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
+        return tuple(pieces)
+
+    @property
+    def uncut(self) -> Batch:
+        """The batch of whole sequences that this is a part of; what it derives is kept with what this derives."""
+        if self.whole is None:
+            return self
+        rows: dict[str, Any] = dict(zip(self._rows, self.whole))
+        return self.derive(
+            "uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, dealt=None, shared=(), _derived={})
+        )
+
+    def among(self, run: int) -> Batch:
+        """The batch of the part that this one and its neighbours, `run` of them, are together; what it derives is
+        kept with what this does."""
+        if run == 1 or self.whole is None:
+            return self
+        return (
+            self.uncut
+            if run == self.part.count
+            else self.derive(("among", run), lambda: self._another(self.part.among(run)))
+        )
+
+    def _another(self, part: Part) -> Batch:
+        """Another part of the same sequences."""
+        taken: dict[str, Any] = dict(zip(self._rows, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
+        return replace(self, **taken, part=part, _derived={})
+
+    def take(self, x: Tensor, part: Part | None = None) -> Tensor:
+        """This part (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
+        part = part or self.part
+        if self.dealt is not None:
+            return x[self.dealt.split(self._sizes(part.count))[part.index]]
+        by_sequence = x.unflatten(0, (self.num_sequences, self.seq_length))
+        return torch.cat([by_sequence[:, run.start : run.stop] for run in part.runs(self.seq_length)], 1).flatten(0, 1)
+
+    def pad(self, x: Tensor, ranks: int = 1, value: float = 0) -> Tensor:
+        """x (T / ranks, ...) filled up with `value` to the rows of the largest part."""
+        more = self.most_tokens // ranks - len(x)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=value) if more else x
+
+    def join(self, pieces: Iterable[Tensor], parts: Iterable[Part]) -> Tensor:
+        """What neighbouring parts have, each (T of that part or more, ...) -> (T of all together, ...) in order. Of
+        a dealt batch: all parts."""
+        if self.dealt is not None:
+            whole = torch.cat([piece[:size] for piece, size in zip(pieces, self._sizes(self.part.count))])
+            return whole[self.derive("places of dealt", lambda: torch.argsort(self.dealt))]  # type: ignore[arg-type]
+        first, second = list[Tensor](), list[Tensor]()
+        for part, piece in zip(parts, pieces):
+            runs = [len(run) for run in part.runs(self.seq_length)]
+            rows = piece[: self.num_sequences * sum(runs)].unflatten(0, (self.num_sequences, sum(runs)))
+            for found, run in zip((first, second), rows.split(runs, 1)):
+                found.append(run)
+        return torch.cat([*first, *reversed(second)], 1).flatten(0, 1)
+
+    def split(self, x: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+        """The other way: (T of neighbouring parts together, ...) -> each one's (T, ...)."""
+        runs = [part.runs(self.seq_length) for part in parts]
+        sizes = [len(first) for first, _ in runs] + [len(second) for _, second in reversed(runs)]
+        chunks = x.unflatten(0, (self.num_sequences, sum(sizes))).split(sizes, 1)
+        return [torch.cat((chunks[i], chunks[-1 - i]), 1).flatten(0, 1) for i in range(len(parts))]
+
+    def to(self, device: torch.device | str) -> Batch:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved, _derived={})

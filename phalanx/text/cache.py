@@ -1,0 +1,162 @@
+"""Training that starts from text: `data.text` becomes token files in a cache, once; how texts are encoded is left to
+`prepare`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.base.errors import DataError
+from phalanx.base.file_lock import FileLock
+from phalanx.data.checksums import SUFFIX as SUMS
+from phalanx.data.config import DataConfig, SourceConfig
+from phalanx.data.files import replacing
+from phalanx.text.prepare import prepare
+from phalanx.text.readers import Hints, find_files
+from phalanx.text.tokenizers import Tokenizer, load_tokenizer
+
+SHUFFLE = 0  # seed of the order of documents: the validation part at the end is then a random part of them
+NAME = "text"
+LITTLE = 64 << 20  # bytes
+MAX_WORKERS = 8
+HINTS = Hints("data.json_keys={}", "data.text_errors={}")
+SUFFIXES = (".json", ".idx", ".bin")  # and checksums, but files of an older version go on being used without
+
+
+def use_text(
+    config: DataConfig,
+    run_folder: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    say: Callable[[str], object] = print,
+    progress: Callable[[int, int], None] | None = None,
+) -> DataConfig:
+    """The config with a source in the place of `text`: token files in the cache, made now unless they are there.
+
+    The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and
+    how they are read. One process of those that share its file system prepares, under a lock; the others wait, and
+    `say` tells so. Call it before any process group exists. vocab_size: of the model. DataError if the tokenizer has
+    more ids, or as `prepare` raises.
+    """
+    if not config.text:
+        return config
+    tokenizer = load_tokenizer(str(config.tokenizer))
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"data.tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, the model has "
+            f"model.vocab_size={vocab_size}"
+        )
+    cache = cache_folder(config, run_folder)
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache, say):
+        files = list(find_files(config.text))
+        prefix = cache / _key(config, files, tokenizer, _hashes(cache, files)) / NAME
+        if not _complete(prefix):
+            say(f"prepare {', '.join(config.text)} into {prefix}")
+            prefix.parent.mkdir(exist_ok=True)
+            for suffix in (*SUFFIXES, SUMS):
+                prefix.with_suffix(suffix).unlink(missing_ok=True)  # of a start that was killed between the files
+            how: Any = {
+                "key": config.json_keys,
+                "errors": config.text_errors,
+                "shuffle": SHUFFLE,
+                "workers": _workers(files),
+                "hints": HINTS,
+            }
+            made = prepare(files, prefix, tokenizer, **how, progress=progress)
+            say(
+                f"prepared {made.files} files: {made.documents} documents, {made.tokens} tokens, "
+                f"{made.skipped} skipped, {made.replaced} mended"
+            )
+    return _with_source(config, prefix)
+
+
+def find_text(config: DataConfig, run_folder: str | os.PathLike[str]) -> DataConfig | None:
+    """As `use_text`, but makes and writes nothing: None if the token files are not there yet."""
+    if not config.text:
+        return config
+    cache, files = cache_folder(config, run_folder), list(find_files(config.text))
+    known = _known(cache)
+    if any(_stat(file) != known.get(str(file.absolute()), [None])[:-1] for file in files):
+        return None
+    prefix = (
+        cache
+        / _key(config, files, load_tokenizer(str(config.tokenizer)), [str(known[str(f.absolute())][-1]) for f in files])
+        / NAME
+    )
+    return _with_source(config, prefix) if _complete(prefix) else None
+
+
+def cache_folder(config: DataConfig, run_folder: str | os.PathLike[str]) -> Path:
+    return Path(config.cache) if config.cache else Path(run_folder) / "data"
+
+
+def _with_source(config: DataConfig, prefix: Path) -> DataConfig:
+    unused: Any = {"text": (), "json_keys": DataConfig.json_keys, "text_errors": DataConfig.text_errors, "cache": None}
+    return replace(config, **unused, sources={NAME: SourceConfig(paths=(str(prefix),))})
+
+
+def _complete(prefix: Path) -> bool:
+    return all(prefix.with_suffix(suffix).exists() for suffix in SUFFIXES)
+
+
+def _key(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, hashes: Sequence[str]) -> str:
+    """Names are part of it as far as they decide how a file is read and in which order."""
+    contents = [(file.name, sha256) for file, sha256 in zip(files, hashes)]
+    return hashlib.sha256(
+        json.dumps([contents, tokenizer.fingerprint, config.json_keys, config.text_errors, SHUFFLE]).encode()
+    ).hexdigest()[:16]
+
+
+def _hashes(cache: Path, files: Sequence[Path]) -> list[str]:
+    """SHA-256 of each file; of those that have not changed since, from the note of the last time."""
+    known = _known(cache)
+    now = {}
+    for file in files:
+        name, stat = str(file.absolute()), _stat(file)
+        before = known.get(name)
+        now[name] = before if before and before[:-1] == stat else [*stat, _sha256(file)]
+    if any(known.get(name) != entry for name, entry in now.items()):
+        with replacing(cache / "files.json") as note:
+            note.write(json.dumps({**known, **now}, indent=1).encode())
+    return [str(now[str(file.absolute())][-1]) for file in files]
+
+
+def _known(cache: Path) -> dict[str, list[int | str]]:
+    note = cache / "files.json"
+    return json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+
+
+def _stat(file: Path) -> list[int | str]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _workers(files: Sequence[Path]) -> int:
+    """Processes cost a second each to start: little text is done here."""
+    return 1 if sum(file.stat().st_size for file in files) < LITTLE else min(os.cpu_count() or 1, MAX_WORKERS)
+
+
+@contextmanager
+def _lock(cache: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Held by one process at a time, and free when that one dies."""
+    lock = FileLock(cache / "lock", f"process {os.getpid()} on {socket.gethostname()}")
+    try:
+        if not lock.acquire():
+            say(f"wait for {lock.holder() or 'another process'}, which prepares data in {cache}")
+            lock.wait()
+        yield
+    finally:
+        lock.close()

@@ -1,0 +1,65 @@
+"""SentencePiece models (Kudo & Richardson, 2018), through the library that made them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from phalanx.base.errors import DataError
+from phalanx.data.files import extra, replacing
+from phalanx.text.tokenizer_base import Tokenizer
+
+FILE = "tokenizer.model"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A .model file. What it changes in a text (such as white space) is part of the model: not every text comes back
+    exactly."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes, path: str = FILE):
+        library = extra("sentencepiece", "a SentencePiece tokenizer needs", "sentencepiece")
+        self._core: Any = library.SentencePieceProcessor()
+        try:
+            self._core.LoadFromSerializedProto(model)
+        except Exception as error:  # the library raises RuntimeError, or TypeError for nothing at all
+            raise DataError(f"{path}: neither a SentencePiece model nor a file of tiktoken ranks: {error}") from None
+        self._model, size = model, self._core.GetPieceSize()
+        special = {
+            self._core.IdToPiece(i): i for i in range(size) if self._core.IsControl(i) or self._core.IsUnknown(i)
+        }
+        eod = self._core.eos_id() if self._core.eos_id() >= 0 else None
+        super().__init__(size, eod, special, hashlib.sha256(model).hexdigest())
+        self.eod_token = None if eod is None else self._core.IdToPiece(eod)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentencePieceTokenizer, (self._model,)
+
+    def encode(self, text: str) -> list[int]:
+        return self._core.Encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._core.Encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text = ""
+        for control, run in groupby(ids, self._core.IsControl):
+            if not control:
+                text += self._core.Decode(list(run))
+            elif not skip_special_tokens:
+                text += "".join(map(self._core.IdToPiece, run))
+        return text
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write tokenizer.model. No tokenizer_config.json: what transformers makes of such a file gives other ids
+        (docs/data.md)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / FILE) as file:
+            file.write(self._model)
+        return folder

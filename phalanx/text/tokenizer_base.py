@@ -1,0 +1,65 @@
+"""What every tokenizer can do; how the kinds of them do it is left to `tokenizers` and `sentencepieces`."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.data.index import optimal_dtype
+
+TYPECODES = {"uint16": "H", "int32": "i"}
+ROUND = 128  # models often round their vocabulary up to this
+
+
+class Tokenizer:
+    """Text to ids and back. Text is only ever text: the name of a special token inside it is not turned into that
+    token.
+
+    kind            json, bytes, null or sentencepiece
+    vocab_size      the largest id plus one
+    eod, eod_token  the end-of-document token, or None if the tokenizer has none
+    special_tokens  name -> id
+    fingerprint     SHA-256 of what it is made of
+    dtype           what Megatron stores ids of this vocabulary in
+    """
+
+    kind: str
+    eod_token: str | None
+
+    def __init__(self, vocab_size: int, eod: int | None, special_tokens: dict[str, int], fingerprint: str):
+        self.vocab_size, self.eod, self.special_tokens, self.fingerprint = vocab_size, eod, special_tokens, fingerprint
+        self.dtype = optimal_dtype(vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. DataError if the vocabulary lacks something in it."""
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_raw(self, texts: Sequence[str]) -> list[bytes]:
+        """Ids of each text as bytes of `dtype`: what token files hold. The fastest way."""
+        code = TYPECODES[self.dtype.name]
+        return [array(code, ids).tobytes() for ids in self.encode_batch(texts)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        raise NotImplementedError
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the files that `load_tokenizer` and, where it can, `transformers.AutoTokenizer` read; returns the
+        folder."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What a manifest says about it."""
+        padded = -(-self.vocab_size // ROUND) * ROUND
+        return {
+            "kind": self.kind,
+            "vocab_size": self.vocab_size,
+            "padded_vocab_size": padded,
+            "eod": self.eod,
+            "special_tokens": self.special_tokens,
+        }

@@ -1,0 +1,245 @@
+"""The training loop: data in, steps, and what happens every so often: log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from phalanx.base.errors import NumericalStop, Preempted
+from phalanx.data.loader import Loader, Prefetcher
+from phalanx.engine.build import State
+from phalanx.engine.evaluate import evaluate
+from phalanx.engine.fp8_state import shadow_text, unsafe
+from phalanx.engine.guard import NOT_FINITE, REASONS
+from phalanx.engine.replicas import check_replicas
+from phalanx.engine.step import train_step
+from phalanx.observe.metrics import Counters, Pending, Reporter
+from phalanx.observe.record import Recorder
+from phalanx.optim.schedules import learning_rate
+from phalanx.planning.order import global_batch_at, micro_batches
+from phalanx.sequence.batch import Batch
+from phalanx.training.saves import Saves
+
+LOOKED_EVERY = 10  # steps on a GPU between two whose waits for others are timed
+
+
+class BadStep(Exception):
+    """A step that the guard refused, where the run is to go back."""
+
+    def __init__(self, step: int, text: str):
+        self.step, self.text = step, text
+        super().__init__(text)
+
+
+@dataclass
+class Loop:
+    """One rank's training from where `counters` stand to the end of the run.
+
+    saves   saves checkpoints of finished steps
+    asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
+    go_back loads the checkpoint before a step (the how-manieth newest) and returns its counters
+    began   is told the number of each step that begins
+    """
+
+    state: State
+    loader: Loader
+    valid: dict[str, Loader]
+    reporter: Reporter
+    counters: Counters
+    saves: Saves
+    asked: Callable[[], bool]
+    go_back: Callable[[int, int], dict[str, Any]]
+    began: Callable[[int], None] = lambda step: None
+
+    def run(self) -> None:
+        """Raises NumericalStop, Preempted or CheckpointError; a save that is under way then is good, and waited for."""
+        try:
+            self._run_and_go_back()
+        except NumericalStop:
+            self.saves.check(wait=True)
+            raise
+
+    def _run_and_go_back(self) -> None:
+        bad_step = tries = 0
+        while True:
+            try:
+                return self._run()
+            except BadStep as bad:
+                tries = tries + 1 if bad.step <= bad_step else 1
+                bad_step = max(bad.step, bad_step)
+                self._roll_back(bad, tries)
+
+    def _roll_back(self, bad: BadStep, tries: int) -> None:
+        """Weights, state and step of a checkpoint before, the place in the data after the bad step."""
+        if tries > self.state.plan.run.train.guard.max_rollbacks:
+            raise NumericalStop(
+                f"{bad.text}, after {tries - 1} rollbacks (train.guard.max_rollbacks)", bad.step
+            ) from bad
+        self.saves.check(wait=True)
+        c, scalars = self.counters, self.go_back(bad.step, tries)
+        c.step, c.tokens, c.skipped, c.skipped_in_a_row = (
+            scalars[n] for n in ("step", "tokens", "skipped", "skipped_in_a_row")
+        )
+        c.rollbacks += 1
+        self.saves.parent = c.step
+        if self.reporter.trackers is not None:
+            self.reporter.trackers.rewind(c.step)
+
+    def _run(self) -> None:
+        run, mesh = self.state.plan.run, self.state.mesh
+        self.state.train()
+        samples = micro_batches(
+            run, self.loader, self.counters.consumed_samples, self.counters.step, mesh.dp.size, mesh.dp.index
+        )
+        pending: tuple[Pending, int] | None = None
+        self.reporter.restart_clock()
+        consumed, saved = self.counters.consumed_samples, self.counters.step
+        recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
+        with (
+            recorder,
+            Prefetcher(self.loader, samples, depth=8, pin_memory=mesh.device.type == "cuda", part=mesh.part) as batches,
+        ):
+            for step in range(self.counters.step + 1, run.train.last_step + 1):
+                self.began(step)
+                self._turn_low(step)
+                size = global_batch_at(run, consumed)
+                micro = size // (run.train.micro_batch * mesh.dp.size)
+                lr = learning_rate(run.optim, step, run.train.last_step)
+                mesh.watch.waits.on = mesh.device.type == "cpu" or step % LOOKED_EVERY == 0
+                with recorder.around(step, self.reporter.last_s):
+                    result = train_step(
+                        self.state,
+                        [self._next(batches) for _ in range(micro)],
+                        lr,
+                        self.asked(),
+                        self._shadow_due(step),
+                    )
+                consumed += size
+                stop = self._finish(pending)
+                self.saves.check()
+                if self._replicas_due(step):
+                    check_replicas(self.state)
+                pending = (Pending(step, lr, result, mesh.watch.waits.take()), size)
+                if stop or self._due(step):
+                    stop = self._finish(pending) or stop
+                    pending = None
+                    self._periodic(step, stop, saved)
+                    saved = step if stop or self._save_due(step) else saved
+        self._finish(pending)
+        if saved != self.counters.step:
+            self.saves.save(last=True)
+        self.saves.check(wait=True, last=True)
+
+    def _next(self, batches: Prefetcher) -> Batch:
+        return next(batches).to(self.state.mesh.device)
+
+    def _finish(self, pending: tuple[Pending, int] | None) -> bool:
+        """Read a step's results; whether to stop. Too many bad steps in a row end the run."""
+        if pending is None:
+            return False
+        stop = self.reporter.finished(*pending)
+        self._judge(pending[0])
+        self._watch_low(pending[0])
+        limit = self.state.plan.run.train.max_skipped
+        if self.counters.skipped_in_a_row >= limit:
+            what = (
+                f"{limit} steps in a row had a loss or a gradient norm that could not be applied "
+                f"(train.max_skipped={limit})"
+            )
+            raise NumericalStop(f"stopped at step {self.counters.step}: {what}", self.counters.step)
+        return stop
+
+    def _judge(self, pending: Pending) -> None:
+        """What train.guard.policy does about a step that was not applied. Overflows of a loss scale that adapts are
+        no events."""
+        loss, norm, why, _, _ = pending.read()
+        if not why or (self.state.scaler.dynamic and why == NOT_FINITE and isfinite(loss)):
+            return
+        bad = BadStep(
+            pending.step, f"step {pending.step} is bad: {REASONS[why]} (loss={loss:.6g} grad_norm={norm:.6g})"
+        )
+        policy = self.state.plan.run.train.guard.policy
+        if policy == "rollback":
+            raise bad
+        if policy == "stop":
+            raise NumericalStop(f"{bad.text}; it was not applied (train.guard.policy=stop)", bad.step)
+        if self.reporter.log.rank == 0:
+            self.reporter.log.warn(f"{bad.text}; it was skipped")
+
+    def _shadow_due(self, step: int) -> bool:
+        fp8, low = self.state.plan.run.train.fp8, self.state.low
+        if fp8 is None or fp8.shadow_interval is None or low is None or low.over:
+            return False
+        return step in (1, self._last_low_step) or step % fp8.shadow_interval == 0
+
+    @property
+    def _last_low_step(self) -> int:
+        train = self.state.plan.run.train
+        return train.last_step - (train.fp8.last_steps if train.fp8 is not None else 0)
+
+    def _turn_low(self, step: int) -> None:
+        """The last steps are in train.precision, if they are to be."""
+        low = self.state.low
+        if low is None or low.config is None or not low.turn(step > self._last_low_step):
+            return
+        self.state.stages.runner.forget()
+        what = self.state.plan.run.train.precision if low.over else low.config.recipe
+        self.reporter.log.info(
+            f"from step {step} on all linears are in {what} (train.fp8.last_steps={low.config.last_steps})"
+        )
+
+    def _watch_low(self, pending: Pending) -> None:
+        """Tell how far the gradients are from those of a shadow step; linears that lost too much go on in
+        train.precision. All ranks know the same numbers, so they decide alike."""
+        low, tally, apart = self.state.low, pending.low(), pending.apart()
+        if low is None or low.config is None or tally is None:
+            return
+        log, precision = self.reporter.log, self.state.plan.run.train.precision
+        if apart is not None:
+            for line in shadow_text(low.names, apart):
+                log.info(f"step={pending.step} {line}")
+        bad = {name: why for name, why in unsafe(low.names, low.config, tally, apart).items() if low.is_on(name)}
+        if not bad:
+            return
+        low.fall_back(bad)
+        self.state.stages.runner.forget()
+        for name, why in bad.items():
+            if log.rank == 0:
+                log.warn(f"step {pending.step}: {name} goes on in {precision}: {why}")
+        if self.reporter.trackers is not None:
+            self.reporter.trackers.write({"step": pending.step, "fp8_fell_back": bad})
+
+    def _replicas_due(self, step: int) -> bool:
+        interval = self.state.plan.run.train.guard.replicas_interval
+        return interval is not None and step % interval == 0
+
+    def _due(self, step: int) -> bool:
+        return self._save_due(step) or self._eval_due(step)
+
+    def _save_due(self, step: int) -> bool:
+        interval = self.state.plan.run.checkpoint.interval
+        return interval is not None and step % interval == 0
+
+    def _eval_due(self, step: int) -> bool:
+        train = self.state.plan.run.train
+        return (
+            bool(self.valid)
+            and train.eval_interval is not None
+            and (step % train.eval_interval == 0 or step == train.last_step)
+        )
+
+    def _periodic(self, step: int, stop: bool, saved: int) -> None:
+        if self._eval_due(step):
+            losses = evaluate(self.state, self.valid)
+            self.reporter.log.info(
+                " ".join([f"valid step={step}", *(f"{name}={loss:.4f}" for name, loss in losses.items())])
+            )
+            if self.reporter.trackers is not None:
+                self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
+        if stop or self._save_due(step):
+            self.saves.save(last=stop or step == self.state.plan.run.train.last_step)
+        if stop:
+            raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
+        self.reporter.restart_clock()

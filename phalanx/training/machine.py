@@ -1,0 +1,90 @@
+"""What this machine can do, and whether a run's ranks may start on it: the same checks for the command line and for
+Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.base.free_memory import gpu_memory, host_memory
+from phalanx.base.placement import Placement
+from phalanx.comm.mesh import many_queues
+from phalanx.config.run import Run
+from phalanx.forecast.capacity import DoesNotFit, MachineMemory, check_capacity
+from phalanx.forecast.check import Facts, check, raise_problems
+
+
+def check_here(run: Run, placement: Placement) -> None:
+    """Every problem of a run on this machine at once, as `phalanx train` finds them; ConfigError, or DataError or
+    CheckpointError where nothing but paths of one kind is missing. Writes nothing."""
+    many_queues()
+    machine = describe_machine(run.train.device)
+    raise_problems(check(run, replace(machine, world_size=placement.world_size, local_ranks=placement.local_rank + 1)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether this machine's memory holds its ranks. warning: what to say before the run starts; placement: with
+    what others must hear."""
+
+    placement: Placement | None
+    warning: str | None = None
+
+
+def fit_here(run: Run, world: int, placement: Placement | None, force: bool = False) -> Fit:
+    """Compare the forecast with the memory of this machine (`capacity`). placement: None if the ranks are not
+    started yet.
+
+    Raises DoesNotFit, unless ranks on other machines would wait for those here: they hear of it when all have met.
+    """
+    memory = memory_here(run, world, placement)
+    try:
+        return Fit(placement, check_capacity(run, world, memory, force))
+    except DoesNotFit as error:
+        if placement is None or memory.ranks == range(world):
+            raise
+        return Fit(replace(placement, refused=f"{socket.gethostname()}: {error}"))
+
+
+def memory_here(run: Run, world: int, placement: Placement | None) -> MachineMemory:
+    """What the ranks on this machine may take. Of a world that others started, ranks of one machine follow each
+    other."""
+    machine = describe_machine(run.train.device)
+    gpus = machine.device_count or 0 if machine.device == "cuda" else 0
+    first, count = 0, world
+    if placement is not None and placement.world_size > 1:
+        first = max(0, placement.rank - placement.local_rank)
+        count = placement.local_size or max(placement.local_rank + 1, min(gpus, world - first))
+    started = placement is not None or world == 1  # one rank runs in this process
+    return MachineMemory(range(first, first + count), gpu_memory(min(gpus, count)), host_memory(), started)
+
+
+def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
+    """What this machine can do, for a world of one. Imports torch if there may be a GPU."""
+    missing = tuple(name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is None)
+    if wanted == "cpu":
+        return Facts(missing=missing)
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return Facts(device_count=0, missing=missing)
+    from phalanx.ops.dense.optional_kernels import WHEELS, absent, incapable
+    from phalanx.ops.op import has_triton
+
+    name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    hip = torch.version.hip is not None
+    wheels = ((op, incapable((major, minor), not hip) or absent(op)) for op in WHEELS)
+    return Facts(
+        device="cuda",
+        device_count=gpus,
+        device_name=name,
+        bf16_ok=hip or major >= 8,
+        fp16_ok=hip or major >= 6,
+        capability=(0, 0) if hip else (major, minor),
+        triton_ok=not hip and major >= 8 and has_triton(),
+        no_wheels=tuple((op, why) for op, why in wheels if why),
+        missing=missing,
+    )

@@ -1,0 +1,373 @@
+"""train(run, placement): one rank of a training run from the first look at its folder to the last checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from phalanx.base.devices import find_device
+from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, NumericalStop
+from phalanx.base.log import Log
+from phalanx.base.placement import SECRET, Placement
+from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
+from phalanx.checkpoint.load import load_state, load_weights
+from phalanx.checkpoint.lock import FolderLock
+from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.objects import storage_for
+from phalanx.checkpoint.places import place
+from phalanx.checkpoint.trust import open_to_all
+from phalanx.comm.health.heartbeat import Heartbeat
+from phalanx.comm.mesh import leave_world
+from phalanx.config.model_source import keep
+from phalanx.config.read import save_run, to_dict
+from phalanx.config.run import Run, checkpoints_of
+from phalanx.data.background import BackgroundCheck
+from phalanx.data.loader import Loader
+from phalanx.engine.build import State, build, choices, init_weights
+from phalanx.engine.meeting import device_of, identity, join
+from phalanx.forecast.data_table import data_table, open_loaders
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.flops import flops_of, mfu_text
+from phalanx.observe.failures import Failures
+from phalanx.observe.metrics import Counters, Reporter, Speed
+from phalanx.observe.out_of_memory import reported
+from phalanx.observe.report import write_report
+from phalanx.observe.starts import note_start
+from phalanx.observe.trackers import Trackers
+from phalanx.planning.order import total_samples
+from phalanx.text.cache import use_text
+from phalanx.text.prepare import check_tokenizers
+from phalanx.text.tokenizers import load_tokenizer
+from phalanx.training.loop import Loop
+from phalanx.training.machine import check_here, fit_here
+from phalanx.training.resume import check_resume, check_steps, facts, read_of
+from phalanx.training.saves import Saves, numbers_of
+
+# a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
+SAME_S = 1.0
+
+GOLDEN = 0.618034  # its multiples are spread evenly between whole numbers
+FINISH_S = 300.0  # for what the background check has left at the end of a run
+
+
+class StopRequest:
+    """SIGTERM, SIGUSR1 and SIGINT, or a limit of time, ask this process to stop after its step; `asked` says so to
+    the loop.
+
+    A second signal ends it at once, without saving. The handlers before are put back at the end.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._end = math.inf if limit_s is None else time.monotonic() + limit_s
+        self._first = math.inf
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+
+    def asked(self) -> bool:
+        return self._first < math.inf or time.monotonic() > self._end
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if time.monotonic() > self._first + SAME_S:
+            os.write(2, b"stopped at once by a second signal; the last step is not saved\n")
+            os._exit(128 + signum)
+        self._first = min(self._first, time.monotonic())
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(run: Run, placement: Placement, command: str = "") -> None:
+    """Train this rank's part, after the checks that the command line makes: the config, and the memory of this machine.
+
+    Raises PhalanxError of the kind that decides the exit code. command: what a person typed, for the report.
+    """
+    check_here(run, placement)
+    fit = fit_here(run, placement.world_size, placement)
+    train_rank(run, fit.placement or placement, command, fit.warning)
+
+
+def train_rank(run: Run, placement: Placement, command: str = "", warning: str | None = None) -> None:
+    """As `train`, of a run that was checked.
+
+    Until all ranks have agreed on the run and stand where it begins, nothing in its folder changes: a start that is
+    refused leaves no trace.
+    warning: what those checks found, for the log.
+    """
+    folder, given = Path(run.dir), run
+
+    def report(failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None and placement.rank == 0 and run.log.report:
+            report_at_the_end(folder, log)
+
+    with ExitStack() as after:
+        log = Log(placement.rank)
+        log.wait_for_file()
+        after.callback(log.close)
+        lock = after.enter_context(FolderLock(folder)) if placement.rank == 0 else None
+        failures = after.enter_context(Failures(folder, log, lock.check if lock else lambda: None))
+        if warning is not None:
+            log.warn(warning)
+        if lock is not None and lock.warning:
+            log.warn(lock.warning)
+        if lock is not None and lock.took_over:
+            log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
+        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
+        check_tokenizers(run.data)
+        loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
+        stop = StopRequest(run.train.time_limit_s)
+        after.callback(stop.restore)
+        after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
+        now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
+        after.callback(leave_world)
+        mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
+        mesh, main_folder = join(run, placement, mine)
+        run = replace(run, dir=main_folder)
+        after.callback(mesh.close)
+        heartbeat = after.enter_context(
+            Heartbeat(
+                placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store
+            )
+        )
+        heartbeat.first_word = placement.word.failed
+        heartbeat.unsigned = lambda count: log.warn(
+            f"{count} messages to the store where the ranks met are not signed by this run, and are ignored: "
+            "somebody else writes to it, so the ranks' network is not private"
+        )
+        if mesh.store is None and placement.world_size > 1 and placement.rank == 0:
+            log.warn(
+                f"{SECRET} is not set, so ranks say nothing to each other beside collectives: one that hangs "
+                "is found after "
+                f"train.timeout_s={run.train.timeout_s:g} alone, and is not named"
+            )
+        plan = make_plan(run, placement.world_size)
+        watched = after.enter_context(reported(plan, mesh))
+        state = watched.state = build(plan, mesh)
+        counters, start = start_state(state, now, log)
+        if lock is not None:
+            begin(given, lock, log)
+            placement.word.writes(folder)
+        loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        if lock is not None:
+            note_start(folder, placement.world_size, mesh.device, command, data_table(run, *loaders), log)
+        data = after.enter_context(background_check(loaders, placement, counters.step, log))
+
+        def began(step: int) -> None:
+            heartbeat.at_step(step)
+            failures.began(step)
+            data.look()
+
+        loop.began, loop.saves.saver.look = began, heartbeat.look
+        heartbeat.stood_still = lambda seconds: log.warn(
+            f"this process stood still for {seconds:.1f} s: it was stopped, or its machine was"
+        )
+        loop.reporter.stepped, loop.reporter.slow = heartbeat.stepped, lambda: heartbeat.slow
+        if lock is not None:
+            loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
+        placement.word.unsaved()
+        loop.run()
+        finish_check(data, state)
+        log.info(f"done step={counters.step} folder={folder}")
+
+
+def keep_config(run: Run, path: Path, log: Log) -> None:
+    """Write the resolved config. Where the disk has no room, the run goes on without it if it would go on without a
+    checkpoint."""
+    try:
+        save_run(run, path)
+    except OSError as error:
+        said = f"{path} cannot be written ({error.strerror or error})"
+        if run.checkpoint.on_error == "stop":
+            raise CheckpointError(f"{said}: free some space, or choose another dir") from error
+        log.warn(
+            f"{said}: the run goes on (checkpoint.on_error=continue), and is to be continued with the config "
+            "it was started with"
+        )
+
+
+def report_at_the_end(folder: Path, log: Log) -> None:
+    """A run that is done is done, whatever its report meets."""
+    try:
+        log.say(f"report {write_report(folder)}")
+    except OSError as error:
+        log.warn(f"report.html cannot be made: {error.filename or folder}: {error.strerror or error}")
+
+
+def background_check(
+    loaders: tuple[Loader, dict[str, Loader]], placement: Placement, step: int, log: Log
+) -> BackgroundCheck:
+    """On one rank of each machine, whose copy of the files may be its own. Machines and starts begin at different
+    places."""
+    loader, valid = loaders
+    sources = (
+        [source for each in (loader, *valid.values()) for source in each.sources] if placement.local_rank == 0 else []
+    )
+    first = (placement.rank + step) * GOLDEN % 1
+    return BackgroundCheck((corpus for source in sources for corpus in source.corpora), first, log.warn)
+
+
+def finish_check(data: BackgroundCheck, state: State) -> None:
+    """What is left of the background check. DataError on all ranks if any found damage."""
+    limit_s = min(FINISH_S, state.plan.run.train.timeout_s / 2)  # the other ranks wait in a collective
+    found = [problem for problem in agree(state.mesh.world, lambda: data.finish(limit_s)) if problem]
+    if found:
+        raise DataError("\n".join(dict.fromkeys(found)))
+
+
+def begin(run: Run, lock: FolderLock, log: Log) -> None:
+    """From here on the run writes to its folder."""
+    lock.keep()
+    log.open(Path(run.dir) / "log.txt")
+    keep_config(run, Path(run.dir) / "config.yaml", log)
+    keep(run)
+
+
+def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, Path | None]:
+    """Set weights and state: the run's newest checkpoint, else checkpoint.load, else init_from, else initial values.
+
+    Returns the counters and the checkpoint that the run continues from. A path that is given and is not there is an
+    error, never a fresh start. now: facts() of this run.
+    """
+    run = state.plan.run
+    own = choose(state, lambda: newest_first(checkpoints_of(run)))
+    if own and run.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"{own[0]} exists and checkpoint.resume=never: choose another dir, or checkpoint.resume=auto to continue"
+        )
+    load = run.checkpoint.load
+    sources = own or (choose(state, lambda: candidates(load)) if load else [])
+    if sources:
+        source, scalars = load_newest(state, sources, now, log)
+        if scalars.get("train.precision") != run.train.precision:
+            before = state.scaler.scale.clone()
+            state.scaler.reset()  # a loss scale belongs to its precision
+            if state.low is not None:
+                state.low.rescale(state.scaler.scale / before)
+        log.info(f"continue from {source}")
+        return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
+    if run.init_from:
+        load_weights(run.init_from, state.buffers, state.mesh)
+        init_weights(state, exported=False)
+        log.info(f"start from the weights of {run.init_from}")
+    else:
+        init_weights(state)
+    return Counters(), None
+
+
+def choose(state: State, look: Callable[[], list[Path]]) -> list[Path]:
+    """Checkpoints as rank 0 sees them."""
+    return [
+        place(p) for p in agree(state.mesh.world, lambda: [str(p) for p in look()] if state.mesh.rank == 0 else [])[0]
+    ]
+
+
+def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log) -> tuple[Path, dict[str, Any]]:
+    """Load the first of these checkpoints that is good in every byte; each damaged one is named. If none is, the run
+    does not start."""
+    run, problems = state.plan.run, list[str]()
+    if state.mesh.rank == 0:
+        for warning in filter(None, (*map(open_to_all, (sources[0].parent, sources[0])), *misnamed(sources[0].parent))):
+            log.once(warning)
+    for path in sources:
+        try:
+            check_steps(run, together(state.mesh.world, lambda path=path: read_manifest(path)).step, path)  # type: ignore[misc]
+            together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
+            scalars = load_state(
+                path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state)
+            )
+            if state.low is not None:
+                state.low.loaded()
+            return path, scalars
+        except DamagedCheckpoint as error:
+            if not run.checkpoint.fallback or len(sources) == 1:
+                raise
+            problems.append(str(error))
+            if state.mesh.rank == 0:
+                log.warn(f"{path} is damaged and not used: {error}")
+    raise none_good(sources[0].parent, problems)
+
+
+def loop_of(
+    state: State,
+    loaders: tuple[Loader, dict[str, Loader]],
+    counters: Counters,
+    start: Path | None,
+    now: dict[str, Any],
+    log: Log,
+    stop: StopRequest,
+    after: ExitStack,
+) -> Loop:
+    run, mesh, folder = state.plan.run, state.mesh, Path(state.plan.run.dir)
+    loader, valid = loaders
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    device = find_device(name)
+    peak = device.peak(run.train.precision) if device else None
+    speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length, mesh.shared_bytes)
+    trackers = None
+    if mesh.rank == 0:
+        for warning in state.agreed.warnings:
+            log.warn(warning)
+        log.info(describe(state, total_samples(run)))
+        log.info(choices(state))
+        log.info(data_table(run, loader, valid))
+        log.info(mfu_text(run, mesh.grid.world, device, name))
+        trackers = Trackers(folder, counters.step, run.log, to_dict(run), log)
+        after.callback(trackers.close)
+    reporter = Reporter(
+        log,
+        trackers,
+        speed,
+        counters,
+        run.train.last_step,
+        run.log.interval,
+        mesh.device,
+        state.low.names if state.low is not None else (),
+    )
+    reporter.remaining = lambda: (
+        total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
+    )
+    saves = Saves(state, counters, start, now, log)
+
+    def go_back(before: int, tries: int) -> dict[str, Any]:
+        """Load the checkpoint before step `before`, the `tries`th newest of them; its scalars."""
+        there = choose(
+            state, lambda: [p for p in reversed(list_checkpoints(checkpoints_of(run))) if step_of(p) < before]
+        )
+        if not there:
+            raise NumericalStop(f"there is no checkpoint before step {before} to roll back to")
+        path, scalars = load_newest(state, there[min(tries, len(there)) - 1 :], now, log)
+        newer = there[: there.index(path)]  # what they hold was not trained on the way from here
+        agree(mesh.world, lambda: forget(newer) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            log.warn(f"rolled back to {path}; the data up to step {before} is not used again")
+        return scalars
+
+    return Loop(state, loader, valid, reporter, counters, saves, stop.asked, go_back)
+
+
+def forget(paths: list[Path]) -> None:
+    for path in paths:
+        storage_for(path).retire(path)
+
+
+def describe(state: State, samples: int) -> str:
+    """One line: the model, where it lies, how long it trains."""
+    plan, run = state.plan, state.plan.run
+    grid, numel = plan.grid, sum(f.numel for f in plan.facts)
+    return (
+        f"model {run.model.family} parameters={numel} layout world={grid.world} dp={grid.dp} cp={grid.cp} "
+        f"tp={grid.tp} pp={grid.pp} "
+        f"stages={[len(s) for s in plan.stages]} schedule={plan.schedule_name} sharding={run.layout.sharding} "
+        f"precision={run.train.precision} device={state.mesh.device.type} steps={run.train.last_step} "
+        f"tokens={samples * run.train.seq_length}"
+    )

@@ -1,0 +1,160 @@
+"""Whether a run may continue from a checkpoint: every key of the config is of one class, and every difference is
+named, old -> new.
+
+must match   the numbers or their order would mean something else: refused, unless checkpoint.allow names the key may
+change   the run goes on otherwise from here (rates, batch sizes, layout): told
+recorded     no number depends on it (logging, where files lie, which twins run): written down in the next
+checkpoint, not told
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+import phalanx
+from phalanx.base.errors import CheckpointError, ConfigError, Problem
+from phalanx.base.log import Log
+from phalanx.checkpoint.hf import differences
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.config.read import to_dict
+from phalanx.config.run import Run
+from phalanx.data.loader import Loader
+from phalanx.data.sources import Source
+
+Class = Literal["must match", "may change", "recorded"]
+SAMPLED = 16  # windows of a source that stand for its contents
+
+# The first glob that fits a key decides. Of the model, checkpoint.hf.differences knows which fields may change; of the
+# data, facts() compares what is read rather than the paths it is read from.
+CLASSES: tuple[tuple[str, Class], ...] = (
+    ("model.*", "may change"),
+    ("train.seq_length", "must match"),
+    ("train.seed", "must match"),
+    ("facts.data*", "must match"),
+    ("facts.*", "may change"),
+    ("train.time*", "recorded"),
+    ("train.profile*", "recorded"),
+    ("train.eval_*", "recorded"),
+    ("train.*", "may change"),
+    ("layout.*", "may change"),
+    ("optim.*", "may change"),
+    ("data.*", "recorded"),
+    ("checkpoint.*", "recorded"),
+    ("log.*", "recorded"),
+    ("dir", "recorded"),
+    ("init_from", "recorded"),
+    ("model_source", "recorded"),
+)
+
+
+def class_of(key: str) -> Class:
+    """KeyError for a key that nobody has thought about."""
+    for glob, kind in CLASSES:
+        if fnmatchcase(key, glob):
+            return kind
+    raise KeyError(key)
+
+
+def facts(loader: Loader, tokenizer: str | None) -> dict[str, Any]:
+    """What a place in the data and the bits of a step depend on beside the config; tokenizer: its fingerprint."""
+    return {
+        "data.order": loader.order,
+        "data.sources": [f"{Path(source.name).name}: {contents_of(source)}" for source in loader.sources],
+        "data.tokenizer": tokenizer,
+        "versions": {"phalanx": phalanx.__version__, "torch": torch.__version__},
+    }
+
+
+def read_of(loaders: tuple[Loader, Mapping[str, Loader]]) -> dict[str, Any]:
+    """What these loaders read, whatever its files are called: the order of samples, and some of each source."""
+    loader, valid = loaders
+    sources = [source for each in (loader, *valid.values()) for source in each.sources]
+    return {"order": loader.order, "windows": [contents_of(source) for source in sources]}
+
+
+def contents_of(source: Source) -> str:
+    """A fingerprint of some of a source's windows, evenly spread: another file of the same size has another one, a
+    moved file has not."""
+    if source.windows is None:
+        return "endless"
+    count = min(SAMPLED, source.windows)
+    total = xxhash.xxh3_64()
+    for i in range(count):
+        total.update(source.window(i * (source.windows - 1) // max(1, count - 1)).astype("int64").tobytes())
+    return f"{source.windows} windows {total.hexdigest()}"
+
+
+def check_steps(run: Run, step: int, source: Path) -> None:
+    """ConfigError for a run that would end before the step at which it begins."""
+    if run.train.last_step >= step:
+        return
+    key = "steps" if run.train.tokens is None else "tokens"
+    because: dict[str, Any] = {"train.steps": run.train.last_step} if key == "tokens" else {}
+    because |= {"step of the checkpoint": step, "checkpoint": str(source)}
+    rule = (
+        "must not end the run before the checkpoint that it continues from; train longer, or choose "
+        "another `dir` for a new run"
+    )
+    raise ConfigError(
+        [Problem(f"train.{key}", getattr(run.train, key), rule, because, (step,) if key == "steps" else ())]
+    )
+
+
+def check_resume(run: Run, now: dict[str, Any], manifest: Manifest, source: Path, log: Log) -> None:
+    """Refuse to continue (CheckpointError, every difference at once), or tell what is changed. `now`: facts()."""
+    config = json.loads(json.dumps(to_dict(run)))
+    model = differences(manifest.model, json.loads(json.dumps(asdict(run.model))))
+    before = {**manifest.scalars.get("facts", {})}
+    if before.get("data.tokenizer") is None:  # a tokenizer that is named later changes no token
+        before.pop("data.tokenizer", None)
+    found = [
+        *changed_keys(manifest.config, config),
+        *(("facts." + k, o, n) for k, o, n in changed_keys(before, now) if before),
+    ]
+    refused = model + [_shown(f) for f in found if class_of(f[0]) == "must match" and not allowed(run, f[0])]
+    if refused:
+        rule = "name what may differ in checkpoint.allow (such as data), or start a run of its own with init_from"
+        raise CheckpointError(
+            f"the run cannot continue from {source}, which differs in what must match:\n"
+            + "\n".join(refused)
+            + f"\n{rule}"
+        )
+    told = [_shown(f) for f in found if class_of(f[0]) != "recorded"]
+    if told:
+        log.info(f"changed since {source}: " + ", ".join(told))
+    if any(key.startswith("facts.data") for key, _, _ in found):
+        log.warn(f"the data is not that of {source}: from here on samples may come again that were seen before")
+
+
+def allowed(run: Run, key: str) -> bool:
+    """Whether checkpoint.allow names a key or its section."""
+    name = key.removeprefix("facts.")
+    return any(name == glob or name.startswith(f"{glob}.") or fnmatchcase(name, glob) for glob in run.checkpoint.allow)
+
+
+def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every value that differs; a key that one side lacks (of another version) is no
+    difference."""
+    if isinstance(old, dict) and isinstance(new, dict) and not _is_map(path):
+        for key in sorted(old.keys() & new.keys()):
+            yield from changed_keys(old[key], new[key], f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new
+
+
+def _is_map(path: str) -> bool:
+    """Fields whose keys are the user's own: compared as one value."""
+    return path in ("optim.lr_scale", "data.valid")
+
+
+def _shown(found: tuple[str, Any, Any]) -> str:
+    key, old, new = found
+    return f"{key.removeprefix('facts.')} {json.dumps(old)} -> {json.dumps(new)}"

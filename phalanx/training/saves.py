@@ -1,0 +1,142 @@
+"""What a run's checkpoints say, where they go, and what a failed save means for the run. How they are written is
+checkpoint/'s matter."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.base.errors import CheckpointError
+from phalanx.base.log import Log
+from phalanx.checkpoint.hf import read_folder
+from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
+from phalanx.checkpoint.objects import storage_for
+from phalanx.checkpoint.save import Snapshot, Target
+from phalanx.checkpoint.saver import Outcome, Saver
+from phalanx.comm.host import host_axis
+from phalanx.config.model_source import has_tokenizer, source_of
+from phalanx.config.read import to_dict
+from phalanx.config.run import checkpoints_of
+from phalanx.engine.build import State
+from phalanx.observe.metrics import Counters
+from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
+
+WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that dies is noticed at once
+
+
+def numbers_of(state: State) -> dict[str, Tensor]:
+    """Small tensors of a run's state that are no part of its optimizer."""
+    low = {} if state.low is None else state.low.state()
+    return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in low.items()}}
+
+
+class Saves:
+    """The saves of one rank; all ranks call each method together.
+
+    start   the checkpoint that the run continues from; facts: what a run that continues from one of these is
+    compared with (train/resume)
+    """
+
+    def __init__(self, state: State, counters: Counters, start: Path | None, facts: dict[str, Any], log: Log):
+        run = state.plan.run
+        self.run, self.counters, self.log, self.facts = run, counters, log, facts
+        self.parent = step_of(start) if start else None
+        self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
+        root, config = checkpoints_of(run), run.checkpoint
+        target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
+        if state.mesh.rank == 0:
+            for warning in remove_leftovers(root, target.storage):
+                log.warn(warning)
+        axis = host_axis(state.mesh.world, run.train.timeout_s, WRITING_S)
+        self.saver = Saver(
+            state.buffers,
+            state.optimizer,
+            state.scaler,
+            state.mesh,
+            target,
+            axis,
+            background=config.background,
+            more=numbers_of(state),
+        )
+        state.before_update = self.saver.release
+
+    def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, Any]]:
+        """Where the tokenizer's files are that checkpoints carry, and its special tokens: those that the folder of
+        the model names, if its tokenizer is the run's."""
+        tokenizer, source = self.run.data.tokenizer, source_of(self.run)
+        named = read_folder(source).token_ids if source else {}
+        if tokenizer is None:
+            self.source = source
+            return None, named
+        loaded = load_tokenizer(tokenizer)
+        self.source = source if source and has_tokenizer(source, loaded.fingerprint) else None
+        if not is_portable(tokenizer):
+            tokenizer = str(Path(self.run.dir) / "tokenizer")
+            if rank == 0:
+                self._keep_tokenizer(loaded, tokenizer)
+        own = {} if loaded.eod is None else {"eos_token_id": loaded.eod}
+        return tokenizer, {**own, **(named if self.source else {})}
+
+    def _keep_tokenizer(self, tokenizer: Tokenizer, folder: str) -> None:
+        try:
+            tokenizer.save(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"the tokenizer that checkpoints carry cannot be written to {folder}: {error.strerror or error}"
+            ) from error
+
+    def save(self, last: bool = False) -> None:
+        """Save the finished step. `last`: nothing comes after it, so it is waited for and must not fail."""
+        self.check(wait=True)
+        try:
+            self._tell(self.saver.start(self._snapshot()))
+            if self.saver.why_not:
+                self.log.once(f"checkpoints are not written in the background: {self.saver.why_not}")
+        except CheckpointError as error:
+            self._failed(error, last)
+        else:
+            self.parent = self.counters.step
+        if last:
+            self.check(wait=True, last=True)
+
+    def check(self, wait: bool = False, last: bool = False) -> None:
+        """Between two steps: say what became of the save in the background."""
+        try:
+            self._tell(self.saver.wait() if wait else self.saver.finished())
+        except CheckpointError as error:
+            self._failed(error, last)
+
+    def _failed(self, error: CheckpointError, last: bool) -> None:
+        if last or self.run.checkpoint.on_error == "stop":
+            raise error
+        if self.log.rank == 0:
+            self.log.warn(f"a checkpoint was not saved, and training goes on (checkpoint.on_error=continue): {error}")
+
+    def _tell(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        waited = f" (in {outcome.took_s:.2f} s; the run waited {outcome.waited_s:.3f} s)"
+        self.log.info(f"saved {outcome.saved.path}{waited}")
+        if outcome.saved.removed:
+            names = ", ".join(Path(path).name for path in outcome.saved.removed)
+            self.log.info(f"removed {names} (checkpoint.keep_last={self.run.checkpoint.keep_last})")
+        for warning in outcome.saved.warnings:
+            self.log.warn(warning)
+
+    def _snapshot(self) -> Snapshot:
+        run, counters = self.run, self.counters
+        scalars = {**asdict(counters), "train.precision": run.train.precision, "facts": self.facts}
+        return Snapshot(
+            counters.step,
+            counters.consumed_samples,
+            run.model,
+            to_dict(run),
+            scalars,
+            self.tokenizer,
+            self.ids,
+            self.parent,
+            self.source,
+        )

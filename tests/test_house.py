@@ -1,0 +1,116 @@
+"""The house: rooms on floors, no circles between files, no room with the name of a public function. What the rooms
+are is docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "phalanx"
+PUBLIC = {
+    "load",
+    "check",
+    "plan",
+    "train",
+    "session",
+    "verify",
+    "generate",
+    "chat",
+    "serve",
+    "embed",
+    "export",
+    "evaluate",
+    "report",
+    "compare",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every file of the package by its dotted name below `phalanx`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports_of(source: str, known: set[str]) -> set[str]:
+    """Modules of the package that a file imports, inside functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "phalanx":
+            base = (node.module or "").removeprefix("phalanx").lstrip(".")
+            inner = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+            found |= (inner & known) or {base}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("phalanx.") for alias in node.names if alias.name.startswith("phalanx.")}
+    return (found & known) - {""}
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of more than one file that reach each other (Tarjan, "Depth-first search and linear graph algorithms",
+    1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in imports[name]:
+            if other not in number:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == number[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in imports:
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    files = modules()
+    imports = {name: imports_of(path.read_text(encoding="utf-8"), set(files)) for name, path in files.items()}
+    assert len(files) > 250 and sum(map(len, imports.values())) > 1000
+    assert circles(imports) == []
+    assert imports_of(
+        "def f():\n    from phalanx.base import tree\n    import phalanx.base.log as log", set(files)
+    ) == {"base.tree", "base.log"}
+    imports["base.errors"] = imports["base.errors"] | {"cli.main"}  # as a function of a lower room might
+    assert any({"base.errors", "cli.main"} <= set(group) for group in circles(imports))
+
+
+def floors() -> list[set[str]]:
+    """Rooms by floor, the highest first, as import-linter checks them."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [contract] = config["tool"]["importlinter"]["contracts"]
+    assert contract["exhaustive"] and contract["type"] == "layers"
+    return [{room.strip() for room in layer.split("|")} - {"__main__"} for layer in contract["layers"]]
+
+
+def test_the_page_has_every_room_on_its_floor():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)/` \|", page, re.MULTILINE)
+    by_floor = defaultdict(set)
+    for floor, room in rows:
+        by_floor[int(floor)].add(room)
+    above = [rooms for rooms in floors() if rooms]
+    assert [by_floor[floor] for floor in sorted(by_floor, reverse=True)] == above
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == {room for _, room in rows}
+
+
+def test_no_room_has_the_name_of_a_public_function():
+    """Python would bind the sub-package over the function as soon as somebody imports it."""
+    names = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert not names & PUBLIC
