@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterable, Mapping
+from itertools import combinations, product
 
 import pytest
 
@@ -28,6 +29,14 @@ def rest_in_soak(names: Iterable[Hashable], chosen: Iterable[Hashable]) -> list:
     """All names (or numbers, ...) as parameters of a test; those that are not chosen are for `make soak`."""
     chosen = set(chosen)
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+def pairs_in_test(*axes: Iterable[Hashable]) -> list:
+    """All combinations of the axes' values as parameters of a test. `make test` runs a few that together have every
+    pair of values of any two axes; `make soak` runs the others too."""
+    cases = {str(number): values for number, values in enumerate(product(*axes))}
+    chosen = covering({name: combinations(enumerate(values), 2) for name, values in cases.items()})
+    return [pytest.param(*v, marks=() if name in chosen else pytest.mark.soak) for name, v in cases.items()]
 
 
 def features(run: Run) -> set[Hashable]:

@@ -634,7 +634,7 @@ def test_the_way_out_is_the_first_change_that_fits(config):
         plan, need("train.recompute=pointwise"), 1.0
     )
     assert "the cheapest change that fits: train.micro_batch=2 (" in way_out(plan, need("train.micro_batch=2"), 1.0)
-    assert "no change fits on 1 ranks nor on 8 times as many" in way_out(plan, 2**20, 1.0)
+    assert "no change fits on 1 rank nor on 8 times as many" in way_out(plan, 2**20, 1.0)
 
 
 def test_the_way_out_may_be_more_ranks(config):
@@ -645,7 +645,7 @@ def test_the_way_out_may_be_more_ranks(config):
     big = small(config, "model.vocab_size=4000000", "train.micro_batch=1", "train.recompute=full")
     halves = replace(big, layout=replace(big.layout, tp=2))
     need = rank_uses(make_plan(halves, 2), 8)[0][0].total + OVERHEAD
-    assert "no change fits on 1 ranks; the cheapest on more: 2 ranks with layout.tp=2 (" in way_out(
+    assert "no change fits on 1 rank; the cheapest on more: 2 ranks with layout.tp=2 (" in way_out(
         make_plan(big, 1), need, 1.0
     )
 

@@ -144,7 +144,7 @@ def test_copies_of_a_model_on_one_host_become_fewer():
     )
     with pytest.raises(DoesNotFit, match="the cheapest change that fits: --ranks 1 "):
         check_capacity(run, 8, MachineMemory(range(8), host=on_cpu(run, 1) + 2**20))
-    with pytest.raises(DoesNotFit, match="no change fits on 1 ranks"):
+    with pytest.raises(DoesNotFit, match="no change fits on 1 rank"):
         check_capacity(run, 1, MachineMemory(range(1), host=2**20))
 
 

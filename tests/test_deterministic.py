@@ -23,6 +23,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.observe.out_of_memory import held
 from tests.parity import MODELS, SEQ, assemble, random_weights, step_batches
+from tests.sample import rest_in_soak
 
 # --- the tree
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,7 +176,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "precision, names", [("fp32", tuple(LAYOUTS)), ("bf16", ("dp4", "pp2 dp2, level 0, gpipe", "pp2 x 2, dp2", "pp4"))]
+    "precision, names",
+    [
+        ("fp32", tuple(LAYOUTS)),
+        pytest.param("bf16", ("dp4", "pp2 dp2, level 0, gpipe", "pp2 x 2, dp2", "pp4"), marks=pytest.mark.soak),
+    ],
 )
 def test_bits_do_not_depend_on_the_layout(ranks, precision, names):
     run = run_of("llama", precision)
@@ -224,7 +229,7 @@ def test_groups_of_context_parallel_ranks_keep_their_bits_too(ranks, cp, groups)
         )
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", rest_in_soak(["tensorwise", "delayed"], ["delayed"]))
 def test_low_precision(ranks, recipe):
     run = run_of("llama", "bf16")
     run = replace(run, train=replace(run.train, fp8=Fp8Config(recipe=recipe)))
@@ -268,7 +273,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "name", rest_in_soak(EXPERTS, ("all-to-all", "push", "all-gather over four, little room", "parts of a micro-batch"))
+)
 def test_experts(ranks, name):
     """With ep and etp the same; of how many micro-batches a rank's experts get tokens at once, and of which, changes
     with dp."""
@@ -287,7 +294,7 @@ def test_experts_in_low_precision(ranks):
     assert differing(exact(ranks, run, 4, steps=1), exact(ranks, run, 2, steps=1)) == []
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3-mtp", "deepseek_v3-mtp-tied"])
+@pytest.mark.parametrize("model", rest_in_soak(["deepseek_v3-mtp", "deepseek_v3-mtp-tied"], ["deepseek_v3-mtp-tied"]))
 def test_further_tokens(ranks, model):
     """Embedding and head are used by the block that predicts further tokens, too: on one rank, on two, on three."""
     run = run_of(model, "fp32")

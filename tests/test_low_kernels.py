@@ -36,7 +36,9 @@ from phalanx.ops.quantized.recipes import (
     quantize,
     scaled_product,
 )
+from tests.sample import pairs_in_test, rest_in_soak
 
+CAST = ["tensorwise", "delayed", "rowwise", "blockwise"]
 SHAPES = [(16, 16), (48, 272), (272, 144)]
 
 
@@ -66,9 +68,7 @@ def same(a: Scaled, b: Scaled) -> None:
     assert torch.equal(a.scales, b.scales)
 
 
-@pytest.mark.parametrize("turn", [True, False])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, recipe, turn", pairs_in_test(SHAPES, CAST, [True, False]), ids=str)
 def test_casts_are_those_of_the_plain_twin(shape, recipe, turn):
     for which in (X, W, DY):
         found = []
@@ -83,7 +83,7 @@ def test_casts_are_those_of_the_plain_twin(shape, recipe, turn):
         assert low.counts[which].sum(0)[2] == math.prod(shape) < low.counts[..., :-1].sum()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", CAST)
 def test_weights_are_cast_where_they_were(recipe):
     low = weight_of(recipe, "triton", recipe == "delayed")
     low.refresh(some(144, 272, seed=1))
@@ -119,10 +119,15 @@ def test_transposed():
     assert torch.equal(kernels.transposed(x).view(torch.uint8), x.view(torch.uint8).t())
 
 
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise weight", "blockwise tokens"])
-@pytest.mark.parametrize("m, n, k", [(48, 272, 384), (144, 16, 144)])
-def test_product_is_that_of_the_plain_twin(m, n, k, recipe, add):
+@pytest.mark.parametrize(
+    "shape, recipe, add",
+    pairs_in_test(
+        [(48, 272, 384), (144, 16, 144)], ["tensorwise", "blockwise weight", "blockwise tokens"], [False, True]
+    ),
+    ids=str,
+)
+def test_product_is_that_of_the_plain_twin(shape, recipe, add):
+    m, n, k = shape
     kind, _, second = recipe.partition(" ")
     r = RECIPES[kind]
     a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)) for rows in (m, n))
@@ -158,9 +163,9 @@ def test_losses_of_large_tensors_are_counted_in_some_tiles(monkeypatch):
     assert low.counts[X, :, -1].max().int().view(torch.float32) == x.abs().max()
 
 
-@pytest.mark.parametrize("turn", [True, False])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("shape", [(48, 80), (80, 128), (16, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape, recipe, turn", pairs_in_test([(48, 80), (80, 128), (16, 256)], CAST, [True, False]), ids=str
+)
 def test_what_swiglu_makes_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
     """Truth: SwiGLU's own kernels in fp32, rounded (which Triton's interpreter does not do) and cast: codes, scales,
     amaxes and counts to the bit."""
@@ -187,9 +192,7 @@ def same_casts(which, source, truth: Tensor, recipe, turn) -> None:
     assert torch.equal(fused.counts[..., -1].amax(1).int().view(torch.float32), plain.amax)
 
 
-@pytest.mark.parametrize("turn", [True, False])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-@pytest.mark.parametrize("shape", [(48, 80), (80, 144)], ids=str)
+@pytest.mark.parametrize("shape, recipe, turn", pairs_in_test([(48, 80), (80, 144)], CAST, [True, False]), ids=str)
 def test_a_norm_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
     """Truth: the plain formula, in torch."""
     x, weight = some(*shape), some(1, shape[1], seed=1)[0].clamp(-4, 4)
@@ -199,10 +202,14 @@ def test_a_norm_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
     same_casts(X, Normed(x, scale, weight), truth, recipe, turn)
 
 
-@pytest.mark.parametrize("table", [True, False])
-@pytest.mark.parametrize("width, recipe", [(16, "tensorwise"), (16, "delayed"), (32, "rowwise"), (128, "blockwise")])
-def test_the_gradient_of_rope_is_cast_as_if_it_were_in_memory(width, recipe, table):
+@pytest.mark.parametrize(
+    "case, table",
+    pairs_in_test([(16, "tensorwise"), (16, "delayed"), (32, "rowwise"), (128, "blockwise")], [True, False]),
+    ids=str,
+)
+def test_the_gradient_of_rope_is_cast_as_if_it_were_in_memory(case, table):
     """Truth: turned back in fp32, rounded once. Two sequences of 40, 3 and 2 heads, as they may lie after attention."""
+    width, recipe = case
     heads = [some(2 * 40 * n, width, seed=n).view(2, 40, n, width).transpose(1, 2).clamp(-1e4, 1e4) for n in (3, 2)]
     heads.append(some(2 * 2 * 40, width, seed=9).view(2, 2, 40, width))
     angles = rotary_table(torch.arange(80) % 40, 1e4 ** (-torch.arange(width // 2) * 2 / width), torch.bfloat16)
@@ -217,7 +224,7 @@ def test_the_gradient_of_rope_is_cast_as_if_it_were_in_memory(width, recipe, tab
     same_casts(DY, RopeGrad(*heads, angles if table else None, True), truth, recipe, True)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", rest_in_soak(CAST, ["delayed", "blockwise"]))
 def test_what_linears_cast_need_not_be_in_memory(recipe):
     """Truth: the same with the norm and the gradient of rope written. A norm, a linear to 2 + 2 heads of 32, rope:
     all to the bit, in fp32."""
@@ -266,7 +273,7 @@ def test_a_stand_in_read_by_anybody_else_is_nan():
         assert (nan_for(w, w.to(dtype)) is not None) == expected
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", rest_in_soak(CAST, ["tensorwise", "blockwise"]))
 def test_a_gated_mlp_as_one_op_is_its_parts(recipe):
     """Truth: the three ops one after another: outputs, gradients, counts to the bit, in fp32. 80 tokens, 48 features
     in, 128 inner."""

@@ -472,10 +472,10 @@ def features(c: dict) -> set:
 # Eight ranks on two cores take seconds: every other one of those is for `make soak`, and others that no feature needs.
 LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
 NAMED_SAMPLE = covering({name: features(c) for name, c in NAMED.items() if name not in LARGE})
-SAMPLE = random.Random(20261120).sample(sorted(generated()), 8)
-EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 6)
-CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 6)
-DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 3)
+SAMPLE = random.Random(20261120).sample(sorted(generated()), 5)
+EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 4)
+CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 4)
+DOCUMENT_SAMPLE = random.Random(20261123).sample(sorted(generated_by_document()), 2)
 
 
 @pytest.mark.parametrize("name", rest_in_soak(NAMED, NAMED_SAMPLE))

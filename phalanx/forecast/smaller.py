@@ -197,7 +197,7 @@ def way_out(search: Search, fewer_ranks: bool = False) -> str:
     if found is not None:
         return f"the cheapest change that fits: {found.words} ({found.cost}; then {found.demand.text})"
     more = search.on_more_ranks()
-    here = f"no change fits on {search.world} ranks"
+    here = f"no change fits on {search.world} rank{'s' if search.world > 1 else ''}"
     if more is None:
         return f"{here} nor on 8 times as many with layout.tp or layout.pp"
     overrides = " ".join(f"{key}={value}" for key, value in more.overrides.items())
