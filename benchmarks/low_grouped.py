@@ -22,7 +22,7 @@ from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
 from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.experts import grouped_kernel
-from phalanx.ops.experts.permute import CodedRows, Gathered
+from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import Rows
 from phalanx.ops.quantized import grouped_gemm_kernel, quantize_grouped_kernel
 from phalanx.ops.quantized.experts import LowExperts, tiles_for
@@ -183,14 +183,6 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
         )
         told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in zip(times, (bytes_, 4 * x.numel(), bytes_)))
         print(f"{name:24}", "  ".join(told), flush=True)
-    for which in (X, DY):  # of tokens that travel as codes
-        codes = CodedRows(low.sent(which, tokens), plan)
-        sent, placed = timed(lambda w=which: low.sent(w, tokens)), timed(lambda w=which, c=codes: low.rows(w, c, ends))
-        told = (
-            f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})"
-            for t, n in ((sent, 3 * tokens.numel()), (placed, tokens.numel() + 2 * rows * WIDTH))
-        )
-        print(f"{'tokens to codes, codes in place':24}", "  ".join(told), flush=True)
     for name, (which, what, bytes_) in made.items() if GPU else ():
         form, counts, one = (
             E5M2 if which == DY else E4M3,

@@ -20,7 +20,7 @@ from phalanx.ops.dense import gated_kernel, head_norm_kernel, loss_kernel, norm_
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
-from phalanx.ops.experts import code_rows_kernel, grouped_kernel, permute_kernel, push_kernel, route_kernel
+from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import Rows
 from phalanx.ops.optimizer import adamw_kernel, moments_kernel
@@ -181,6 +181,31 @@ def low_precision() -> list[tuple]:
             found.append((quantize_kernel._kernel_of(source, mode)[0], given, consts | more, dict(num_warps=t.warps)))
             if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
                 found.append(uncounted(found[-1]))
+    for wide in (False, True):  # of what ranks of tp gather: as it lies
+        t, code = quantize_kernel.tiles_of(like, quantize_tile.GIVEN), "*fp8e5" if wide else "*fp8e4nv"
+        outs = dict(
+            row_amax="*fp32", col_amax=None, out=code, other=None, row_scales="*fp32", col_scales="*fp32", counts="*i64"
+        )
+        consts = dict(
+            MODE=quantize_tile.GIVEN,
+            OTHER=False,
+            TURNED=False,
+            NOTE=True,
+            MAX=57344.0 if wide else 448.0,
+            LEAST=2.0**-10,
+            WIDE_RANGE=wide,
+            ROUND=False,
+            FLOOR=2.0**-100,
+            EVERY=16,
+            SLOTS=32,
+            ROWS=t.rows,
+            COLS=t.columns,
+            col_amax=None,
+            other=None,
+        )
+        outs = {name: kind for name, kind in outs.items() if kind is not None}
+        found.append((quantize_kernel._cast, dict(x=BF, **outs, R="i32", C="i32"), consts, dict(num_warps=t.warps)))
+        found.append(uncounted(found[-1]))
     found.append(
         (
             quantize_kernel._amax,
@@ -311,34 +336,6 @@ def low_experts() -> list[tuple]:
             )
             if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
                 found.append(uncounted(found[-1]))
-    for wide in (False, True):  # of tokens before they travel: as they lie
-        t, code = quantize_kernel.tiles_of(like, quantize_tile.GIVEN), "*fp8e5" if wide else "*fp8e4nv"
-        outs = dict(
-            row_amax="*fp32", col_amax=None, out=code, other=None, row_scales="*fp32", col_scales="*fp32", counts="*i64"
-        )
-        consts = dict(
-            MODE=quantize_tile.GIVEN,
-            OTHER=False,
-            TURNED=False,
-            NOTE=True,
-            MAX=57344.0 if wide else 448.0,
-            LEAST=2.0**-10,
-            WIDE_RANGE=wide,
-            ROUND=False,
-            FLOOR=2.0**-100,
-            EVERY=16,
-            SLOTS=32,
-            ROWS=t.rows,
-            COLS=t.columns,
-            col_amax=None,
-            other=None,
-        )
-        outs = {name: kind for name, kind in outs.items() if kind is not None}
-        found.append((quantize_kernel._cast, dict(x=BF, **outs, R="i32", C="i32"), consts, dict(num_warps=t.warps)))
-        found.append(uncounted(found[-1]))
-    pointers = dict(x="*i32", source="*i32", ends="*i32", multiplier="*fp32", out="*i32", other="*i32", scale="*fp32")
-    warps = dict(num_warps=code_rows_kernel.WARPS)
-    found.append((code_rows_kernel._place, pointers | dict.fromkeys("WPE", "i32"), dict(TILE=128, E_BLOCK=16), warps))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
         c = (
             grouped_gemm_kernel.BY_BLOCK
@@ -426,8 +423,7 @@ def experts(wide: dict) -> list[tuple]:
             sort,
         )
     )
-    for kind in (BF, "*u8"):  # tokens, or their codes
-        found.append((permute_kernel._gather, dict(x=kind, y=kind, row="*i32", D="i32"), dict(SLOTS=8, BLOCK=2048)))
+    found.append((permute_kernel._gather, dict(x=BF, y=BF, row="*i32", D="i32"), dict(SLOTS=8, BLOCK=2048)))
     found.append(
         (
             permute_kernel._sum,
@@ -438,10 +434,7 @@ def experts(wide: dict) -> list[tuple]:
     pointers = dict(dout=BF, y=BF, weights="*fp32", dy=BF, dweights="*fp32", row="*i32", D="i32")
     found.append((permute_kernel._weighted_backward, pointers, dict(SLOTS=8, BLOCK=2048, **wide)))
     form = dict(HERE=8, ETP=2, RANKS=8, SLOTS=8, K_BLOCK=8, BLOCK=2048)
-    for kind in (BF, "*u8"):
-        found.append(
-            (push_kernel._send_tokens, dict(x=kind, experts="*i64", addresses="*i64", first="i32", D="i32"), form)
-        )
+    found.append((push_kernel._send_tokens, dict(x=BF, experts="*i64", addresses="*i64", first="i32", D="i32"), form))
     pointers = dict(y=BF, row="*i32", experts="*i64", addresses="*i64", tokens="i32", first="i32", index="i32", D="i32")
     found.append((push_kernel._send_sums, pointers, dict(**form, **wide)))
     found.append(

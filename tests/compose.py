@@ -49,18 +49,6 @@ def in_low(name: str, kind: str = "", **fp8: Any) -> Feature:
     return Feature(name, "Precision", kind, fp8=fp8, unit=16)
 
 
-def as_codes(exchange: str) -> Feature:
-    return Feature(
-        f"ep, {exchange} of codes",
-        "Layout",
-        "dispatch",
-        EXPERTS,
-        layout={"ep": 2, "dispatch": f"{exchange}_fp8"},
-        fp8={"recipe": "delayed"},
-        unit=16,
-    )
-
-
 MORE = (
     model("5 layers", kind="layers", num_hidden_layers=5),
     model("3 layers", kind="layers", num_hidden_layers=3),
@@ -79,7 +67,6 @@ MORE = (
     ranks("room for experts", "", EXPERTS, expert_room=1.0),
     ranks("dp=2", "", dp=2),
     ranks("dp=4", "", dp=4),
-    *map(as_codes, ("allgather", "push", "alltoall")),
     sharded("prefetch 3", "", 2, prefetch=3),
     Feature("5 micro-batches", "Data", micro=5),
     Feature("15 tokens", "Data", "length", train={"seq_length": 15}),

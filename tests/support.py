@@ -137,8 +137,6 @@ def confirm(ranks: RankPool, t: Trial) -> None:
         truth = alone_on_one(ranks, alone, Path(folder))
         found = ranks.run("tests.support:train_and_more", t.world, t, Path(folder) / "ranks")
         equal_enough(ranks, t, alone, found, truth)
-        if t.run.layout.codes_travel:
-            same_bits(t, found, ranks.run("tests.support:train_and_more", t.world, not_as_codes(t), None))
         saved = {"ranks": found, "alone": [truth]}
         if "resume" in t.also and t.near:
             for source, savers in saved.items():
@@ -153,23 +151,6 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                 exports_weights(Path(folder) / source, savers)
         elif "export" in t.also:
             same_exports(Path(folder) / "ranks", Path(folder) / "alone")
-
-
-def not_as_codes(t: Trial) -> Trial:
-    """The trial whose tokens travel to their experts in train.precision."""
-    layout = replace(t.run.layout, dispatch=t.run.layout.exchange)
-    return replace(t, run=replace(t.run, layout=layout), also=tuple(x for x in t.also if x not in SAVES))
-
-
-def same_bits(t: Trial, found: list[dict], other: list[dict]) -> None:
-    """Of two ways to the experts. Where a rank may lack room only the first step's: its amax may be of a token
-    without room (docs/experts.md)."""
-    grads = 1 if make_plan(t.run, t.world).room_may_lack else len(other[0]["grads"])
-    for a, b in zip(found, other):
-        pairs = [pair for step in range(grads) for pair in zip(a["grads"][step], b["grads"][step])]
-        pairs += [] if grads == 1 else list(zip(a["weights"], b["weights"]))
-        for (name, _, _, ours), (_, _, _, theirs) in pairs:
-            np.testing.assert_array_equal(ours, theirs, err_msg=f"{name} as codes")
 
 
 def resume_near(ranks: RankPool, t: Trial, alone: Trial, folder: Path, savers: list[dict]) -> None:

@@ -74,7 +74,7 @@ def evaluate(
     check_folder(weights)
     need_sets(weights, dict.fromkeys(data, ()))
     base = base_config(weights, describe_machine("auto").device == "cuda")
-    loaded = read(None, overrides, base)
+    loaded = read(None, overrides, base, f"the config of {checkpoint}")
     if loaded.run is not None:
         world = ranks or _started() or max(1, loaded.run.layout.tp * loaded.run.layout.cp * loaded.run.layout.pp)
         run = for_evaluation(loaded.run, world)

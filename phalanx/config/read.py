@@ -35,6 +35,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
 from phalanx.base.rules import near_paths
 from phalanx.config.model_source import FROM, supply
+from phalanx.config.removed import replace_removed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
 
@@ -70,15 +71,16 @@ class Loaded:
     problems: list[Problem]
     origins: Mapping[str, str]
     repaired: frozenset[str] = frozenset()
+    base_from: str = "the defaults"
 
     def where(self, path: str) -> str:
-        """Where the value at a path was set: its own place, else that of the section around it, else the defaults."""
+        """Where the value at a path was set: its own place, else that of the section around it, else `base_from`."""
         inside = [at for key, at in self.origins.items() if key.startswith(f"{path}.")]
         while path:
             if path in self.origins:
                 return self.origins[path]
             path = path.rpartition(".")[0]
-        return inside[0] if inside else "the defaults"
+        return inside[0] if inside else self.base_from
 
     def placed(self, problems: list[Problem]) -> list[Problem]:
         return [p if p.where else p.at(self.where(p.field)) for p in problems]
@@ -101,20 +103,24 @@ def read(
     path: str | Path | None = None,
     overrides: list[str] | tuple[str, ...] = (),
     base: Run | Mapping[str, Any] | None = None,
+    base_from: str = "the defaults",
 ) -> Loaded:
-    """As `load_run`, but returns the problems, so that those of the rules can be shown with them."""
+    """As `load_run`, but returns the problems, so that those of the rules can be shown with them. `base_from`: where
+    messages say that values were set which neither the file nor an override sets."""
     source = Source(to_dict(base) if isinstance(base, Run) else _copy(base or {}))
     if path is not None:
         source = _merged(source, read_file(path))
     for text in overrides:
         apply_override(source, text)
     no_model = supply(source.data, source.origins)
+    removed, replaced = replace_removed(source.data)
     run, problems, repaired = build(source.data)
+    problems = removed + problems
     if no_model:
         problems = [
             p for p in problems if not (p.field.split(".")[0] == "model" and p.rule.startswith("is required"))
         ] + no_model
-    loaded = Loaded(run, [], source.origins, repaired)
+    loaded = Loaded(run, [], source.origins, repaired | replaced, base_from)
     at = f"{path}" if path is not None else COMMAND_LINE
     problems = [
         p if not p.rule.startswith("is required") else p.at(source.origins.get(p.field.rpartition(".")[0], at))

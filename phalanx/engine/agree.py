@@ -119,7 +119,7 @@ def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
     refused = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
     if refused:
         raise ConfigError(refused)
-    if plan.dispatch == "push" and plan.run.layout.exchange == "auto" and memory.get(EXPERTS) != ON:
+    if plan.dispatch == "push" and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
         plan = plan.by_all_to_all()
     plan = with_kernels(plan, everyone)
     triton = runs_triton(plan, everyone)
@@ -146,8 +146,8 @@ def insisted(plan: Plan, name: str, said: str) -> Problem | None:
         return None
     rule = f"needs memory that all ranks of {name} share ({said.removeprefix('off: ')})"
     if name == EXPERTS and plan.dispatch == "push":
-        others = tuple(way + "_fp8" * layout.codes_travel for way in ("auto", "allgather", "alltoall"))
-        return Problem("layout.dispatch", layout.dispatch, rule, {}, others) if layout.exchange == "push" else None
+        others = ("auto", "allgather", "alltoall")
+        return Problem("layout.dispatch", layout.dispatch, rule, {}, others) if layout.dispatch == "push" else None
     key = {TP: "tp_overlap", EXPERTS: "ep_overlap"}.get(name, "dp_overlap")
     value = getattr(layout, key)
     return Problem(f"layout.{key}", value, rule, {}, ("auto", "off")) if value == ON else None

@@ -186,7 +186,7 @@ def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], 
 def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]:
     """Open the memory that this rank shares with neighbours; by use, what came of it here."""
     layout, opened = plan.run.layout, dict[str, str]()
-    modes: dict[str, Mode] = {"allgather": layout.ep_overlap, "push": "on" if layout.exchange == "push" else "auto"}
+    modes: dict[str, Mode] = {"allgather": layout.ep_overlap, "push": "on" if layout.dispatch == "push" else "auto"}
     if plan.run.model.routed_experts and plan.dispatch in modes:
         opened[EXPERTS] = mesh.overlap(mesh.model.experts, modes[plan.dispatch], plan.expert_exchange_bytes)
     opened[TP] = mesh.overlap(mesh.tp, layout.tp_overlap, plan.exchange_bytes)
@@ -243,9 +243,7 @@ def choices(state: State) -> str:
     plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
     wheels = wheels_chosen(state.plan, mesh.device) if agreed.triton else ""
     graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
-    dispatch = (
-        f"; tokens to experts by {state.plan.dispatch}" + " as codes" * run.layout.codes_travel if state.routed else ""
-    )
+    dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     beside = agreed.memory.get(EXPERTS)
     if beside is not None and mesh.model.experts.size > 1:
         by_messages = state.plan.dispatch == "alltoall"

@@ -46,7 +46,7 @@ from phalanx.ops.dense.optional_kernels import EXTRA, WHEELS
 from phalanx.ops.op import OPS
 from phalanx.optim.check import check as check_optim
 from phalanx.planning.deterministic_check import check_deterministic
-from phalanx.planning.fp8_check import check_codes, check_fp8, check_moments
+from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
 from phalanx.planning.plan import Plan
 from phalanx.sequence.shard import Part
@@ -113,7 +113,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
     frozen = check_freeze(run) if not any(p.field.startswith("model") for p in found) else []
     found = found + frozen + check_moments(run, facts.capability, facts.device_name)
-    found += check_fp8(run, facts.capability, facts.device_name, sound) + (check_codes(run) if sound else [])
+    found += check_fp8(run, facts.capability, facts.device_name, sound)
     return found
 
 

@@ -159,8 +159,6 @@ class DryBlock:
         with torch.no_grad(), dry.known, FusedAttention():
             for p in block.parameters():
                 low = getattr(p, "low", None)
-                if low is not None and env.codes_travel:
-                    low.multiplier = torch.ones(3, device="meta")  # as after the first step
                 if low is not None:
                     low.refresh(p)  # counted with the weights
             run_block(

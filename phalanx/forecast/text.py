@@ -289,13 +289,13 @@ def wrapped(text: str) -> str:
 
 
 def sent_table(plan: Plan, uses: Sequence[RankUse], unit: Unit) -> str:
-    grid, codes_travel = plan.grid, plan.run.layout.codes_travel
+    grid = plan.grid
     what = {
         "tp": "tokens gathered and scattered around each matmul",
         "pp": "activations and their gradients between stages",
         "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)",
         "cp": "keys and values to other parts of their sequences",
-        "ep": f"tokens to their experts{' as codes' * codes_travel} and back",
+        "ep": "tokens to their experts and back",
     }
     unused = {"cp": grid.cp, "ep": grid.ep * grid.etp}
     what = {axis: text for axis, text in what.items() if unused.get(axis) != 1}

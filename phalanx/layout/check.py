@@ -101,11 +101,11 @@ def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_si
             "layout", config, ("ep", "etp", "dispatch", "ep_overlap", "expert_room"), "experts", {"experts of model": 0}
         )
     found, stage = within("layout", config, "expert_room", "[1, inf]"), world_size // config.pp
-    if config.exchange == "alltoall" and not found:
+    if config.dispatch == "alltoall" and not found:
         found += no_effect(
             "layout", config, ("expert_room",), "dispatch=allgather or push", {"layout.dispatch": config.dispatch}
         )
-    if config.exchange in ("alltoall", "push"):
+    if config.dispatch in ("alltoall", "push"):
         found += no_effect(
             "layout", config, ("ep_overlap",), "dispatch=allgather", {"layout.dispatch": config.dispatch}
         )

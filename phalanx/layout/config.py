@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,10 @@ class LayoutConfig:
     and dp."""
     etp: int = 1
     """Tensor-parallel size inside each expert, whatever tp is elsewhere."""
-    dispatch: Literal[
-        "auto", "allgather", "alltoall", "push", "auto_fp8", "allgather_fp8", "alltoall_fp8", "push_fp8"
-    ] = "auto"
+    dispatch: Literal["auto", "allgather", "alltoall", "push"] = "auto"
     """How tokens get to their experts: allgather (every token to every expert rank), push (each token to its
     experts' ranks through memory that they share), alltoall (the same by messages; the host waits for their sizes in
-    each layer). auto: allgather while ep * etp <= experts per token, else push on GPUs of one host, else alltoall.
-    NAME_fp8: the same, tokens and gradients on their way there as codes of one byte; needs train.fp8.recipe=delayed.
-    Same bits."""
+    each layer). auto: allgather while ep * etp <= experts per token, else push on GPUs of one host, else alltoall."""
     ep_overlap: Literal["auto", "on", "off"] = "auto"
     """allgather: exchange tokens through memory shared by the ranks, beside the router and weight gradients. auto:
     on GPUs of one host; on, off."""
@@ -77,15 +73,6 @@ class LayoutConfig:
     until the step's last use."""
     bucket_mb: int = 100
     """Gradients are reduced in buckets of about this many MiB, while backward still runs."""
-
-    @property
-    def exchange(self) -> Literal["auto", "allgather", "alltoall", "push"]:
-        """dispatch, whatever it is that travels."""
-        return cast(Literal["auto", "allgather", "alltoall", "push"], self.dispatch.removesuffix("_fp8"))
-
-    @property
-    def codes_travel(self) -> bool:
-        return self.dispatch.endswith("_fp8")
 
     @property
     def dp_copies(self) -> Literal["auto", "on", "off"]:

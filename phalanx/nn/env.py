@@ -43,8 +43,7 @@ class LowPrecision:
 class Env:
     """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and
     the head, `ahead_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
-    `sources` is that of ops.experts.exchange; `codes_travel`: tokens go to their experts as codes, where those can
-    be made before."""
+    `sources` is that of ops.experts.exchange."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -56,7 +55,6 @@ class Env:
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
-    codes_travel: bool = False
     expert_room: float = math.inf
     sources: int = 0
     low: LowPrecision | None = None

@@ -25,7 +25,7 @@ from phalanx.ops.dense.activation import gated_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
 from phalanx.ops.experts import route as ops
-from phalanx.ops.experts.exchange import EXCHANGES, Casts, Dispatch
+from phalanx.ops.experts.exchange import EXCHANGES, Dispatch
 from phalanx.ops.experts.grouped import Later, grouped_matmul
 from phalanx.ops.experts.route import BalanceSums, Choice
 from phalanx.ops.experts.router import Router
@@ -201,14 +201,6 @@ class Experts(Module):
         """For stand-ins of the rows that come, and of the gradient of those that go (ops.quantized.lazy)."""
         return nan_for(self.gate_up, x) if self._one_op(x) else None
 
-    def casts(self, some: bool) -> Casts | None:
-        """Casts of tokens before they travel, if all of this layer's products use codes that can be made there now.
-        `some` as of Casts. Where `up` is made again in backward its rows are kept, and travel as they are."""
-        up, down = low_of(self.gate_up), low_of(self.down)
-        if not (isinstance(up, LowExperts) and isinstance(down, LowExperts)) or self.env.tape.makes_again("up"):
-            return None
-        return Casts(up, down, some) if up.casts_before and down.casts_before else None
-
     def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
         return p if source == 0 else p.further[source - 1]  # type: ignore[attr-defined]
 
@@ -292,12 +284,7 @@ class MoE(Module):
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
         tape, experts = self.env.tape, self.router.num_experts
-        casts = (
-            self.experts.casts(self.balance.capacity is not None or batch.real is not None)
-            if self.env.codes_travel
-            else None
-        )
-        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources, casts=casts)
+        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources)
         early = None if tape.makes_again("experts") or tape.cuts_at("experts") else begin(self._filled(x, batch))
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted, real = (
@@ -317,7 +304,7 @@ class MoE(Module):
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
                 exchange.send(chosen, experts, self.env.twin("permute"))
-            nan = self.experts.nan_for_rows(x) if casts is None else casts.up.nan(x)
+            nan = self.experts.nan_for_rows(x)
             y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.twin("permute"), nan)
             return y if len(y) == len(x) else y[: len(x)], missing
 

@@ -3,12 +3,10 @@ other."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import gcd
-from typing import Any
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, multiples, no_effect, problem, within
@@ -17,7 +15,7 @@ from phalanx.layout.grid import Grid
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, LowPrecision
 from phalanx.ops.quantized.recipes import RECIPES
-from phalanx.planning.plan import low_names, low_precision, make_blocks, num_blocks, spec_of
+from phalanx.planning.plan import low_precision, make_blocks, num_blocks, spec_of
 
 AT = "train.fp8"
 CAPABILITY = {
@@ -58,43 +56,6 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
         others = tuple(name for name in RECIPES if CAPABILITY.get(name, (0, 0)) <= capability)
         found.append(problem(AT, c, "recipe", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, others))
     return found + (check_linears(run) if sound and not found else [])
-
-
-def check_codes(run: Run) -> list[Problem]:
-    """Where tokens are to travel to their experts as codes, those are the codes that their rows would get there."""
-    layout, c = run.layout, run.train
-    if not layout.codes_travel or not run.model.routed_experts:
-        return []
-
-    def refused(rule: str, because: dict[str, Any]) -> list[Problem]:
-        return [problem("layout", layout, "dispatch", rule, because, (layout.exchange,))]
-
-    if c.fp8 is None or c.fp8.recipe != "delayed":
-        because: dict[str, Any] = {AT: None} if c.fp8 is None else {f"{AT}.recipe": c.fp8.recipe}
-        return refused(
-            "_fp8 needs train.fp8.recipe=delayed: with other recipes codes depend on which rows are together", because
-        )
-    stacks = Counter(name.split(".experts.")[0] for name in low_names(run) if ".experts." in name)
-    if max(stacks.values(), default=0) < 2:
-        return refused(
-            "_fp8 needs a layer whose experts are all in train.fp8's recipe",
-            {f"{AT}.exclude": ", ".join(c.fp8.exclude)},
-        )
-    if "up" in c.recompute_ops:
-        return refused(
-            "_fp8 has no effect where up is made again, from rows that are kept",
-            {"train.recompute_ops": ", ".join(c.recompute_ops)},
-        )
-    if c.deterministic and layout.ep * layout.etp > layout.tp * layout.cp:
-        because = {
-            "train.deterministic": True,
-            "layout.ep * layout.etp": layout.ep * layout.etp,
-            "layout.tp * layout.cp": layout.tp * layout.cp,
-        }
-        return refused(
-            "_fp8 needs train.deterministic=false where ranks of several micro-batches share experts", because
-        )
-    return []
 
 
 def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> list[Problem]:

@@ -239,16 +239,15 @@ class Plan:
         E/ep, K) / C(E, K)), from after it: little less while n <= K.
         """
         layout, ranks = self.run.layout, self.run.layout.ep * self.run.layout.etp
-        if layout.exchange != "auto":
-            return layout.exchange
+        if layout.dispatch != "auto":
+            return layout.dispatch
         if ranks <= getattr(self.run.model, "num_experts_per_tok", 0):
             return "allgather"
         return "push" if ranks <= ONE_HOST and self.run.train.device != "cpu" else "alltoall"
 
     def by_all_to_all(self) -> Plan:
         """The same with tokens going to their experts by all-to-all."""
-        layout, room = self.run.layout, default_of(LayoutConfig, "expert_room")
-        changed = replace(layout, dispatch="alltoall_fp8" if layout.codes_travel else "alltoall", expert_room=room)
+        changed = replace(self.run.layout, dispatch="alltoall", expert_room=default_of(LayoutConfig, "expert_room"))
         return replace(self, run=replace(self.run, layout=changed))
 
     @property
@@ -340,7 +339,6 @@ class Plan:
             kernels=train.kernels,
             plain_ops=tuple(train.plain_ops),
             dispatch=self.dispatch,
-            codes_travel=self.run.layout.codes_travel,
             expert_room=self.run.layout.expert_room,
             sources=self.sources,
             cp_attention=self.cp_attention,

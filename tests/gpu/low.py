@@ -23,7 +23,7 @@ from phalanx.ops.dense.activation import (
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad, rotary_table
-from phalanx.ops.experts.permute import CodedRows, Gathered, combine_rows, gather_rows, plan_rows
+from phalanx.ops.experts.permute import Gathered, combine_rows, gather_rows, plan_rows
 from phalanx.ops.experts.rows import Rows
 from phalanx.ops.quantized import quantize_kernel as kernels
 from phalanx.ops.quantized.cublaslt import cublaslt
@@ -472,23 +472,6 @@ def same_rows(what: str, made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scale
         raise AssertionError(f"{what}: scales differ")
 
 
-def placed_codes(device: torch.device) -> str:
-    """Codes of tokens, cast before and put in place: against the cast of their rows, on the same GPU, in both
-    formats."""
-    rows, tokens = routed(device)
-    for width in (512, 2048, 144):
-        for which in (X, DY):
-            x, before, after = (
-                spread_out(tokens, width, seed=width).to(device),
-                *(experts_of("delayed", "triton", device) for _ in range(2)),
-            )
-            with no_host_sync(device):
-                made = before.rows(which, CodedRows(before.sent(which, x), rows), rows.ends_E)
-                truth = after.rows(which, Gathered(x, rows), rows.ends_E)
-            same_rows(f"width {width}, tensor {which}", made, truth, rows.ends_E)
-    return "to the bit"
-
-
 def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
     """Experts as one op, their rows and the gradient of them never in memory: against the ops one after another, on
     the same GPU."""
@@ -567,7 +550,6 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
     found |= {"low precision, every scale": every_scale, "low precision, what is no number": no_numbers}
     found["low precision, GEMMs of cuBLASLt"] = by_cublaslt
     found["low precision, weights kept as codes"] = kept_codes
-    found["low precision, codes of tokens put in place"] = placed_codes
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)

@@ -11,9 +11,6 @@ In a fixed order (`sources`, the number S of micro-batches that the tokens of al
 fastest): what ranks make of a token is added up in rank order, not in that of a collective; and experts compute the
 rows of each micro-batch apart from those of others, so that neither outputs nor gradients depend on which
 micro-batches are under way together.
-
-As codes of 8 bits (`Casts`): tokens, and in backward the gradients of their outputs, are cast by the rank that has
-them, and travel as bytes. Sums on their way back travel as they are, since they are rounded after their addition.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,37 +32,11 @@ from phalanx.ops.experts.push import twins as push_twins
 from phalanx.ops.experts.rows import Rows
 from phalanx.ops.experts.spread import Spread
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.experts import LowExperts
-from phalanx.ops.quantized.linear import DY, X
 
 Dispatch = Literal["allgather", "alltoall", "push"]
-Cast = Callable[[Tensor], Tensor]
 Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None, int], Tensor]
 """(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None, what may be put
 off in backward or None, which of the micro-batches they are of) -> (R, D): what this rank's experts make of them."""
-
-
-@dataclass(frozen=True)
-class Casts:
-    """How tokens and gradients are cast before they travel: as the experts that read them would (`casts_before`
-    holds of both).
-
-    some    only some of the tokens may go anywhere; what the others are is no part of an amax
-    """
-
-    up: LowExperts
-    down: LowExperts
-    some: bool = False
-
-    def there(self, experts: Tensor, count: int) -> Tensor | None:
-        """(T,) which tokens go anywhere, of their choice (T, K); None: all."""
-        return (experts < count).any(1) if self.some else None
-
-    def tokens(self, x: Tensor, there: Tensor | None) -> Tensor:
-        return self.up.sent(X, x.detach(), there)
-
-    def grads(self, dy: Tensor, there: Tensor | None = None) -> Tensor:
-        return self.down.sent(DY, dy, there)
 
 
 def sum_scattered(x: Tensor, axis: Axis, in_order: bool) -> Tensor:
@@ -169,23 +139,16 @@ class _Arrive(Function):
 
 
 class _Leave(Function):
-    """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from. `cast`: of the
-    gradient, which travels as that."""
+    """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Rows, carrier: Any, nan: Tensor | None, cast: Cast) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.carrier, ctx.nan, ctx.cast = rows, carrier, nan, cast
+    def forward(ctx: Any, y: Tensor, rows: Rows, carrier: Any, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.carrier, ctx.nan = rows, carrier, nan
         return carrier.sums(y, rows).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (
-            gathered(ctx.carrier.tokens(ctx.cast(dy)).wait(), ctx.rows, ctx.carrier.triton, ctx.nan),
-            None,
-            None,
-            None,
-            None,
-        )
+        return gathered(ctx.carrier.tokens(dy).wait(), ctx.rows, ctx.carrier.triton, ctx.nan), None, None, None
 
 
 class _Swap(Function):
@@ -197,61 +160,6 @@ class _Swap(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return ctx.axis.all_to_all(dy, ctx.receive, ctx.send), None, None, None
-
-
-@dataclass(frozen=True)
-class _Swapping:
-    """An all-to-all of rows: those that leave, in the order of ranks, those that come sorted by expert, and how many
-    of them of which rank."""
-
-    axis: Axis
-    leaving: Rows
-    sorting: Rows
-    send: list[int]
-    receive: list[int]
-    triton: bool
-    nan: Tensor | None
-
-    def there(self, codes: Tensor) -> Tensor:
-        """Codes of the rows that leave -> a stand-in for the rows of the experts here."""
-        return gathered(self.axis.all_to_all(codes, self.send, self.receive), self.sorting, self.triton, self.nan)
-
-    def back(self, y: Tensor) -> Tensor:
-        """Rows of the experts here (R, D) -> those that left."""
-        return self.axis.all_to_all(twins(self.triton).sum_forward(y, None, self.sorting), self.receive, self.send)
-
-
-class _ArriveAsCodes(Function):
-    """The rows of this rank's experts out of tokens x (T, D) of the ranks of etp, whose codes these are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, etp: Axis, in_order: bool, swapping: _Swapping) -> Tensor:  # type: ignore[override]
-        ctx.etp, ctx.in_order, ctx.swapping = etp, in_order, swapping
-        return swapping.there(twins(swapping.triton).gather_forward(etp.all_gather(codes).wait(), swapping.leaving))
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        s = ctx.swapping
-        return (
-            sum_scattered(twins(s.triton).sum_forward(s.back(dx), None, s.leaving), ctx.etp, ctx.in_order),
-            None,
-            None,
-            None,
-            None,
-        )
-
-
-class _LeaveAsRows(Function):
-    """Rows of this rank's experts (R, D) back where they came from; their gradients come as codes."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, swapping: _Swapping, cast: Cast) -> Tensor:  # type: ignore[override]
-        ctx.swapping, ctx.cast = swapping, cast
-        return swapping.back(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.swapping.there(ctx.cast(dy)), None, None
 
 
 def gather(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
@@ -276,25 +184,14 @@ class _Rows:
     nothing.
 
     `room`: rows that a rank has room for, over its fair share of all rows (of each micro-batch, where they are
-    apart). `casts`: tokens travel as codes; not where micro-batches are apart.
+    apart).
     """
 
-    def __init__(
-        self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, casts: Casts | None = None
-    ):
-        self.x, self.axes, self.room, self.sources, self.casts = x, axes, room, sources, casts
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+        self.x, self.axes, self.room, self.sources = x, axes, room, sources
         self.coming: Any = None
         self.carrier: Any = None
         self.here = 0  # experts of each rank
-        self.there: Tensor | None = None  # (T,) which tokens go anywhere; None: all, or nobody asks
-
-    def what_travels(self, x: Tensor) -> Tensor:
-        return x.detach() if self.casts is None else self.casts.tokens(x, self.there)
-
-    @property
-    def cast(self) -> Cast:
-        """Of gradients."""
-        return _as_it_is if self.casts is None else partial(self.casts.grads, there=self.there)
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         """experts (T, K) int64: a number >= `count` is nobody's."""
@@ -307,7 +204,7 @@ class _Rows:
         result is wrong.
 
         nan: (), where `compute` takes a stand-in for its rows, and its backward one for their gradient
-        (ops.quantized.lazy); with `casts` it must."""
+        (ops.quantized.lazy)."""
         nan = None if self.sources > 1 else nan  # rows of several micro-batches are parts of one tensor
         group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
         parts = everyones.chunk(max(1, self.sources))
@@ -319,7 +216,7 @@ class _Rows:
         runs = zip(parts_of(arrived, room), plans, row_weight.split(room))
         made = [compute(x, plan.ends_E, weight, later, source) for source, (x, plan, weight) in enumerate(runs)]
         missing = torch.stack([plan.wanted for plan in plans]).sub(room).clamp_min(0).sum()
-        return _Leave.apply(joined(made), rows, self.carrier, nan, self.cast), missing
+        return _Leave.apply(joined(made), rows, self.carrier, nan), missing
 
 
 class AllGather(_Rows):
@@ -328,17 +225,11 @@ class AllGather(_Rows):
     On their way from the moment that this is made, so that a router can decide meanwhile.
     """
 
-    def __init__(
-        self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, casts: Casts | None = None
-    ):
-        super().__init__(x, axes, room, sources, casts)
-        if casts is None or not casts.some:
-            self.coming = axes.experts.gather(self.what_travels(x))
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+        super().__init__(x, axes, room, sources)
+        self.coming = axes.experts.gather(x.detach())
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
-        if self.coming is None:  # only the choice tells which tokens count in the amax
-            self.there = self.casts.there(experts, count)  # type: ignore[union-attr]
-            self.coming = self.axes.experts.gather(self.what_travels(self.x))
         self.here = count // self.axes.ep.size
         self.carrier = _All(
             self.axes.experts, self.axes.experts.all_gather(experts), use_triton(kernels, self.x), self.sources > 0
@@ -354,8 +245,7 @@ class Push(_Rows):
         spread = Spread(self.here, self.axes.etp.size, group.size, group.index)
         everyones = group.all_gather(experts, async_op=True)
         self.carrier = _Chosen(group, experts, everyones, spread, use_triton(kernels, self.x))
-        self.there = None if self.casts is None else self.casts.there(experts, count)
-        self.coming = self.carrier.tokens(self.what_travels(self.x))
+        self.coming = self.carrier.tokens(self.x.detach())
 
 
 class AllToAll:
@@ -367,15 +257,12 @@ class AllToAll:
     every rank.
     """
 
-    def __init__(
-        self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, casts: Casts | None = None
-    ):
-        self.x, self.axes, self.in_order, self.sources, self.casts = x, axes, sources > 0, max(1, sources), casts
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+        self.x, self.axes, self.in_order, self.sources = x, axes, sources > 0, max(1, sources)
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         """As of the others; only the sizes travel."""
         ep, self.experts = self.axes.ep, self.axes.etp.all_gather(experts).wait()
-        self.codes = None if self.casts is None else self.casts.tokens(self.x, self.casts.there(experts, count))
         self.leaving = plan_rows(
             self._of_sources(count // ep.size, count), 0, self.sources * count, self.experts.numel(), kernels
         )
@@ -401,20 +288,15 @@ class AllToAll:
         """As of the others; nothing is ever missing."""
         nan = None if self.sources > 1 else nan
         ep, etp, leaving = self.axes.ep, self.axes.etp, self.leaving
-        x = self.x if self.casts is not None else gather(self.x, etp, self.in_order)
-        weights, tokens = gather(weights, etp, self.in_order), len(self.experts)
+        x = gather(self.x, etp, self.in_order)
+        weights = gather(weights, etp, self.in_order)
         send, receive, each = host_sizes(self.sizes, self.arriving, self.experts.numel(), self.sources)
         leaving = replace(
             leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)]
         )  # pairs that were dropped stay
-        arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive) if self.casts is None else None
+        arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
         sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
-        swapping = _Swapping(ep, leaving, sorting, send, receive, use_triton(kernels, x), nan)
-        rows = (
-            _ArriveAsCodes.apply(x, self.codes, etp, self.in_order, swapping)
-            if arrived is None
-            else gather_rows(arrived, sorting, kernels, nan)
-        )
+        rows = gather_rows(arrived, sorting, kernels, nan)
         ends = sorting.ends_E.view(self.sources, -1)
         starts = torch.cat((ends.new_zeros(1), ends[:-1, -1]))
         made = joined(
@@ -423,17 +305,9 @@ class AllToAll:
                 for s, (x, e, start) in enumerate(zip(parts_of(rows, each), ends, starts))
             ]
         )
-        if self.casts is None:
-            back = swap(combine_rows(made, None, sorting, sum(receive), kernels, nan), ep, receive, send)
-        else:
-            back = _LeaveAsRows.apply(made, swapping, self.casts.grads)
-        return scatter(
-            combine_rows(back, weights, leaving, tokens, kernels), etp, self.in_order
-        ), leaving.wanted.new_zeros(())
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+        back = swap(combine_rows(made, None, sorting, len(arrived), kernels, nan), ep, receive, send)
+        y = combine_rows(back, weights, leaving, len(self.experts), kernels)
+        return scatter(y, etp, self.in_order), leaving.wanted.new_zeros(())
 
 
 def parts_of(rows: Tensor, sizes: int | list[int]) -> Any:

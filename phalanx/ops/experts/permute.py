@@ -108,29 +108,10 @@ class Gathered(Unmade):
         return twins(use_triton(self.kernels, self.x)).gather_forward(self.x, self.rows)
 
 
-@dataclass(frozen=True)
-class CodedRows(Unmade):
-    """The same where the tokens x (T, D) came as codes of 8 bits, bytes whose scale their one reader has
-    (LowExperts.rows)."""
-
-    x: Tensor
-    rows: Rows
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.rows.source_R), self.x.shape[1]
-
-    def tensor(self) -> Tensor:
-        """The bytes, zeros in the padding."""
-        return gather_forward(self.x, self.rows)
-
-
 def gathered(x: Tensor, rows: Rows, triton: bool, nan: Tensor | None = None) -> Tensor:
-    """The rows (R, D) of tokens x (T, D), or of their codes as bytes; with `nan` () a stand-in for them
-    (ops.quantized.lazy)."""
+    """The rows (R, D) of tokens x (T, D); with `nan` () a stand-in for them (ops.quantized.lazy)."""
     if nan is not None:
-        coded = x.dtype == torch.uint8
-        return stand_in(CodedRows(x, rows) if coded else Gathered(x, rows, "triton" if triton else "plain"), nan)
+        return stand_in(Gathered(x, rows, "triton" if triton else "plain"), nan)
     made: Tensor = twins(triton).gather_forward(x, rows)
     return made
 

@@ -1,9 +1,8 @@
 """The matmul of many experts at once (ops.experts.grouped) with codes for operands: forward, gradient of the input,
 gradient of the weight.
 
-Tokens travel to their experts in the activations' dtype and are cast there; or, where all share one scale that is
-known before (delayed), as codes, which are then only put in place (LowExperts.sent, CodedRows). What shares a scale,
-of R rows sorted by expert and E experts here:
+Tokens travel to their experts in the activations' dtype and are cast there. What shares a scale, of R rows sorted by
+expert and E experts here:
 
 one number  all rows that go through the experts at once, compared over the ranks whose tokens do; of weights each
 expert's matrix a line      a row; in the gradient of the weight a feature of one expert's rows; of weights a row or
@@ -31,7 +30,7 @@ from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.dense.gate import Gate
 from phalanx.ops.experts.grouped import Later, add_sum_grad, segments
-from phalanx.ops.experts.permute import CodedRows, Gathered
+from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.op import Kernels, use_triton
 from phalanx.ops.quantized.lazy import source_of
 from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_of, nan_for
@@ -175,46 +174,16 @@ class LowExperts(LowWeight):
                 old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
-    def rows(self, which: int, x: Source | CodedRows, ends: Tensor) -> tuple[Scaled, Scaled]:
+    def rows(self, which: int, x: Source, ends: Tensor) -> tuple[Scaled, Scaled]:
         """Codes of x (R, C): as it lies, for sums over features, and transposed by places, (C, P), for sums over
         rows."""
         x = source_of(x)
-        if isinstance(x, CodedRows):
-            return self._placed(which, x, ends)
         if not isinstance(x, Tensor) and not (self._triton(x.x) and self._whole(x)):
             x = x.tensor()
         features_cut = (which == X) == (
             self.cut == 1
         )  # of inputs where the in-dim is cut, of gradients where the out-dim is
         return self.cast(which, x, ends, tiles_for(x.shape[0], len(ends)), 1 if features_cut else None)
-
-    @property
-    def casts_before(self) -> bool:
-        """Whether a code depends on nothing but its element, so that codes of tokens are those of their rows, in
-        both layouts."""
-        return self._given(X)
-
-    def sent(self, which: int, x: Tensor, there: Tensor | None = None) -> Tensor:
-        """Codes of tokens x (T, C), or of their gradients, as bytes, to be given to `rows` as CodedRows wherever
-        they go; `casts_before` must hold. there (T,): which of them go anywhere; the others count in no amax. Losses
-        are counted of tokens, not of each of their rows."""
-        if not x.numel():
-            return torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        x = x if there is None else torch.where(there.unsqueeze(1), x, 0)
-        return self.both(which, x, 0, turn=False)[0].codes.view(torch.uint8)
-
-    def _placed(self, which: int, x: CodedRows, ends: Tensor) -> tuple[Scaled, Scaled]:
-        """As `rows`: nothing is cast, and no amax noted, a second time."""
-        dtype, tiles = self._format(which).dtype, tiles_for(x.shape[0], len(ends))
-        multiplier = self.multiplier[which].view(1, 1)  # type: ignore[index]
-        if use_triton(self.kernels, x.x):
-            from phalanx.ops.experts.code_rows_kernel import placed
-
-            codes, laid, scale = placed(x.x, x.rows.source_R, ends, tiles, multiplier)
-            return Scaled(codes.view(dtype), scale, (0, 0)), Scaled(laid.view(dtype), scale, (0, 0))
-        codes, scale = x.tensor(), 1.0 / multiplier
-        laid = Places.of(ends, len(codes), tiles).lay(codes)
-        return Scaled(codes.view(dtype), scale, (0, 0)), Scaled(laid.view(dtype), scale, (0, 0)).turned()
 
     def _whole(self, x: Source) -> bool:
         """Whether codes of it can be made as it is made."""

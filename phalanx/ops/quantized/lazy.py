@@ -1,9 +1,9 @@
 """What stands in autograd's graph for a tensor that is never in memory: who reads it makes of its source what is
 wanted, codes of 8 bits.
 
-Sources are frozen dataclasses: ops.dense.norm.Normed, ops.dense.rope.RopeGrad, ops.experts.permute.Gathered and
-CodedRows; those of ops.dense.activation need no stand-in, their reader is in the same op. Whoever makes a stand-in
-must know that the one reader takes sources; any other reads NaN.
+Sources are frozen dataclasses: ops.dense.norm.Normed, ops.dense.rope.RopeGrad, ops.experts.permute.Gathered; those of
+ops.dense.activation need no stand-in, their reader is in the same op. Whoever makes a stand-in must know that the one
+reader takes sources; any other reads NaN.
 """
 
 from __future__ import annotations

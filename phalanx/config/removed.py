@@ -1,0 +1,83 @@
+"""Options that Phalanx once had: what to type instead of each.
+
+A config that still says one (a file, an override, the saved config of an old run or checkpoint) is refused together
+with all other problems of it. Nothing is replaced silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.base.errors import Problem
+
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Removed:
+    """One removed option.
+
+    settings  dotted key -> value, or a function that says of a value whether it is meant; a config that has all of
+              them says the option. Problems name the first key.
+    why       what is done now; the message reads "was removed: WHY"
+    instead   of these keys, the ones to change -> the value to type
+    """
+
+    settings: Mapping[str, Any]
+    why: str
+    instead: Mapping[str, Any]
+
+    def said_by(self, data: Mapping[str, Any]) -> bool:
+        return all(_fits(value_at(data, key), wanted) for key, wanted in self.settings.items())
+
+    def problem(self, data: Mapping[str, Any]) -> Problem:
+        first, *others = self.settings
+        words = " ".join(f"{key}={_word(value)}" for key, value in self.instead.items())
+        because = {key: value_at(data, key) for key in others}
+        return Problem(first, value_at(data, first), f"was removed: {self.why}; type {words}", because)
+
+
+REMOVED = tuple(
+    Removed(
+        {"layout.dispatch": f"{way}_fp8"},
+        "tokens travel to experts in train.precision",
+        {"layout.dispatch": way},
+    )
+    for way in ("auto", "allgather", "alltoall", "push")
+)
+
+
+def replace_removed(data: dict[str, Any], options: Sequence[Removed] = REMOVED) -> tuple[list[Problem], frozenset[str]]:
+    """The problems of removed options in the plain values of a config, and the keys that were set for them.
+
+    `data` then has what is to be typed instead, so that the other rules can be checked too.
+    """
+    said = [option for option in options if option.said_by(data)]
+    problems = [option.problem(data) for option in said]
+    for option in said:
+        for key, value in option.instead.items():
+            section, _, name = key.rpartition(".")
+            value_at(data, section)[name] = value
+    return problems, frozenset(key for option in said for key in option.instead)
+
+
+def value_at(data: Any, key: str) -> Any:
+    """The plain value at a dotted key, of "" all of them; ABSENT where there is none."""
+    for step in filter(None, key.split(".")):
+        if not isinstance(data, Mapping) or step not in data:
+            return ABSENT
+        data = data[step]
+    return data
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if value is ABSENT:
+        return False
+    return bool(wanted(value)) if callable(wanted) else value == wanted
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
