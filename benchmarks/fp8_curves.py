@@ -31,7 +31,7 @@ CPU_WIDTHS = {"hidden_size": 128, "intermediate_size": 256}
 AGAIN = (
     "bf16-again"  # bf16 whose norms add up in another order: how far apart two runs are that differ in rounding alone
 )
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed")
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def run_recipe(config: Path, folder: Path, recipe: str, steps: int, limit_s: float, gpu: int | None) -> dict[str, Any]:

@@ -260,12 +260,6 @@ def emulated_casts() -> list[tuple]:
             found.append(
                 (emulated._block_amax, dict(x=BF, out="*i32") | numbers, consts, dict(num_warps=emulated.WARPS))
             )
-            if four_bits:
-                given = dict(x=BF, codes="*i32", table="*fp32", out="*fp32") | numbers
-                more = dict(FIRST=-1, TRIES=8, NO_NUMBER=127, MAX=6.0, STEPS=emulated.STEPS, FAR=emulated.FAR)
-                found.append(
-                    (emulated._search, given, consts | more, dict(num_warps=emulated.WARPS, enable_fp_fusion=False))
-                )
             given = dict(x=BF, multiplier="*fp32", out="*fp8e4nv", counts="*i64") | numbers | dict(k0="i32", k1="i32")
             more = dict(
                 FOUR_BITS=four_bits,

@@ -1579,7 +1579,7 @@ def test_device_rules():
 def test_recipes_need_their_gpus():
     ampere = replace(LAPTOP, device="cuda", device_name="NVIDIA A100", capability=(8, 0))
     for recipe, capability, valid in (
-        ("tensorwise", (8, 0), ("mxfp8", "nvfp4", "nvfp4_fine")),
+        ("tensorwise", (8, 0), ("mxfp8", "nvfp4")),
         ("blockwise", (8, 9), ("tensorwise", "delayed", "mxfp8", "nvfp4")),
     ):
         overrides = [
@@ -1745,6 +1745,21 @@ def test_form(override, field, rule, valid):
     for suggestion in broken.valid:
         data = load_base_with(override.partition("=")[0], broken, suggestion)
         assert (broken.field, broken.rule) not in {(p.field, p.rule) for p in read(None, [], data).problems}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_fine", "nvfp4_mixed"])
+def test_removed_recipes_name_what_replaces_them(tmp_path, recipe):
+    """A config problem like any other, with the place where the value was set; what it says to type works."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"train: {{fp8: {{recipe: {recipe}}}}}")
+    for path, overrides, where in ((None, [f"train.fp8.recipe={recipe}"], "command line"), (file, [], "run.yaml")):
+        with pytest.raises(ConfigError) as raised:
+            load_run(path, overrides, BASE)
+        [broken] = raised.value.problems
+        assert (raised.value.exit_code, broken.field, broken.value) == (2, "train.fp8.recipe", recipe)
+        assert "was removed: it is an emulation that no GPU runs fast; type train.fp8.recipe=nvfp4" in broken.rule
+        assert where in broken.where
+    assert problems(["train.fp8.recipe=nvfp4"], base=GPT2_BASE) == []
 
 
 def load_base_with(key: str, broken: Problem, suggestion) -> dict:

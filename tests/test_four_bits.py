@@ -17,14 +17,10 @@ from phalanx.ops.quantized.recipes import (
     E2M1,
     RECIPES,
     SLOTS,
-    TRIED,
     Scaled,
     block_amax,
     cast_scaled,
     dequantize,
-    multipliers,
-    quantize,
-    searched,
     spread,
 )
 from phalanx.ops.quantized.rounding import FACTORS, GRID, mixed, noise_for, signs_of
@@ -160,67 +156,6 @@ def test_what_is_no_number_stays_so():
     assert found[0, [3, 5]].isnan().all() and found.isfinite().sum() == 14
 
 
-# ---- searched scales -----------------------------------------------------------------------------
-
-
-def e4m3_numbers() -> list[float]:
-    """By code, from zero on."""
-    return [(1 + (c % 8) / 8) * 2.0 ** (c // 8 - 7) if c > 7 else c * 2.0**-9 for c in range(127)]
-
-
-def truth_of(block: list[float], top: float) -> tuple[float, list[float]]:
-    """By Python's numbers: the least scale among those with the least error (errors of codes in steps of 1 / 1024),
-    and all errors."""
-    numbers, whole = e4m3_numbers(), top / (6 * 256)
-    near = min(range(127), key=lambda c: (abs(numbers[c] - max(map(abs, block)) / whole / 6), c % 2))
-    errors = {}
-    for code in sorted({min(max(near + further, 1), 126) for further in TRIED}):
-        scaled = [abs(v) / (numbers[code] * whole) for v in block]
-        off = [min(abs(v - c) for c in VALUES.tolist()) for v in scaled]
-        errors[code] = sum(min(round(1024 * d), 2048) ** 2 for d in off) * numbers[code] ** 2
-    best = min(errors, key=lambda code: errors[code])
-    return numbers[best] * whole, list(errors.values())
-
-
-@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)], ids=str)
-def test_searched_scales_are_the_best_of_those_tried(block):
-    """Truth: Python's own arithmetic, block by block. A block that is small beside the tensor's largest value runs
-    into the end of E4M3."""
-    x = randn(64, 48) * torch.exp(randn(64, 1, seed=2) * 3)
-    x[:16, :16] = 1e-4 * randn(16, 16)
-    found = 1 / searched(x, block, E2M1, block_amax(x, block)).double()
-    top, largest = x.abs().max().item(), 0
-    for i, j in itertools.product(range(found.shape[0]), range(found.shape[1])):
-        part = x[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]].flatten().tolist()
-        scale, errors = truth_of(part, top)
-        assert found[i, j].item() == pytest.approx(scale, rel=1e-6), (i, j)
-        largest += len(set(errors)) > 1
-    assert largest > 0.9 * found.numel()
-
-
-def test_of_equal_errors_the_least_scale():
-    """Blocks of zeros, and blocks that several scales hold exactly: 4, 2 and 1 with the tensor's largest value 6 are
-    codes of scales 1/2, 1 and 2 of that of 6. What is tried begins below the scale that makes 4 a 6, so 1 is the
-    least of them."""
-    x = torch.zeros(3, 16)
-    x[0, 3], x[1, :3] = 6 * 256.0, torch.tensor([4.0, 2.0, 1.0])
-    found = 1 / searched(x, (1, 16), E2M1, block_amax(x, (1, 16)))
-    assert found[:, 0].tolist() == [256.0, 1.0, 2.0**-9]
-    assert torch.equal(dequantize(quantize(x, (1, 16), E2M1, 1 / found), torch.float32), x)
-
-
-def test_searched_scales_lose_less():
-    """Than the scale of the largest value, and never more: of normal values a quarter of the squared error (as an
-    integral over Cook et al.'s two scales a sixth)."""
-    x = randn(256, 256)
-    amax = block_amax(x, (1, 16))
-    errors = [
-        (dequantize(quantize(x, (1, 16), E2M1, m), torch.float64) - x).square().view(256, 16, 16).sum(-1)
-        for m in (searched(x, (1, 16), E2M1, amax), multipliers(amax, E2M1, "two levels", amax.amax() * 448 / 256))
-    ]
-    assert (errors[0] <= errors[1] * 1.001).all() and errors[0].sum() < 0.77 * errors[1].sum()
-
-
 # ---- linears -------------------------------------------------------------------------------------
 
 
@@ -242,36 +177,6 @@ def test_gradients_alone_are_rounded_at_random():
     ]
     assert max(off) < 0.12
     assert torch.equal(a.both(W, x, 0, turn=False)[0].codes.float(), a.both(W, x, 0, turn=False)[1].codes.float())
-
-
-@pytest.mark.parametrize("experts", [False, True])
-def test_the_gradient_of_the_input_is_of_the_weights_of_forward(experts):
-    """Those of nvfp4_mixed are cast once more: half a step of E4M3 or less from what forward has, not from the
-    weight itself. Of gradients the kind along features is MXFP8's, the one along tokens NVFP4's, and what of it is
-    rounded at random."""
-    w, dy = randn(64, 96), randn(128, 64, seed=2)
-    if experts:
-        low = LowExperts(RECIPES["nvfp4_mixed"], "w", 0, ModelAxes())
-        codes, ends = low.codes(torch.stack((w, -w))), torch.tensor([100, 128], dtype=torch.int32)
-        a, b = dequantize(codes[0], torch.float64)[:64], dequantize(codes[1], torch.float64)[:, :64].t()
-        first, second = low.rows(DY, dy, ends)
-    else:
-        low = LowWeight(RECIPES["nvfp4_mixed"], "w", 0, ModelAxes())
-        a, b = (dequantize(q, torch.float64) for q in low.both(W, w, 0, turn=False))
-        first, second = low.both(DY, dy, 0, turn=True)
-    assert ((a - b).abs() <= a.abs() / 16 + 1e-3 * w.abs().max()).all() and 1e-3 < (a - b).norm() / w.norm() < 0.04
-    assert (a - w).norm() / w.norm() > 0.06
-    fine = LowWeight(RECIPES["nvfp4_fine"], "w", 0, ModelAxes()).both(W, w, 0, turn=False)
-    forward = dequantize(fine[0], torch.float64)
-    truth = quantize(forward, (16, 1), E2M1, searched(forward, (16, 1), E2M1, block_amax(forward, (16, 1))))
-    torch.testing.assert_close(
-        dequantize(fine[1], torch.float64), dequantize(truth, torch.float64), rtol=1e-6, atol=0
-    )  # and those of nvfp4_fine
-    assert (
-        first.block == (1, 32) and first.codes.float().abs().max() > 200 and (torch.frexp(first.scales)[0] == 0.5).all()
-    )
-    assert second.block == (1, 16) and set(second.codes.float().unique().tolist()) <= set(VALUES.tolist())
-    assert low.key(DY, False) is None and low.key(DY, True) is not None
 
 
 def cut(x: torch.Tensor, q: Scaled) -> torch.Tensor:
@@ -339,7 +244,7 @@ def some(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(torch.rand(rows, columns, generator=g) < 0.1, 0.0, x).to(dtype)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("shape, dtype", [((64, 96), torch.bfloat16), ((160, 32), torch.float32)], ids=str)
 def test_kernels_are_the_plain_twins(recipe, shape, dtype):
     """Codes, scales, amaxes and counts to the bit; edges of tiles in either direction."""
@@ -360,7 +265,7 @@ def test_kernels_are_the_plain_twins(recipe, shape, dtype):
         )
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_kernels_keep_what_is_no_number(recipe):
     for bad in (float("nan"), float("inf")):
         x = some(32, 64, torch.float32)

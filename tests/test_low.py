@@ -250,9 +250,6 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
         4,
         low_run("nvfp4", "low-wide", train=dict(seq_length=64, recompute="full"), cp=2),
     ),
-    "nvfp4_mixed, tp2 dp2": (4, low_run("nvfp4_mixed", "low-wide", tp=2)),
-    "nvfp4_fine, tp2": (2, low_run("nvfp4_fine", "low-wide", tp=2)),
-    "nvfp4_mixed, cp2": (2, low_run("nvfp4_mixed", "low-wide", train=dict(seq_length=64), cp=2)),
     "blockwise, dp2 pp2": (4, low_run("blockwise", "low-wide", pp=2)),
 }
 

@@ -75,9 +75,9 @@ class Fp8Config:
     """Products of the layers' linears and experts in 8 bits or fewer. Embedding, head, routers, attention itself and
     MLA's down-projections never are."""
 
-    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"]
+    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
     """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise,
-    blockwise (DeepSeek-V3's 1x128 and 128x128); mxfp8 and those of nvfp4 are emulated: the numerics of Blackwell at
+    blockwise (DeepSeek-V3's 1x128 and 128x128); mxfp8 and nvfp4 are emulated: the numerics of Blackwell at
     the speed of train.precision, not measured on hardware."""
     exclude: list[str] = field(default_factory=list)
     """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""

@@ -51,7 +51,7 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
     if need is not None and capability is not None and capability < need:
         rule = (
             f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, "
-            "nvfp4...; or train.fp8=null"
+            "nvfp4; or train.fp8=null"
         )
         others = tuple(name for name in RECIPES if CAPABILITY.get(name, (0, 0)) <= capability)
         found.append(problem(AT, c, "recipe", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, others))
@@ -126,8 +126,8 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
         because = {name: " x ".join(map(str, shape)), "nearest sizes": near, "layout.tp": tp}
         because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
         rule = (
-            "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8, "
-            "nvfp4_mixed 32, blockwise 128; or exclude them)"
+            "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8 32, "
+            "blockwise 128; or exclude them)"
         )
         fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for _, s in linears for size in s))
         found.append(problem(AT, c, "recipe", rule, because, fitting))  # type: ignore[arg-type]

@@ -563,7 +563,7 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
         if recipe != "delayed":
             found[f"low precision, product {recipe}"] = products(recipe, True)
             found[f"low precision, weight gradient {recipe}"] = products(recipe, False)
-    for recipe in ("mxfp8", "nvfp4", "nvfp4_fine", "nvfp4_mixed"):
+    for recipe in ("mxfp8", "nvfp4"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "auto")
         found[f"low precision, linear {recipe}"] = linear(recipe)
     found["low precision, casts in plain PyTorch"] = casts("tensorwise", "plain")

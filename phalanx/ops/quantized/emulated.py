@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.quantized.quantize_tile import abs_bits, store_codes
-from phalanx.ops.quantized.recipes import E2M1, FAR, NO_NUMBER, SLOTS, STEPS, TRIED, Scaled, scale_of, tried
+from phalanx.ops.quantized.recipes import E2M1, SLOTS, Scaled
 from phalanx.ops.quantized.rounding import FACTORS, GRID
 
 if TYPE_CHECKING:
@@ -92,53 +92,6 @@ def _of_blocks(lines, N, K, C, across, TOKENS: tl.constexpr, SIZE: tl.constexpr,
     else:
         where = lines.to(tl.int64)[:, None] * tl.cdiv(C, SIZE) + block[None, :]
     return block, where, (lines < N)[:, None] & (block < tl.cdiv(K, SIZE))[None, :]
-
-
-@triton.jit(do_not_specialize=["signs"])
-def _search(
-    x,
-    codes,
-    table,
-    out,
-    N,
-    K,
-    across,
-    C,
-    signs,
-    TOKENS: tl.constexpr,
-    MIX: tl.constexpr,
-    SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    TRIES: tl.constexpr,
-    NO_NUMBER: tl.constexpr,
-    MAX: tl.constexpr,
-    STEPS: tl.constexpr,
-    FAR: tl.constexpr,
-    LINES: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
-    """out: multipliers of blocks, as quant.searched; codes: of E4M3, as quant.tried; table (2, NO_NUMBER + 1): by
-    code, what values are multiplied by, and the square of the scale. To be compiled without contracting products and
-    sums."""
-    lines, along, mask, v = _lines(x, N, K, across, C, TOKENS, MIX, signs, LINES, LENGTH)
-    _, where, there = _of_blocks(lines, N, K, C, across, TOKENS, SIZE, LENGTH)
-    blocks: tl.constexpr = LENGTH // SIZE
-    v = tl.reshape(v, (LINES, blocks, SIZE))
-    code = tl.load(codes + where, mask=there, other=0)
-    best = tl.zeros((LINES, blocks), tl.float32)
-    least = best + float("inf")
-    for i in range(TRIES):
-        at = tl.where(code == NO_NUMBER, code, tl.minimum(tl.maximum(code + (i + FIRST), 1), NO_NUMBER - 1))
-        m = tl.load(table + at)
-        scaled = v * m[:, :, None]
-        kept = tl.minimum(tl.maximum(scaled, -MAX), MAX)
-        off = _to_e2m1(kept, kept, False) - scaled
-        off = tl.minimum(tl.maximum(tl.where(off == off, off, 0.0), -FAR), FAR)
-        steps = _nearest(off * STEPS).to(tl.int32)
-        error = tl.sum(steps * steps, 2).to(tl.float32) * tl.load(table + NO_NUMBER + 1 + at)
-        better = (error < least) | (code == NO_NUMBER)
-        best, least = tl.where(better, m, best), tl.where(better, error, least)
-    tl.store(out + where, best, mask=there)
 
 
 @triton.jit(do_not_specialize=["signs", "k0", "k1"])
@@ -280,32 +233,6 @@ def block_amax(x: Tensor, block: Block, mix: int = 0, signs: int = 0) -> Tensor:
     out = torch.empty(*(-(-length // size) for length, size in zip(x.shape, block)), dtype=torch.int32, device=x.device)
     _block_amax[grid](x.contiguous(), out, *numbers, **constants)
     return out.view(torch.float32)
-
-
-def searched(
-    x: Tensor, block: Block, format: Format, amax: Tensor, top: Tensor, mix: int = 0, signs: int = 0
-) -> Tensor:
-    """quant.searched of the same."""
-    grid, numbers, constants = _over(x, block, mix, signs)
-    codes, whole = tried(amax, format, top)
-    scale = scale_of(torch.arange(NO_NUMBER + 1, device=x.device))
-    out = torch.empty_like(amax)
-    _search[grid](
-        x.contiguous(),
-        codes,
-        torch.stack((1.0 / (scale * whole), scale * scale)),
-        out,
-        *numbers,
-        FIRST=TRIED[0],
-        TRIES=len(TRIED),
-        NO_NUMBER=NO_NUMBER,
-        MAX=format.max,
-        STEPS=STEPS,
-        FAR=FAR,
-        enable_fp_fusion=False,
-        **constants,
-    )
-    return out
 
 
 def quantize(

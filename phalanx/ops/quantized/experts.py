@@ -41,7 +41,6 @@ from phalanx.ops.quantized.recipes import (
     block_amax,
     cast_scaled,
     multipliers,
-    searched,
     spread,
     wide_of,
 )
@@ -208,7 +207,7 @@ class LowExperts(LowWeight):
     def _cast_plainly(
         self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None, into: Any
     ) -> tuple[Scaled, Scaled]:
-        recipe, format, block, count = self._recipe(which, False), self._format(which), self._block(which), len(ends)
+        recipe, format, block, count = self.recipe, self._format(which), self._block(which), len(ends)
         at = Places.of(ends, len(x), tiles)
         x = torch.where((at.place_R < at.total).unsqueeze(1), x, 0)
         if self.amax is not None:
@@ -228,14 +227,12 @@ class LowExperts(LowWeight):
         if self.counts is not None:
             zeros, cut_off = (q.codes.float() == 0) & (x != 0), wide.abs() > format.max * (1 + 2.0**-20)
             self.counts[which, 0, :-1] += torch.stack((zeros.sum(), cut_off.sum(), ends[-1].long() * x.shape[1]))
-        if which == W and self.recipe.inputs is not None:
-            x = values(q, at.group_R, wide_of(x))
         laid = at.lay(x) if which == W else self.mixed(at.lay(x))
         if not self._given(which):
-            if self.recipe.hadamard and which != W:
+            if recipe.hadamard and which != W:
                 tops = self._tops(which, laid, at.group_P, count, cut)
             multiplier = self._multipliers(which, laid, at.group_P, count, cut, tops, second=True)
-        block, format, key = self._block(which, True), self._format(which, True), self.key(which, True)
+        block, key = self._block(which, second=True), self.key(which, second=True)
         return q, _codes(laid, multiplier, block, at.group_P, format, key)[0].turned()
 
     def _tops(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None) -> Tensor:
@@ -256,7 +253,7 @@ class LowExperts(LowWeight):
         second: bool = False,
     ) -> Tensor:
         """Of blocks of x (R, C); `group` (R,): whose rows they are, `tops` as of `_tops`."""
-        recipe, format, block = self._recipe(which, second), self._format(which, second), self._block(which, second)
+        format, block = self._format(which), self._block(which, second)
         if block == (0, 0):
             return multipliers(tops, format)  # type: ignore[arg-type]
         if block == (0, 1):
@@ -266,9 +263,7 @@ class LowExperts(LowWeight):
             self._compare(amax, which, cut == 1)
         if tops is not None and len(tops) > 1:
             tops = tops[group[:: block[0]]]
-        if recipe.searched and self.key(which, second) is None:
-            return searched(x, block, format, amax, tops)
-        return multipliers(amax, format, recipe.scale, tops)
+        return multipliers(amax, format, self.recipe.scale, tops)
 
     def _cast_by_triton(
         self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None, into: Any

@@ -35,8 +35,6 @@ from phalanx.ops.quantized.recipes import (
     multipliers,
     quantize,
     scaled_product,
-    searched,
-    wide_of,
 )
 from phalanx.ops.quantized.rounding import Key, mixed, signs_of
 from phalanx.ops.quantized.scale_blocks import Blocks
@@ -146,10 +144,7 @@ class LowWeight:
         if not isinstance(x, Tensor) or self._triton(x):
             return self._cast(which, x, cut, turn)
         first = self.quantize(which, x, cut)
-        if which == W and self.recipe.inputs is not None:
-            x = dequantize(first, wide_of(x))
-        same = first.block == first.block[::-1] and self._recipe(which, True) is self._recipe(which, False)
-        second = first if same else self.quantize(which, x, cut, second=True)
+        second = first if first.block == first.block[::-1] else self.quantize(which, x, cut, second=True)
         return first, second.turned() if turn else second
 
     def mixed(self, x: Tensor) -> Tensor:
@@ -158,17 +153,13 @@ class LowWeight:
 
     def key(self, which: int, second: bool) -> Key | None:
         """Of random rounding; None: to the nearest."""
-        return self.keys[second] if which == DY and self._recipe(which, second).at_random else None
+        return self.keys[second] if which == DY and self.recipe.at_random else None
 
     def quantize(self, which: int, x: Tensor, cut: int, second: bool = False) -> Scaled:
         """One kind of codes, of x itself or, to be summed over tokens, of `mixed` x. `second`: with blocks along x's
         rows. What casts lost is noted of the first kind."""
-        recipe, format, block, key = (
-            self._recipe(which, second),
-            self._format(which, second),
-            self._block(which, second),
-            self.key(which, second),
-        )
+        recipe, format = self.recipe, self._format(which)
+        block, key = self._block(which, second), self.key(which, second)
         mix, casts = recipe.hadamard if second and which != W else 0, self._emulated_casts(block, x)
         if casts is None:
             x = self.mixed(x) if mix else x
@@ -180,14 +171,7 @@ class LowWeight:
         else:
             self._largest(amax, which, block[cut] == 0, block[0] == 0)
             top = self._largest(amax.amax(), which, True, True) if recipe.scale == "two levels" else None
-            if recipe.searched and key is None:
-                multiplier = (
-                    searched(x, block, format, amax, top)
-                    if casts is None
-                    else casts.searched(x, block, format, amax, top, mix, self.signs)
-                )
-            else:
-                multiplier = multipliers(amax, format, recipe.scale, top)
+            multiplier = multipliers(amax, format, recipe.scale, top)
         counts = self.counts[which] if not second and self.counts is not None else None
         if casts is not None:
             return casts.quantize(x, block, format, multiplier, key, mix, self.signs, counts)
@@ -195,10 +179,6 @@ class LowWeight:
         if counts is not None:
             counts[0, :-1] += lost(x, q, format, multiplier)
         return q
-
-    def _recipe(self, which: int, second: bool) -> Recipe:
-        """For one kind of codes: the first of gradients and the second of weights make the gradient of the input."""
-        return self.recipe.inputs if self.recipe.inputs is not None and which == (W if second else DY) else self.recipe
 
     def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
         """The Triton twin of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
@@ -242,13 +222,11 @@ class LowWeight:
             self._nan = x.new_full((), torch.nan)
         return self._nan
 
-    def _format(self, which: int, second: bool = False) -> Format:
-        recipe = self._recipe(which, second)
-        return recipe.backward if which == DY else recipe.forward
+    def _format(self, which: int) -> Format:
+        return self.recipe.backward if which == DY else self.recipe.forward
 
     def _block(self, which: int, second: bool = False) -> tuple[int, int]:
-        recipe = self._recipe(which, second)
-        block = recipe.weight if which == W else recipe.tokens
+        block = self.recipe.weight if which == W else self.recipe.tokens
         return block[::-1] if second else block
 
     def _given(self, which: int) -> bool:

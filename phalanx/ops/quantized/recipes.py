@@ -8,7 +8,7 @@ matter of ops/quantized/linear.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,15 +26,6 @@ COUNTED = (
 )  # in each of them: values that became zero, that were cut to the largest number, all that were looked at
 COUNTS = len(COUNTED) + 1  # and the bits of the largest |value| as fp32, where a kernel sees it
 FLOOR = 2.0**-100  # the least amax that a scale is made for: its inverse stays in range
-# a searched scale's place among E4M3's numbers, from the one nearest to what makes a block's largest value the format's
-TRIED = range(-1, 7)
-# of a tensor's block scales the largest that maps to the format's largest value: six further numbers fit E4M3
-ROOM = 256.0
-NO_NUMBER = 127  # E4M3's code
-# errors of codes are told in steps of 1 / STEPS, and what is further off than FAR as FAR: sums of 256 squares are exact
-# in int32
-STEPS = 1024.0
-FAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,17 +57,12 @@ class Recipe:
     delayed            scales come from the amaxes of earlier steps
     at_random          gradients are rounded to one of their two neighbours at random, so that on average they are
     what they were
-    searched           a block's scale, where it is rounded to the nearest, is the one with the least squared error
-    (`searched`)
     hadamard           so many tokens are mixed before both operands of the weight's gradient are cast
     (ops.quantized.rounding); 0: none
     emulated           no product of this sort on Hopper: codes are turned back, on a GPU rounded to the dtype of the
     activations (which is exact
                        of scales that are powers of two, and else far below the codes' own rounding), and multiplied
                        in it. Not measured on hardware
-    inputs             the recipe for the product that makes the gradient of the input, where the weight is cast for
-    it from what it was in forward:
-                       else the two would be about different weights
     """
 
     name: str
@@ -87,10 +73,8 @@ class Recipe:
     scale: Literal["fp32", "power of 2", "two levels"] = "fp32"
     delayed: bool = False
     at_random: bool = False
-    searched: bool = False
     hadamard: int = 0
     emulated: bool = False
-    inputs: Recipe | None = None
 
     @property
     def turns(self) -> bool:
@@ -101,15 +85,9 @@ class Recipe:
     @property
     def unit(self) -> int:
         """What the sizes of a product must be multiples of."""
-        return max(16, *self.tokens, *self.weight, self.inputs.unit if self.inputs else 0)
+        return max(16, *self.tokens, *self.weight)
 
 
-# Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
-MXFP8 = Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True)
-# NVFP4 with blocks of weights as fine as those of activations, and searched scales
-FINE = Recipe(
-    "nvfp4_fine", E2M1, E2M1, (1, 16), (1, 16), "two levels", at_random=True, searched=True, hadamard=16, emulated=True
-)
 RECIPES = {
     r.name: r
     for r in (
@@ -120,13 +98,10 @@ RECIPES = {
         Recipe("rowwise", E4M3, E4M3, (1, 0), (1, 0)),
         # DeepSeek-V3, 2024, section 3.3
         Recipe("blockwise", E4M3, E4M3, (1, 128), (128, 128)),
-        MXFP8,
+        # Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
+        Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True),
         # NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4
         Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True),
-        # both of these: after Panferov et al., "Quartet II", 2026, who, too, cast the weight of forward once more for
-        # the gradient of the input
-        replace(FINE, inputs=FINE),
-        replace(FINE, name="nvfp4_mixed", inputs=MXFP8),
     )
 }
 
@@ -189,47 +164,6 @@ def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor |
         steps = cast(amax / whole / largest, E4M3).float().clamp_min(2.0**-9)
         return 1.0 / (steps * whole)
     return largest / amax.clamp_min(FLOOR)
-
-
-def tried(amax: Tensor, format: Format, top: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of each block the code, int32, of the E4M3 number that TRIED counts from; and the tensor's own scale.
-    Arguments as of `multipliers`."""
-    whole = (amax.amax() if top is None else top).clamp_min(FLOOR) / amax.new_full((), format.max * ROOM)
-    return cast(amax / whole / amax.new_full((), format.max), E4M3).view(torch.uint8).int(), whole
-
-
-def scale_of(codes: Tensor) -> Tensor:
-    """E4M3's numbers, fp32, of codes."""
-    return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def searched(x: Tensor, block: Block, format: Format, amax: Tensor, top: Tensor | None = None) -> Tensor:
-    """As `multipliers` of two levels, but of TRIED scales the one whose codes, to the nearest, are nearest to the
-    block of x (R, C) in the sum of squares; of equals the least. After Cook et al., "Four over six", 2025, who try
-    two of these."""
-    (codes, whole), wide = tried(amax, format, top), x.to(wide_of(x))
-    best, least = torch.empty_like(amax), torch.full_like(amax, math.inf)
-    for further in TRIED:
-        scale = scale_of(torch.where(codes == NO_NUMBER, codes, (codes + further).clamp(1, NO_NUMBER - 1)))
-        multiplier = 1.0 / (scale * whole)
-        error = _error(wide * spread(multiplier, block, x.shape), block, format) * (scale * scale)  # type: ignore[arg-type]
-        better = (error < least) | (codes == NO_NUMBER)
-        best, least = torch.where(better, multiplier, best), torch.where(better, error, least)
-    return best
-
-
-def _error(scaled: Tensor, block: Block, format: Format) -> Tensor:
-    """Sums of squares over blocks of what codes are off, fp32: of whole numbers of steps, so that the order of the
-    sum is nothing."""
-    off = _to_e2m1(scaled.clamp(-format.max, format.max), None) - scaled
-    steps = torch.round(off.nan_to_num().clamp(-FAR, FAR) * STEPS).int()
-    rows, columns = (size or max(1, length) for size, length in zip(block, scaled.shape))
-    whole = F.pad(steps * steps, (0, -scaled.shape[1] % columns, 0, -scaled.shape[0] % rows))
-    return (
-        whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns)
-        .sum((1, 3), dtype=torch.int32)
-        .float()
-    )
 
 
 def cast(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
