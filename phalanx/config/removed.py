@@ -47,6 +47,13 @@ REMOVED = tuple(
         {"layout.dispatch": way},
     )
     for way in ("auto", "allgather", "alltoall", "push")
+) + tuple(
+    Removed(
+        {"train.fp8.recipe": recipe},
+        "it is an emulation that no GPU runs fast",
+        {"train.fp8.recipe": "nvfp4"},
+    )
+    for recipe in ("nvfp4_fine", "nvfp4_mixed")
 )
 
 
