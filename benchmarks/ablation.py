@@ -33,9 +33,9 @@ from phalanx.nn.head import Head
 TRITON = ["train.kernels=triton"]
 ROWS: dict[str, list[str]] = {  # name -> overrides; the first is what the others are compared with
     "torch and triton": TRITON,
-    "wheels: attention and mlp": ["train.kernels=wheels"],
-    "wheels: attention alone": ["train.kernels=wheels", "train.plain_ops=[mlp]"],
-    "wheels: mlp alone": ["train.kernels=wheels", "train.plain_ops=[attention]"],
+    "optional kernels: attention and mlp": ["train.kernels=optional"],
+    "optional kernels: attention alone": ["train.kernels=optional", "train.plain_ops=[mlp]"],
+    "optional kernels: mlp alone": ["train.kernels=optional", "train.plain_ops=[attention]"],
     "without norm": [*TRITON, "train.plain_ops=[norm]"],
     "without gradients of the head in forward": TRITON,
     "without CUDA graphs": [*TRITON, "train.cuda_graphs=off"],

@@ -43,7 +43,7 @@ from phalanx.launch.env import read_placement
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import LlamaConfig
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 SEED, MEDIAN, SIGMA, LONGEST = 20261122, 1500, 1.2, 32768
 MODEL = {
@@ -246,7 +246,7 @@ def predict(name: str, lengths: list[int], longest: int, cp: int) -> dict[str, A
         return {"name": name, "seconds": float("nan")}
     seconds = 0.0
     for number, (rows, n) in enumerate(micro_batches_of(name, lengths, longest)):
-        like = Part(0, cp, ROWS[name].get("cp_degree") == "dynamic", u if by_heads else 1)
+        like = SequenceShard(0, cp, ROWS[name].get("cp_degree") == "dynamic", u if by_heads else 1)
         whole = batch_of(rows, n, 2, number, name.startswith("padded"))
         parts = [whole.cut(replace(like, index=i)) for i in range(cp)]
         speed = WHOLE_ATTENTION if whole.documents is None else ATTENTION
@@ -260,7 +260,7 @@ def pairs_of(batch: Batch, by_heads: bool) -> float:
     """That a rank's queries read; of all queries, and its part of the heads, where heads are exchanged."""
     if not by_heads:
         return int((batch.positions + 1).sum())
-    if batch.dealt is None:
+    if batch.balanced is None:
         return int((batch.uncut.positions + 1).sum()) / batch.part.count
     shared = sum(d.part.size(d.length) for d in batch.shared)
     return int((batch.positions[shared:] + 1).sum()) + sum(
@@ -270,7 +270,7 @@ def pairs_of(batch: Batch, by_heads: bool) -> float:
 
 def sent_places(batch: Batch) -> float:
     """Tokens of which this rank sends heads away, a token of which it sends half of them counted as half."""
-    if batch.dealt is None:
+    if batch.balanced is None:
         return batch.num_tokens * (batch.part.count - 1) / batch.part.count
     return sum(d.part.size(d.length) * (d.part.count - 1) / d.part.count for d in batch.shared)
 
@@ -279,7 +279,7 @@ def other_places(batch: Batch) -> int:
     """Tokens of other ranks whose keys and values travel."""
     return (
         batch.all_tokens - batch.num_tokens
-        if batch.dealt is None
+        if batch.balanced is None
         else sum(d.length - d.part.size(d.length) for d in batch.shared)
     )
 

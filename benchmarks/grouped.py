@@ -24,9 +24,9 @@ from phalanx.ops.dense import gated_kernel
 from phalanx.ops.dense.gate import SWIGLU
 from phalanx.ops.experts import grouped_kernel, permute_kernel
 from phalanx.ops.experts import route_kernel as route_kernels
-from phalanx.ops.experts.grouped_kernel import Tiles, tiles_of
+from phalanx.ops.experts.grouped_kernel import GroupedTiles, tiles_of
 from phalanx.ops.experts.router import Router
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -58,19 +58,19 @@ SHAPES = {
     "gpt-oss-120b ep8": Shape(16, 2880, 2880, 8192, 4, 128),
 }
 SWEEP = [  # m, n, k, stages, warps, group, flatten, programs a processor
-    Tiles(128, 256, 64, 3, 8),
-    Tiles(128, 256, 64, 4, 8),
-    Tiles(128, 256, 64, 3, 8, 4),
-    Tiles(128, 256, 64, 3, 8, 16),
-    Tiles(128, 256, 64, 3, 8, 8, True),
-    Tiles(256, 128, 64, 3, 8),
-    Tiles(256, 128, 64, 4, 8),
-    Tiles(128, 128, 64, 3, 4, 8, False, 2),
-    Tiles(128, 128, 64, 3, 8, 8, False, 2),
-    Tiles(128, 128, 64, 5, 4),
-    Tiles(128, 128, 64, 4, 4, 8, True),
-    Tiles(128, 128, 32, 6, 4, 8, False, 2),
-    Tiles(64, 256, 64, 4, 4),
+    GroupedTiles(128, 256, 64, 3, 8),
+    GroupedTiles(128, 256, 64, 4, 8),
+    GroupedTiles(128, 256, 64, 3, 8, 4),
+    GroupedTiles(128, 256, 64, 3, 8, 16),
+    GroupedTiles(128, 256, 64, 3, 8, 8, True),
+    GroupedTiles(256, 128, 64, 3, 8),
+    GroupedTiles(256, 128, 64, 4, 8),
+    GroupedTiles(128, 128, 64, 3, 4, 8, False, 2),
+    GroupedTiles(128, 128, 64, 3, 8, 8, False, 2),
+    GroupedTiles(128, 128, 64, 5, 4),
+    GroupedTiles(128, 128, 64, 4, 4, 8, True),
+    GroupedTiles(128, 128, 32, 6, 4, 8, False, 2),
+    GroupedTiles(64, 256, 64, 4, 4),
 ]
 
 
@@ -126,7 +126,7 @@ def add_dense_(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
         buffer.addmm_(dy.t().float(), x.float())
 
 
-Ours = Callable[[Tiles | None], object]
+Ours = Callable[[GroupedTiles | None], object]
 
 
 def products(
@@ -220,7 +220,7 @@ def moves_table(name: str, shape: Shape) -> None:
     router = Router(slots, shape.all_experts)
     logits = torch.randn(tokens, shape.all_experts, device=DEVICE)
     experts, weights, _ = route_kernels.route_forward(logits, router, None, None, 0)
-    plan = Rows(*permute_kernel.plan_rows(experts, 0, shape.all_experts, rows))
+    plan = ExpertRows(*permute_kernel.plan_rows(experts, 0, shape.all_experts, rows))
     x, y, gate_up, dh = normal(tokens, width), normal(rows, width), normal(rows, 2 * inner), normal(rows, inner)
     last, row_weight, size = plan.ends_E[-1], torch.rand(rows, device=DEVICE), x.element_size()
     scores = torch.randn_like(logits)

@@ -19,7 +19,7 @@ import numpy as np
 
 from phalanx.data.config import DataConfig
 from phalanx.data.index import CorpusWriter
-from phalanx.data.loader import AHEAD, Loader, Prefetcher, train_loader
+from phalanx.data.loader import LOOKED_UP, Loader, Prefetcher, train_loader
 
 VOCABULARY = 50257
 DOCUMENT = 700  # tokens on average
@@ -52,9 +52,9 @@ def measure_alone(loader: Loader, micro_batch: int, seconds: float) -> float:
     """Tokens per second of processor time, looking samples up as the prefetcher does."""
     tokens, first, began = 0, 0, time.thread_time()
     while True:
-        places = loader.locate(range(first, first + AHEAD))
-        first += AHEAD
-        for at in range(0, AHEAD, micro_batch):
+        places = loader.locate(range(first, first + LOOKED_UP))
+        first += LOOKED_UP
+        for at in range(0, LOOKED_UP, micro_batch):
             tokens += loader.read(places[at : at + micro_batch]).num_tokens
             if (took := time.thread_time() - began) > seconds:
                 return tokens / took

@@ -23,12 +23,12 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.experts import grouped_kernel
 from phalanx.ops.experts.permute import Gathered
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import grouped_gemm_kernel, quantize_grouped_kernel
-from phalanx.ops.quantized.experts import LowExperts, tiles_for
-from phalanx.ops.quantized.grouped_gemm_kernel import Tiles
+from phalanx.ops.quantized.experts import ExpertQuantizer, tiles_for
+from phalanx.ops.quantized.grouped_gemm_kernel import GroupedGemmTiles
 from phalanx.ops.quantized.linear import DY, X
-from phalanx.ops.quantized.quantize_tile import Tiles as CastTiles
+from phalanx.ops.quantized.quantize_tile import CastTiles
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, RECIPES, SLOTS
 
 GPU = torch.cuda.is_available()
@@ -36,29 +36,29 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 TYPE = torch.bfloat16 if GPU else torch.float32
 WIDTH, INNER = (2048, 768) if GPU else (256, 128)
 OWN_SUMS = (
-    Tiles(128, 256, 4, 8),
-    Tiles(128, 256, 4, 8, flatten=True),
-    Tiles(128, 256, 3, 8, flatten=True),
-    Tiles(256, 128, 4, 8),
-    Tiles(128, 128, 3, 4, per_processor=2),
-    Tiles(128, 128, 3, 8, per_processor=2),
-    Tiles(128, 128, 3, 8, per_processor=2, flatten=True),
+    GroupedGemmTiles(128, 256, 4, 8),
+    GroupedGemmTiles(128, 256, 4, 8, flatten=True),
+    GroupedGemmTiles(128, 256, 3, 8, flatten=True),
+    GroupedGemmTiles(256, 128, 4, 8),
+    GroupedGemmTiles(128, 128, 3, 4, per_processor=2),
+    GroupedGemmTiles(128, 128, 3, 8, per_processor=2),
+    GroupedGemmTiles(128, 128, 3, 8, per_processor=2, flatten=True),
 )
 CASTS = tuple(
     CastTiles(*t) for t in ((32, 128, 4), (64, 128, 8), (64, 64, 4), (128, 64, 8), (128, 128, 16), (128, 128, 8))
 )  # rows, columns, warps
 FP32_SUMS = (
-    Tiles(128, 128, 4, 8),
-    Tiles(128, 256, 4, 8, halves=True),
-    Tiles(128, 256, 4, 8, halves=True, flatten=True),
-    Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True),
-    Tiles(128, 128, 3, 8, per_processor=2, registers=128),
-    Tiles(128, 128, 3, 4, per_processor=2, halves=True),
-    Tiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True, group=16),
+    GroupedGemmTiles(128, 128, 4, 8),
+    GroupedGemmTiles(128, 256, 4, 8, halves=True),
+    GroupedGemmTiles(128, 256, 4, 8, halves=True, flatten=True),
+    GroupedGemmTiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True),
+    GroupedGemmTiles(128, 128, 3, 8, per_processor=2, registers=128),
+    GroupedGemmTiles(128, 128, 3, 4, per_processor=2, halves=True),
+    GroupedGemmTiles(128, 128, 3, 8, per_processor=2, registers=128, halves=True, group=16),
 )
 
 
-def told(t: Tiles) -> str:
+def told(t: GroupedGemmTiles) -> str:
     more = [f"{t.per_processor} a processor"] * (t.per_processor > 1) + ["flat"] * t.flatten + ["halves"] * t.halves
     return ", ".join([f"{t.m}x{t.n}", f"{t.stages} stages", f"{t.warps} warps", *more])
 
@@ -71,15 +71,15 @@ def rates(
     name: str,
     flop: float,
     bf16: Callable[[], Any],
-    low: Callable[[Tiles], Tensor],
-    tiles: tuple[Tiles, ...],
-    used: Tiles,
+    low: Callable[[GroupedGemmTiles], Tensor],
+    tiles: tuple[GroupedGemmTiles, ...],
+    used: GroupedGemmTiles,
     sum_: Tensor | None = None,
 ) -> None:
     """`sum_`: what `low` adds to."""
     print(f"{name:24} bf16 {flop / timed(bf16) / 1e12:6.0f}", flush=True)
 
-    def once(t: Tiles) -> Tensor:
+    def once(t: GroupedGemmTiles) -> Tensor:
         if sum_ is not None:
             sum_.zero_()
         return low(t).float()
@@ -98,8 +98,8 @@ def rates(
             print(f"{name:24} fp8  {told(t)}: {type(error).__name__} {str(error)[:80]}", flush=True)
 
 
-def delayed() -> LowExperts:
-    low = LowExperts(RECIPES["delayed"], "w", 0, ModelAxes(), "triton")
+def delayed() -> ExpertQuantizer:
+    low = ExpertQuantizer(RECIPES["delayed"], "w", 0, ModelAxes(), "triton")
     low.multiplier = torch.tensor([50.0, 50.0, 2000.0], device=DEVICE)
     low.counts, low.amax = (
         torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=DEVICE),
@@ -115,10 +115,10 @@ def products(name: str, outer: int, inner: int, rows: int, ends: Tensor) -> None
     )
     buffer = torch.zeros(experts, outer, inner, device=DEVICE)
     low = delayed()
-    (a, a_laid), (d, d_laid), (straight, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.codes(w)
+    (a, a_laid), (d, d_laid), (straight, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.quantized(w)
     fast, careful = grouped_gemm_kernel.FAST, grouped_gemm_kernel.CAREFUL
 
-    def added(t: Tiles) -> Tensor:
+    def added(t: GroupedGemmTiles) -> Tensor:
         grouped_gemm_kernel.add_product_(buffer, d_laid, a_laid, ends, False, t)
         return buffer
 
@@ -149,7 +149,7 @@ def products(name: str, outer: int, inner: int, rows: int, ends: Tensor) -> None
     )
 
 
-def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
+def casts(rows: int, ends: Tensor, low: ExpertQuantizer) -> None:
     """The four casts of a layer: of tensors in memory and as they are made, beside what making them takes on its
     own."""
     tokens = torch.randn(rows // 2, WIDTH, device=DEVICE).to(
@@ -166,7 +166,7 @@ def casts(rows: int, ends: Tensor, low: LowExperts) -> None:
         [torch.randperm(len(tokens), device=DEVICE) for _ in range(2)]
     )  # either half of the experts has every token once
     source = once.view(2, -1, each).sort(2)[0].flatten().int()
-    plan = Rows(source, source, source.argsort(stable=True).int().view(-1, 2), ends, last)
+    plan = ExpertRows(source, source, source.argsort(stable=True).int().view(-1, 2), ends, last)
     made: dict[str, tuple[int, Any, int]] = {
         "rows": (X, Gathered(tokens, plan), 2 * tokens.numel() + 4 * rows * WIDTH),
         "activation": (X, GatedRows(gate_up, weights, last), 6 * dh.numel()),

@@ -40,11 +40,11 @@ from phalanx.ops.quantized.cublaslt import (
     layouts,
     scales_in_order,
 )
-from phalanx.ops.quantized.experts import LowExperts
+from phalanx.ops.quantized.experts import ExpertQuantizer
 from phalanx.ops.quantized.gemm import fast_product
-from phalanx.ops.quantized.gemm_kernel import Tiles
-from phalanx.ops.quantized.linear import DY, LowWeight, X
-from phalanx.ops.quantized.quantize_tile import Tiles as CastTiles
+from phalanx.ops.quantized.gemm_kernel import GemmTiles
+from phalanx.ops.quantized.linear import DY, WeightQuantizer, X
+from phalanx.ops.quantized.quantize_tile import CastTiles
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, Scaled
 
 TOKENS = 8192
@@ -61,7 +61,7 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
     for width in (4096, 14336, 28672):
         x = torch.randn(TOKENS, width, device=device).bfloat16()
         for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
-            low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+            low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
             if recipe == "delayed":
                 low.multiplier = torch.ones(3, device=device)
             for counted in (False, True):
@@ -90,7 +90,7 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
                 }
             )
         q, _ = kernels.cast_both(x, E4M3, kernels.GIVEN, torch.ones(1, device=device), None, False)
-        seconds = measure(lambda q=q: kernels.transposed(q.codes), device).median
+        seconds = measure(lambda q=q: kernels.transposed(q.quantized), device).median
         found.append(
             {"what": "transpose of codes", "width": width, "ms": 1e3 * seconds, "GB/s": 2 * x.numel() / seconds / 1e9}
         )
@@ -106,7 +106,7 @@ def gated_rows(device: torch.device) -> list[dict[str, Any]]:
         torch.randn(TOKENS, 14336, device=device).bfloat16(),
     )
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
-        low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+        low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
         low.counts, low.amax = (
             torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
             torch.zeros(3, device=device),
@@ -220,7 +220,7 @@ def product_rows(device: torch.device) -> list[dict[str, Any]]:
                             )
                     elif not fast:
                         ways["torch"] = lambda a=a, b=b: torch._scaled_mm(
-                            a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=torch.bfloat16
+                            a.quantized, b.quantized.t(), a.scales, b.scales.t(), out_dtype=torch.bfloat16
                         )
                 if recipe == "blockwise" or add:
                     ways["cuBLASLt"] = lambda a=a, b=b, y=buffer, add=add: by_cublaslt(y, a, b, False, add)
@@ -256,7 +256,7 @@ def algorithm_rows(device: torch.device) -> list[dict[str, Any]]:
         ):
             a, b = codes(m, k, blocks[0], device), codes(n, k, blocks[1], device)
             y = torch.zeros(m, n, dtype=torch.float32 if add else torch.bfloat16, device=device)
-            gemm = Gemm(m, n, k, (a.codes.dtype, b.codes.dtype, y.dtype), blocks, fast, add, (256, 256, 256))
+            gemm = Gemm(m, n, k, (a.quantized.dtype, b.quantized.dtype, y.dtype), blocks, fast, add, (256, 256, 256))
             scales = [scales_in_order(q) for q in (a, b)]
             description, preference, count = (
                 describe(lt._library, gemm, *(q.data_ptr() for q in scales)),
@@ -298,7 +298,7 @@ def sweep(device: torch.device) -> list[dict[str, Any]]:
         for (bm, bn), stages, warps in itertools.product(
             ((128, 128), (128, 256), (256, 128), (64, 256)), (3, 4, 5), (4, 8)
         ):
-            tiles = Tiles(bm, bn, stages, warps)
+            tiles = GemmTiles(bm, bn, stages, warps)
             result = tried(
                 lambda a=a, b=b, add=add, t=tiles: gemm_kernel.product(buffer, a, b, add, t), 2.0 * m * n * k, device
             )
@@ -314,7 +314,7 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
     ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=device) * (ROWS // EXPERTS)
     found: list[dict[str, Any]] = []
     tried_tiles = [
-        grouped_gemm_kernel.Tiles(m, n, stages, warps)
+        grouped_gemm_kernel.GroupedGemmTiles(m, n, stages, warps)
         for m, n in ((128, 256), (128, 128), (256, 128), (64, 256))
         for stages in (3, 4, 5)
         for warps in (4, 8)
@@ -336,7 +336,7 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
         note("input's gradient", "bf16", "ours", lambda x=dy, w=w: grouped_kernel.grouped_product(x, w, ends))
         note("weight's", "bf16", "ours", lambda x=x, y=dy, b=buffer: grouped_kernel.add_grouped_product_(b, y, x, ends))
         for recipe in ("delayed", "tensorwise", "rowwise", "blockwise"):
-            low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+            low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
             if recipe == "delayed":
                 low.multiplier = torch.ones(3, device=device)
             low.counts, low.amax = (
@@ -344,7 +344,7 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
                 torch.zeros(3, device=device),
             )
             low.refresh(w)
-            (a, a_laid), (d, d_laid), (forward, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.codes(w)
+            (a, a_laid), (d, d_laid), (forward, turned) = low.rows(X, x, ends), low.rows(DY, dy, ends), low.quantized(w)
             for which, rows in ((X, x), (DY, dy)):
                 seconds = measure(lambda low=low, which=which, rows=rows: low.rows(which, rows, ends), device).median
                 found.append(
@@ -391,7 +391,7 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
                 )
             if recipe == "rowwise":
                 codes, scales = (
-                    forward.codes.view(EXPERTS, outer, inner).transpose(1, 2),
+                    forward.quantized.view(EXPERTS, outer, inner).transpose(1, 2),
                     forward.scales.view(EXPERTS, outer),
                 )
                 for fast in (True, False):
@@ -400,7 +400,7 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
                         recipe,
                         f"torch {'fast' if fast else 'precise'}",
                         lambda a=a, c=codes, s=scales, f=fast: torch._scaled_grouped_mm(
-                            a.codes, c, a.scales.view(-1), s, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=f
+                            a.quantized, c, a.scales.view(-1), s, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=f
                         ),
                     )
     return found

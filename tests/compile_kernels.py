@@ -22,7 +22,7 @@ from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.optimizer import adamw_kernel, moments_kernel
 from phalanx.ops.quantized import (
     emulated,
@@ -122,7 +122,7 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + low_precision()
+    found += experts(wide) + fp8_linears()
     flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
     found.append((adamw_kernel._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
     narrow = dict(
@@ -133,7 +133,7 @@ def kernels() -> list[tuple]:
     return found
 
 
-def low_precision() -> list[tuple]:
+def fp8_linears() -> list[tuple]:
     """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
     import triton.language as tl
 
@@ -165,7 +165,7 @@ def low_precision() -> list[tuple]:
             consts = dict(
                 MODE=mode,
                 OTHER=True,
-                TURNED=True,
+                TRANSPOSED=True,
                 NOTE=True,
                 MAX=448.0,
                 LEAST=2.0**-10,
@@ -189,7 +189,7 @@ def low_precision() -> list[tuple]:
         consts = dict(
             MODE=quantize_tile.GIVEN,
             OTHER=False,
-            TURNED=False,
+            TRANSPOSED=False,
             NOTE=True,
             MAX=57344.0 if wide else 448.0,
             LEAST=2.0**-10,
@@ -240,7 +240,7 @@ def low_precision() -> list[tuple]:
                 run,
             )
         )
-    return found + emulated_casts() + low_experts()
+    return found + emulated_casts() + expert_quantizer()
 
 
 def uncounted(cast: tuple) -> tuple:
@@ -276,11 +276,11 @@ def emulated_casts() -> list[tuple]:
     return found
 
 
-def low_experts() -> list[tuple]:
+def expert_quantizer() -> list[tuple]:
     """The same of experts."""
     found: list[tuple] = []
     like = torch.empty(0, 0, device="meta")
-    rows = Rows(*(like[0:0] for _ in range(5)))
+    rows = ExpertRows(*(like[0:0] for _ in range(5)))
     sources = (
         like,
         Gathered(like, rows),
@@ -390,15 +390,15 @@ def experts(wide: dict) -> list[tuple]:
         def tile(*shape: int, tma: bool = tma, name: str = name) -> str:
             return f"tensordesc<{name}[{','.join(map(str, shape))}]>" if tma else f"*{name}"
 
-        for turned in (True, False):
+        for transposed in (True, False):
             pointers = dict(
                 x=tile(c.m, c.k),
-                weight=tile(1, c.n, c.k) if turned else tile(1, c.k, c.n),
+                weight=tile(1, c.n, c.k) if transposed else tile(1, c.k, c.n),
                 bias=f"*{name}",
                 y=f"*{name}",
                 ends="*i32",
             )
-            more = dict(TURNED=turned, BIAS=turned, E_BLOCK=16, FLATTEN=c.flatten)
+            more = dict(TRANSPOSED=transposed, BIAS=transposed, E_BLOCK=16, FLATTEN=c.flatten)
             found.append(
                 (grouped_kernel._grouped_gemm, dict(**pointers, R="i32", N="i32", K="i32", E="i32"), sizes | more, run)
             )

@@ -45,7 +45,7 @@ from tests.support_features import (
 HEADS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")
 
 
-def in_low(name: str, kind: str = "", **fp8: Any) -> Feature:
+def with_quantizer(name: str, kind: str = "", **fp8: Any) -> Feature:
     return Feature(name, "Precision", kind, fp8=fp8, unit=16)
 
 
@@ -76,10 +76,10 @@ MORE = (
     made_again("frozen embedding", ROTARY, "freeze", freeze=["*embed_tokens*"]),
     made_again("recompute attention and MLP", recompute_ops=["attention", "mlp"]),
     made_again("offload 2", kind="", offload_layers=2),
-    in_low("the first step in 8 bits", "last", last_steps=9),  # of 10
-    in_low("two steps in 8 bits", "last", last_steps=8),
-    in_low("linears that lose fall back", max_lost=1e-3),
-    in_low("linears that differ fall back", min_cosine=0.999, shadow_interval=1),
+    with_quantizer("the first step in 8 bits", "last", last_steps=9),  # of 10
+    with_quantizer("two steps in 8 bits", "last", last_steps=8),
+    with_quantizer("linears that lose fall back", max_lost=1e-3),
+    with_quantizer("linears that differ fall back", min_cosine=0.999, shadow_interval=1),
     Feature("moments in FP8", "Optimizer", "moments", optim={"moments": "fp8"}, unit=32),
 )
 NARROW = {"fp32", "bf16", "fp16", "Triton kernels"}  # compared less closely: seldom taken

@@ -28,7 +28,7 @@ LONG = (
     "checkpoint",
     "plan",
     "precision",
-    "low_experts",
+    "expert_quantizer",
     "mutations",
     "recompute",
     "verify",

@@ -182,8 +182,10 @@ def wrong_step(run: Run, world: int, pick: random.Random, seconds: float) -> int
     for time_ in range(1, times + 1):
         codes = end(begin(stops, world, partial(how, number), victim, tcp=True))
         assert codes == [own if rank == victim else others for rank in range(world)], f"{codes}\n{said(run)}"
-        again = f"the run was stopped {time_} times in a row at step {number} by the same kind of error: it repeats"
-        assert (again in said(run)) == (time_ > 1) and ("times in a row" in said(run)) == (time_ > 1), said(run)
+        recomputed = (
+            f"the run was stopped {time_} times in a row at step {number} by the same kind of error: it repeats"
+        )
+        assert (recomputed in said(run)) == (time_ > 1) and ("times in a row" in said(run)) == (time_ > 1), said(run)
         assert how is raises or f"step {number} is bad: the loss or the gradient norm is not finite" in said(run), said(
             run
         )

@@ -291,7 +291,7 @@ def run_layout(
         tokens = accumulate(state, step_batches(run, mesh, step, documents))
         grads.append(parts_of(state, "grad"))
         result = update(state, tokens, lr=1e-2)
-        losses.append((result.loss.item(), 0.0 if result.ahead is None else result.ahead.item()))
+        losses.append((result.loss.item(), 0.0 if result.mtp_loss is None else result.mtp_loss.item()))
         norms.append(result.grad_norm.item())
     state.buffers.ready()
     sites = list(mesh.watch.calls)

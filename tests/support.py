@@ -48,7 +48,7 @@ from phalanx.data.packing import make_packing, packing_path, write_packing
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.fp8_state import unsafe
 from phalanx.engine.replicas import check_replicas
-from phalanx.engine.shadow import apart
+from phalanx.engine.shadow import gradient_distance
 from phalanx.engine.step import accumulate, evaluate_step, shadow_of, update
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
@@ -77,8 +77,8 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was changed to
-    make a refused run work. code, versions: of what it was found."""
+    """Of a pair. kind: green, refused by a rule, apart (no run has both), or failed. instead: what was
+    changed to make a refused run work. code, versions: of what it was found."""
 
     kind: Literal["green", "refused", "apart", "failed"]
     text: str = ""
@@ -276,7 +276,7 @@ def train_and_more(rank: int, world: int, t: Trial, folder: Path | None) -> dict
     beside: dict[str, Any] = {}
     if "shadow" in t.also:
         batches = batches_of(t, t.run, state.mesh, 0)
-        beside["shadow"] = apart(state, shadow_kept(state, batches))
+        beside["shadow"] = gradient_distance(state, shadow_kept(state, batches))
         beside["shadow"] = beside["shadow"].nan_to_num(7.0).numpy()  # type: ignore[union-attr]
         state.buffers.zero_grads()
     result = steps(state, t, range(STEPS))
@@ -323,17 +323,17 @@ def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
         batches = batches_of(t, replace(t.run, train=replace(t.run.train, global_batch=size)), state.mesh, step)
         kept = begin_low(state, batches, step)
         tokens = accumulate(state, batches)
-        distance = apart(state, kept)
+        distance = gradient_distance(state, kept)
         spoilt = "skip" in t.also and step == 1
         if spoilt:
             spoil(state)
         else:
             grads.append(parts_of(state, "grad"))
         result = update(state, tokens, lr=1e-2)
-        losses.append((result.loss.item(), 0.0 if result.ahead is None else result.ahead.item()))
+        losses.append((result.loss.item(), 0.0 if result.mtp_loss is None else result.mtp_loss.item()))
         norms.append(result.grad_norm.item())
         assert bool(result.skipped) == spoilt, f"step {step} skipped: {int(result.skipped)}"
-        beside = finish_low(state, result.low, distance)
+        beside = finish_low(state, result.fp8, distance)
     state.buffers.ready()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master"), "beside": beside}
 
@@ -341,7 +341,7 @@ def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
 def begin_low(state: State, batches: list[Batch], step: int) -> dict[int, torch.Tensor] | None:
     """As the loop does before a step: train.fp8.last_steps, and the reference of a shadow step where it decides who
     falls back."""
-    low, train = state.low, state.plan.run.train
+    low, train = state.fp8, state.plan.run.train
     if low is None or train.fp8 is None:
         return None
     low.turn(step + 1 > train.steps - train.fp8.last_steps)
@@ -350,7 +350,7 @@ def begin_low(state: State, batches: list[Batch], step: int) -> dict[int, torch.
 
 def finish_low(state: State, told: torch.Tensor | None, distance: torch.Tensor | None) -> dict[str, Any]:
     """As the loop does after a step: linears that lost too much fall back. Who has so far."""
-    low, fp8 = state.low, state.plan.run.train.fp8
+    low, fp8 = state.fp8, state.plan.run.train.fp8
     if low is None or fp8 is None or told is None:
         return {}
     bad = unsafe(low.names, fp8, told.tolist(), None if distance is None else distance.tolist())
@@ -398,8 +398,8 @@ def resume(rank: int, world: int, t: Trial, folder: Path) -> dict:
         t.run.model,
         numbers_of(state),
     )
-    if state.low is not None:
-        state.low.loaded()
+    if state.fp8 is not None:
+        state.fp8.loaded()
     loaded = parts_of(state, "master")
     return {**steps(state, t, range(STEPS, STEPS + 1)), "loaded": loaded}
 
@@ -620,8 +620,8 @@ def main() -> None:
     options = parser.parse_args()
     outcomes = known(options.results)
     names = [(a.name, b.name) for a, b in pairs()]
-    todo = [pair for pair in names if pair not in outcomes or outcomes[pair].kind in options.again]
-    if "old" in options.again:
+    todo = [pair for pair in names if pair not in outcomes or outcomes[pair].kind in options.recomputed]
+    if "old" in options.recomputed:
         todo = [pair for pair in names if pair in todo or outcomes[pair].code != code_here()]
     judge_all(todo, options.jobs, options.minutes, options.results)
     here = by_pair(known(options.results))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from phalanx.base.placement import Placement
-from phalanx.bench.ops import Call, bench_ops, calls_of, forward_flop
+from phalanx.bench.ops import OpCall, bench_ops, calls_of, forward_flop
 from phalanx.bench.sweep import combinations, problem_of, split_values, sweep_table
 from phalanx.bench.timing import Times, measure
 from phalanx.cli import doctor
@@ -420,7 +420,7 @@ def test_flop_of_attention_with_a_window_and_values_of_their_own_width(config):
     """Truth: keys counted query by query, the query's own as half, 2 FLOP a feature of key and value."""
     q, k, v = (torch.empty(3, heads, 32, width) for heads, width in ((4, 6), (2, 6), (2, 10)))
     keys = sum(min(i + 0.5, 5) for i in range(32))
-    call = Call("attention", attention, (q, k, v, None, Kind(window=5)), {})
+    call = OpCall("attention", attention, (q, k, v, None, Kind(window=5)), {})
     assert forward_flop(call, small(config), lambda: None) == pytest.approx(3 * 4 * keys * 2 * (6 + 10), rel=1e-12)
 
 

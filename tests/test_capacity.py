@@ -19,7 +19,7 @@ from phalanx.base.devices import Device
 from phalanx.base.free_memory import host_memory, used_by_uuid
 from phalanx.base.placement import Placement
 from phalanx.cli.demo import settings
-from phalanx.cli.setup import Ready, check_memory
+from phalanx.cli.setup import PreparedRun, check_memory
 from phalanx.comm.axis import Axis
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
@@ -389,7 +389,7 @@ def test_the_demo_is_not_warned_of():
 def test_of_ranks_that_others_started_one_speaks(monkeypatch, capsys):
     run = wide()
     monkeypatch.setattr(machine, "host_memory", lambda: on_cpu(run) // 2)
-    first, second = (Ready(run, 2, Placement(rank, rank, 2, "env://", local_size=2)) for rank in (0, 1))
+    first, second = (PreparedRun(run, 2, Placement(rank, rank, 2, "env://", local_size=2)) for rank in (0, 1))
     with pytest.raises(DoesNotFit):
         check_memory(first)
     with pytest.raises(SystemExit) as quiet:

@@ -13,7 +13,7 @@ import torch
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest, verify
-from phalanx.checkpoint.staging import Landing
+from phalanx.checkpoint.staging import StagingBuffer
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import OPEN_FILES, CheckedFile, lately, write_tensors
 from phalanx.checkpoint.threads import LEAST, MOST, in_threads, share_of
@@ -118,7 +118,7 @@ def test_pieces_are_the_rows_and_every_byte_is_read_once(tmp_path, monkeypatch, 
             lambda self, data, at: (read.append((at, at + len(data))), original(self, data, at))[1],
         )
         for first, stop in bounds:
-            landing, found, at = Landing(None), torch.empty((stop - first, *shape[1:]), dtype=dtype), first
+            landing, found, at = StagingBuffer(None), torch.empty((stop - first, *shape[1:]), dtype=dtype), first
             for number, rows in file.pieces("x", first, stop, landing.take):
                 assert number == at
                 found[number - first : number - first + len(rows)] = rows

@@ -67,10 +67,10 @@ def test_diff(run, tmp_path):
     assert code == 1 and "step: 4 -> 6\n" in text and "scalars.tokens: 512 -> 768\n" in text
     a, b = weights(step(run, 4) / "weights"), weights(step(run, 6) / "weights")
     for name in a:
-        apart = (a[name].double() - b[name].double()).abs()
+        difference = (a[name].double() - b[name].double()).abs()
         assert (
-            f"weights {name}: {int((apart != 0).sum())} of {apart.numel()} values differ, by up to "
-            f"{float(apart.max()):.3g}" in text
+            f"weights {name}: {int((difference != 0).sum())} of {difference.numel()} values differ, by up to "
+            f"{float(difference.max()):.3g}" in text
         )
     other = tmp_path / "other"
     other.mkdir()
@@ -148,14 +148,14 @@ def test_export_rounds_the_masters_once(run, tmp_path):
     report = json.loads((tmp_path / "bf16/parity.json").read_text())
     assert not report["exact"] and report["tensors"].keys() == truth.keys()
     name = "model.embed_tokens.weight"
-    apart = (truth[name].double() - truth[name].bfloat16().double()).abs()
-    assert report["tensors"][name]["largest"] == float(apart.max()) and report["tensors"][name]["differing"] == int(
-        (apart != 0).sum()
-    )
+    difference = (truth[name].double() - truth[name].bfloat16().double()).abs()
+    assert report["tensors"][name]["largest"] == float(difference.max()) and report["tensors"][name][
+        "differing"
+    ] == int((difference != 0).sum())
     assert said("export", run.dir, "-o", tmp_path / "same")[0] == 0
     assert json.loads((tmp_path / "same/parity.json").read_text())["exact"]
-    again = replace(small_run(tmp_path / "again", steps=1), init_from=str(tmp_path / "same"))
-    train(again, Placement())
+    recomputed = replace(small_run(tmp_path / "again", steps=1), init_from=str(tmp_path / "same"))
+    train(recomputed, Placement())
     code, text = said("export", str(run.dir).replace("first", "frist"), "-o", tmp_path / "x")
     assert code == 4 and f"near it: {run.dir}" in text
 

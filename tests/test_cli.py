@@ -248,13 +248,13 @@ def test_data_prepare_and_show(warm, tmp_path):
     )
     line = rf"1 document, 19 tokens \(18 bytes\) -> {tmp_path}/a.bin in \d\.\d s, [\d.]+ (bytes|kB)/s\n"
     assert done.returncode == 0 and re.fullmatch(line, done.stdout), done
-    again = warm.phalanx(
+    recomputed = warm.phalanx(
         "data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok")
     )
     assert (
-        again.stdout
+        recomputed.stdout
         == f"1 document, 19 tokens (18 bytes) -> {tmp_path}/a.bin; there already, of the same inputs and settings\n"
-    ), again
+    ), recomputed
     done = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", str(tmp_path / "tok"))
     assert "document 0, 19 tokens: Arma virumque cano" in done.stdout, done.stderr
     other = warm.phalanx("data", "show", str(tmp_path / "a"), "--tokenizer", "null:300")

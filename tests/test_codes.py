@@ -22,8 +22,8 @@ from phalanx.engine.step import accumulate, evaluate_step, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.ops.quantized.experts import LowExperts
-from phalanx.ops.quantized.linear import LowWeight
+from phalanx.ops.quantized.experts import ExpertQuantizer
+from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, block_amax, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
 from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
@@ -42,8 +42,8 @@ KINDS = [
 ]
 
 
-def low_for(shape: tuple[int, ...], recipe: str, twin: str) -> LowWeight:
-    kind = LowWeight if len(shape) == 2 else LowExperts
+def low_for(shape: tuple[int, ...], recipe: str, twin: str) -> WeightQuantizer:
+    kind = WeightQuantizer if len(shape) == 2 else ExpertQuantizer
     return kind(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
 
 
@@ -55,7 +55,7 @@ def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
     master = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, shape[-1])
     low = low_for(shape, recipe, "plain")
     low.refresh(master.bfloat16())
-    straight, turned = low.codes(master)
+    straight, transposed = low.quantized(master)
     blocks, flat, triton = low.blocks(shape), master.flatten(), twin == "triton"
     bits, codes = torch.zeros(blocks.count, dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.uint8)
     cuts = [0, 64 * 3, 64 * 101, 64 * 102, flat.numel()]
@@ -64,19 +64,23 @@ def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
         note_largest_(bits, flat[where], first, blocks, torch.bfloat16, triton)
     multiplier = multipliers(bits.view(torch.float32), E4M3)
     assert torch.equal((1.0 / multiplier).view(blocks.shape), straight.scales) and torch.equal(
-        straight.scales.t(), turned.scales
+        straight.scales.t(), transposed.scales
     )
-    counts, again = torch.zeros(SLOTS, COUNTS, dtype=torch.int64), torch.zeros_like(bits)
+    counts, recomputed = torch.zeros(SLOTS, COUNTS, dtype=torch.int64), torch.zeros_like(bits)
     for where, first in parts:
-        cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, again, triton)
-    assert torch.equal(codes.view(straight.codes.shape), straight.codes.view(torch.uint8)) and torch.equal(again, bits)
+        cast_run_(
+            codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, recomputed, triton
+        )
+    assert torch.equal(codes.view(straight.quantized.shape), straight.quantized.view(torch.uint8)) and torch.equal(
+        recomputed, bits
+    )
     assert (
         counts.sum(0)[2] == flat.numel()
-        and counts.sum(0)[0] == ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum()
+        and counts.sum(0)[0] == ((straight.quantized.float() == 0) & (master.view(straight.quantized.shape) != 0)).sum()
     )
-    out = torch.zeros(straight.codes.shape[::-1], dtype=torch.uint8)
-    turn_(out, codes.view(straight.codes.shape), triton)
-    assert torch.equal(out, turned.codes.view(torch.uint8))
+    out = torch.zeros(straight.quantized.shape[::-1], dtype=torch.uint8)
+    turn_(out, codes.view(straight.quantized.shape), triton)
+    assert torch.equal(out, transposed.quantized.view(torch.uint8))
 
 
 def test_blocks_are_those_of_a_matrix():
@@ -172,9 +176,11 @@ def codes_of(rank: int, world: int, run: Run) -> dict[str, torch.Tensor]:
     made = any(isinstance(f, CodedBucket) for f in state.buffers.flat)
     assert made == (run.layout.sharding > 0)
     found = {}
-    for low, p in state.low.here:
-        for side, q in zip(("straight", "turned"), low.codes(p)):
-            found[f"{low.name} {side}"] = torch.cat((q.codes.view(torch.uint8).flatten().float(), q.scales.flatten()))
+    for low, p in state.fp8.here:
+        for side, q in zip(("straight", "turned"), low.quantized(p)):
+            found[f"{low.name} {side}"] = torch.cat(
+                (q.quantized.view(torch.uint8).flatten().float(), q.scales.flatten())
+            )
     return found
 
 
@@ -201,10 +207,10 @@ def test_scales_begin_where_cublas_takes_them():
         for block in state.blocks.values()
         for b in block
         for p in b.parameters()
-        if getattr(p, "low", None) is not None
+        if getattr(p, "quantizer", None) is not None
     ]
     assert len(weights) > 2 and any(isinstance(f, CodedBucket) for f in state.buffers.flat)
-    assert all(scaled.scales.data_ptr() % 16 == 0 for p in weights for scaled in p.low.codes(p))
+    assert all(scaled.scales.data_ptr() % 16 == 0 for p in weights for scaled in p.quantizer.quantized(p))
 
 
 def save_counting(rank: int, world: int, run: Run, folder: Path) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.config.read import save_run
 from phalanx.config.run import LogConfig, Run
-from phalanx.observe.metrics import FIRST_S, LATER_S, SOON_S, Counters, Pace, Reporter, Speed, short, step_line
+from phalanx.observe.metrics import FIRST_S, LATER_S, SOON_S, ConsolePace, Counters, Reporter, Speed, short, step_line
 from phalanx.training import loop
 from phalanx.training.main import train
 from tests.test_loop import make_run, rows_of
@@ -97,7 +97,7 @@ def test_short_numbers():
 
 def test_the_pace_of_lines():
     now = 100.0
-    pace = Pace(lambda: now)
+    pace = ConsolePace(lambda: now)
     assert pace.due() and not pace.due()
     now += SOON_S
     assert pace.due()

@@ -27,7 +27,7 @@ from phalanx.ops.attention import attention as whole
 from phalanx.ops.attention import backends, context, join_kernel
 from phalanx.ops.attention.attention import Kind
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 from tests.parity import base_run, random_weights, sample_batch, step_batches
 from tests.test_models import all_logits
 
@@ -37,7 +37,7 @@ from tests.test_models import all_logits
 @pytest.mark.parametrize("length, count", [(16, 1), (16, 2), (16, 8), (17, 2), (6, 3), (23, 3), (31, 4), (1000003, 8)])
 def test_parts_are_the_sequence(length, count):
     """Every place once; chunks as even as can be; chunk i and its mirror image together."""
-    parts = Part(0, count).all
+    parts = SequenceShard(0, count).all
     runs = [run for part in parts for run in part.runs(length)]
     assert sum(map(len, runs)) == length and max(map(len, runs)) - min(map(len, runs)) <= 1
     starts = sorted((run.start, run.stop) for run in runs)
@@ -48,7 +48,7 @@ def test_parts_are_the_sequence(length, count):
 
 @pytest.mark.parametrize("length, count, run", [(48, 6, 2), (47, 6, 3), (33, 8, 4), (50, 4, 4)])
 def test_neighbours_are_a_part_together(length, count, run):
-    for part in Part(0, count).all:
+    for part in SequenceShard(0, count).all:
         together = sorted(p for other in part.neighbours(run) for chunk in other.runs(length) for p in chunk)
         assert together == [p for chunk in part.among(run).runs(length) for p in chunk]
 
@@ -57,7 +57,7 @@ def test_neighbours_are_a_part_together(length, count, run):
 def test_cut_and_joined(length, count):
     rows = torch.arange(3 * length)
     batch = Batch(rows, rows + 1, rows + 2, rows + 3, 3, length, rows // 5)
-    parts = [batch.cut(part) for part in Part(0, count).all]
+    parts = [batch.cut(part) for part in SequenceShard(0, count).all]
     for part in parts:
         assert torch.equal(part.tokens % length, part.places) and torch.equal(part.labels, part.tokens + 1)
         assert torch.equal(part.documents, part.tokens // 5) and torch.equal(part.uncut.samples, batch.samples)
@@ -88,7 +88,7 @@ def test_cp_axes():
 def brute_force(length: int, count: int, window: int | None) -> np.ndarray:
     """(count, count) pairs of tokens: how many keys of each part the queries of each part read."""
     owner = np.empty(length, np.int64)
-    for part in Part(0, count).all:
+    for part in SequenceShard(0, count).all:
         for run in part.runs(length):
             owner[run.start : run.stop] = part.index
     found = np.zeros((count, count), np.int64)
@@ -106,7 +106,7 @@ def test_blocks_hold_what_is_read(length, count, window):
     """Truth: every pair of tokens. A block has all pairs that are read, and says of itself what is true; where
     nothing is read there is none."""
     reads = brute_force(length, count, window)
-    for mine, theirs in product(Part(0, count).all, repeat=2):
+    for mine, theirs in product(SequenceShard(0, count).all, repeat=2):
         block = context.block_of(mine, theirs, length, window if window is None or window < length else None, False)
         assert (block is None) == (reads[mine.index, theirs.index] == 0)
         if block is None:
@@ -126,13 +126,14 @@ def test_blocks_hold_what_is_read(length, count, window):
 def test_every_rank_computes_as_much(length, count):
     """Within 2 %: tokens (matmuls) and pairs of query and key (attention), by the closed sum; and what kernels are
     given to do."""
-    tokens = [part.size(length) for part in Part(0, count).all]
+    tokens = [part.size(length) for part in SequenceShard(0, count).all]
     pairs = [
-        sum((run.start + run.stop + 1) * len(run) // 2 for run in part.runs(length)) for part in Part(0, count).all
+        sum((run.start + run.stop + 1) * len(run) // 2 for run in part.runs(length))
+        for part in SequenceShard(0, count).all
     ]
     assert sum(pairs) == length * (length + 1) // 2
     given = []
-    for mine in Part(0, count).all:
+    for mine in SequenceShard(0, count).all:
         blocks = [context.block_of(mine, theirs, length, None, False) for theirs in mine.all]
         area = [
             (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) / (2 if b.how == "causal" else 1)
@@ -154,9 +155,9 @@ def test_what_packed_parts_read():
         & (batch.documents[:, None] == batch.documents)
         & torch.ones(48, 48, dtype=torch.bool).tril()
     )
-    expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in Part(0, 4).all]
-    assert pairs_read(batch, Part(0, 4)) == expected and len(set(expected)) > 1
-    assert len(set(pairs_read(sample_batch([5, 6], documents=False), Part(0, 4)))) == 1
+    expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in SequenceShard(0, 4).all]
+    assert pairs_read(batch, SequenceShard(0, 4)) == expected and len(set(expected)) > 1
+    assert len(set(pairs_read(sample_batch([5, 6], documents=False), SequenceShard(0, 4)))) == 1
 
 
 KINDS = {"causal": Kind(), "window": Kind(window=5), "scaled": Kind(scale=0.3)}
@@ -232,7 +233,7 @@ def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, d
         arguments = (ulysses, form, KINDS[kind], value, sinks, documents, dtype)
         found = ranks.run("tests.test_context:attention_on_ranks", world, *arguments)
         for i, expected in enumerate(truth):
-            joined = batch.cut(Part(0, world)).join([f[i] for f in found], Part(0, world).all)
+            joined = batch.cut(SequenceShard(0, world)).join([f[i] for f in found], SequenceShard(0, world).all)
             assert (joined - expected).abs().max() <= bound * expected.abs().max()
         if sinks:
             assert (sum(f[-1] for f in found) - s.grad).abs().max() <= bound * s.grad.abs().max()
@@ -248,7 +249,7 @@ def test_segments_read_what_the_mask_shows(length, count):
     )[1]
     flat = torch.arange(2 * length)
     batch = Batch(flat, flat, flat % length, flat // length, 2, length, rows, most_documents=len(rows.unique()) + 3)
-    for mine, source in product(Part(0, count).all, Part(0, count).all):
+    for mine, source in product(SequenceShard(0, count).all, SequenceShard(0, count).all):
         block = context.block_of(mine, source, length, None, True)
         if block is None:
             continue
@@ -313,8 +314,8 @@ def test_backends(name, causal, masked):
 
 @pytest.mark.parametrize("more_dtype, wide", [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_joined_by_the_kernel(more_dtype, wide):
-    """Truth: the plain twin. Heads lie anywhere, widths and numbers of tokens are odd, some tokens have nothing to
-    take in."""
+    """Truth: the reference implementation. Heads lie anywhere, widths and numbers of tokens are odd, some tokens have
+    nothing to take in."""
     make = torch.Generator().manual_seed(2)
     out, lse = (
         torch.randn(2, 21, 3, 10, generator=make, dtype=wide).transpose(1, 2),
@@ -431,7 +432,7 @@ def test_bytes_and_calls_are_the_formulas(ranks, layout):
     read: i chunks and 2 (m - 1 - i). All-gather: its nS/m tokens, forward and backward, and m times as much into the
     reduce-scatter. Full recompute does forward twice.
     """
-    again = 2 if layout.get("recompute") == "full" else 1
+    recomputed = 2 if layout.get("recompute") == "full" else 1
     run = base_run("llama-tied", global_batch=6, micro_batch=2, recompute=layout.get("recompute", "none"))
     run = replace(run, layout=LayoutConfig(**{k: v for k, v in layout.items() if k != "recompute"}))
     c, u = run.layout.cp, run.layout.cp_ulysses
@@ -443,20 +444,20 @@ def test_bytes_and_calls_are_the_formulas(ranks, layout):
             tokens = n * s // c
             there, back = tokens * (heads + 2 * kv_heads) * width * word, tokens * heads * width * word
             expected["cp" if m == 1 else "cp heads", "all_to_all"] = (
-                times * (2 * again + 2),
-                times * (again + 1) * (there + back),
+                times * (2 * recomputed + 2),
+                times * (recomputed + 1) * (there + back),
             )
         axis = "cp" if u == 1 else "cp keys"
         if m > 1 and run.layout.cp_attention == "ring":
             i, chunk = rank // u, n * s // (2 * m) * 2 * kv_heads // u * width * word
             keys = (m - 1 - i + 2 * i) * chunk
             expected[axis, "hop"] = (
-                times * (again + 2) * (m - 1),
-                times * ((again + 1) * keys + (i + 2 * (m - 1 - i)) * chunk),
+                times * (recomputed + 2) * (m - 1),
+                times * ((recomputed + 1) * keys + (i + 2 * (m - 1 - i)) * chunk),
             )
         elif m > 1:
             part = n * s // m * 2 * kv_heads // u * width * word
-            expected[axis, "all_gather"] = (times * (again + 1), times * (again + 1) * part)
+            expected[axis, "all_gather"] = (times * (recomputed + 1), times * (recomputed + 1) * part)
             expected[axis, "reduce_scatter"] = (times, times * m * part)
         assert found == expected
 
@@ -467,10 +468,10 @@ def test_bytes_and_calls_are_the_formulas(ranks, layout):
 def test_the_prefetcher_cuts():
     run = load_run("recipes/tiny_llama.yaml")
     loader = train_loader(run.data, seq_length=64, seed=1, vocab_size=run.model.vocab_size, samples=8)
-    with Prefetcher(loader, [[0, 1], [2, 3]], part=Part(1, 3)) as batches:
+    with Prefetcher(loader, [[0, 1], [2, 3]], part=SequenceShard(1, 3)) as batches:
         for batch, samples in zip(batches, ([0, 1], [2, 3])):
             expected = loader.batch(samples)
-            assert torch.equal(batch.tokens, expected.cut(Part(1, 3)).tokens) and torch.equal(
+            assert torch.equal(batch.tokens, expected.cut(SequenceShard(1, 3)).tokens) and torch.equal(
                 batch.uncut.labels, expected.labels
             )
 

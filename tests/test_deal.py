@@ -18,9 +18,9 @@ from phalanx.engine.build import build
 from phalanx.engine.step import accumulate
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.sequence.balance import EXCHANGE, Share, deal, degrees_of, loads
-from phalanx.sequence.batch import Shared
-from phalanx.sequence.shard import Part
+from phalanx.sequence.balance import EXCHANGE, Share, assign, degrees_of, loads
+from phalanx.sequence.batch import SharedDocument
+from phalanx.sequence.shard import SequenceShard
 from tests.parity import SEQ, base_run, random_weights, sample_batch, step_batches
 
 
@@ -44,8 +44,8 @@ def test_nobody_has_too_much(lengths, count, heads, slack):
     heads = heads if count % heads == 0 else 1
     degrees = degrees_of(count, heads)
     size = -(-sum(lengths) // count) + slack
-    shares = deal(lengths, [size] * count, degrees)
-    assert shares == deal(list(lengths), [size] * count, degrees)
+    shares = assign(lengths, [size] * count, degrees)
+    assert shares == assign(list(lengths), [size] * count, degrees)
     if shares is None:
         return  # only where there is hardly any room left
     assert max(held(lengths, shares, count)) <= size
@@ -61,10 +61,10 @@ def test_degrees():
 
 
 def test_short_documents_are_not_cut_and_long_ones_as_little_as_they_need():
-    assert deal([100] * 40, [1000] * 4, (1, 2, 4)) is not None
-    shares = deal([100] * 39, [1000] * 4, (1, 2, 4))
+    assert assign([100] * 40, [1000] * 4, (1, 2, 4)) is not None
+    shares = assign([100] * 39, [1000] * 4, (1, 2, 4))
     assert shares is not None and all(s.degree == 1 for s in shares)
-    long, *short = deal([1500, *[50] * 30], [1000] * 4, (1, 2, 4))  # does not fit on one rank
+    long, *short = assign([1500, *[50] * 30], [1000] * 4, (1, 2, 4))  # does not fit on one rank
     assert long.degree == 2 and all(s.degree == 1 for s in short)
 
 
@@ -72,11 +72,11 @@ def test_a_document_is_cut_for_balance_where_that_is_worth_it():
     """One rank would have 60,000^2 / 2 pairs to read and the others next to none; over four each has a quarter and
     the exchange."""
     lengths = [60_000, *[1_000] * 150]
-    shares = deal(lengths, [65_536] * 4, (1, 2, 4))
+    shares = assign(lengths, [65_536] * 4, (1, 2, 4))
     each = loads(lengths, shares, 4)
     assert shares[0].degree == 4 and max(each) <= 1.1 * sum(each) / 4
     assert 60_000 * EXCHANGE < 60_000**2 / 8  # what it costs is less than what it saves
-    two = deal(
+    two = assign(
         [60_000] * 2, [65_536] * 8, (1, 2, 4, 8)
     )  # each would fit on one rank, and only one of them can be cut over all
     assert [share.degree for share in two] == [4, 4] and len(set(loads([60_000] * 2, two, 8))) == 1
@@ -87,7 +87,7 @@ def test_one_document_fills_up_what_others_leave():
     any length."""
     lengths, sizes = [700, 500, 420, 380, 333, 300, 250, 217, 170, 130, 100], [875] * 4
     assert sum(lengths) == sum(sizes)
-    shares = deal(lengths, sizes, (1, 2, 4))
+    shares = assign(lengths, sizes, (1, 2, 4))
     assert held(lengths, shares, 4) == sizes
     cut = [i for i, share in enumerate(shares) if share.degree > 1]
     assert cut and max(lengths[i] for i in cut) < 300 and any(len(set(shares[i].sizes)) > 1 for i in cut)
@@ -97,7 +97,7 @@ def test_one_document_fills_up_what_others_leave():
 @given(sizes=st.lists(st.integers(2, 40), min_size=2, max_size=8), run=st.sampled_from([1, 2, 4]))
 def test_parts_of_any_sizes_are_a_document(sizes, run):
     """Every place once, in chunks that stand as those of equal parts do; neighbours together are a part as well."""
-    parts, length = Part.of_sizes(sizes).all, sum(sizes)
+    parts, length = SequenceShard.of_sizes(sizes).all, sum(sizes)
     assert [part.size(length) for part in parts] == sizes and all(len(r) for part in parts for r in part.runs(length))
     chunks = [part.runs(length)[0] for part in parts] + [part.runs(length)[1] for part in reversed(parts)]
     assert [place for chunk in chunks for place in chunk] == list(range(length))
@@ -116,9 +116,9 @@ def test_loads_count_every_pair_once():
     assert sum(loads(lengths, shares, 4)) == sum(n * (n + 1) / 2 for n in lengths)
 
 
-def dealt(kind, count: int, heads: int = 1):
+def balanced(kind, count: int, heads: int = 1):
     batch = sample_batch([3, 6, 9, 12, 15, 18], kind)
-    return batch, [batch.cut(Part(i, count, True, heads)) for i in range(count)]
+    return batch, [batch.cut(SequenceShard(i, count, True, heads)) for i in range(count)]
 
 
 def test_dealt_parts_are_the_micro_batch():
@@ -127,7 +127,7 @@ def test_dealt_parts_are_the_micro_batch():
     pieces = 0
     for kind in (True, "packed"):
         for count in (2, 3, 4, 6):
-            batch, parts = dealt(kind, count)
+            batch, parts = balanced(kind, count)
             rows = torch.arange(batch.num_tokens)
             assert torch.equal(torch.cat([p.take(rows) for p in parts]).sort().values, rows)
             for part in parts:
@@ -135,14 +135,14 @@ def test_dealt_parts_are_the_micro_batch():
                     part.tokens, part.take(batch.tokens)
                 )
                 assert torch.equal(part.uncut.labels, batch.labels) and torch.equal(part.places, part.take(rows) % SEQ)
-                if part.dealt is None:
+                if part.balanced is None:
                     continue
                 assert torch.equal(torch.cat([piece.tokens for piece in part.pieces]), part.tokens)
                 docs = part.pieces[-1].documents
                 assert docs is None or (docs.diff() >= 0).all()
             pads = [p.pad(p.take(rows)) for p in parts]
             assert torch.equal(parts[1].join(pads, parts[1].part.all), rows)
-            pieces += sum(len(p.shared) for p in parts if p.dealt is not None)
+            pieces += sum(len(p.shared) for p in parts if p.balanced is not None)
     assert pieces
 
 
@@ -151,16 +151,18 @@ def test_what_parity_is_shown_of():
     dealt."""
     seen = set()
     for i in range(16):
-        parts = [sample_batch([i], "packed").cut(Part(rank, 4, True)) for rank in range(4)]
+        parts = [sample_batch([i], "packed").cut(SequenceShard(rank, 4, True)) for rank in range(4)]
         seen |= (
-            {"not dealt"} if parts[0].dealt is None else {piece.part.count for part in parts for piece in part.pieces}
+            {"not dealt"}
+            if parts[0].balanced is None
+            else {piece.part.count for part in parts for piece in part.pieces}
         )
     assert seen == {1, 2, 4, "not dealt"}
     filling = [
         shared
         for i in range(4)
         for rank in range(4)
-        for shared in sample_batch([i], "filling").cut(Part(rank, 4, True)).shared
+        for shared in sample_batch([i], "filling").cut(SequenceShard(rank, 4, True)).shared
     ]
     assert len(filling) == 16 and all(shared.part.borders for shared in filling)
 
@@ -170,9 +172,9 @@ def test_one_document_as_long_as_the_micro_batch_is_cut_over_all():
     batch = type(batch)(
         batch.tokens, batch.labels, batch.positions, batch.samples, 1, SEQ, torch.zeros(SEQ, dtype=torch.int64)
     )
-    part = batch.cut(Part(1, 4, True))
-    assert [(s.length, s.part) for s in part.shared] == [(SEQ, Part(1, 4))] and len(part.pieces) == 1
-    assert torch.equal(part.tokens, batch.cut(Part(1, 4)).tokens)
+    part = batch.cut(SequenceShard(1, 4, True))
+    assert [(s.length, s.part) for s in part.shared] == [(SEQ, SequenceShard(1, 4))] and len(part.pieces) == 1
+    assert torch.equal(part.tokens, batch.cut(SequenceShard(1, 4)).tokens)
 
 
 def test_documents_that_cannot_be_dealt_are_cut_as_ever():
@@ -181,9 +183,11 @@ def test_documents_that_cannot_be_dealt_are_cut_as_ever():
     batch = sample_batch([0], False)
     docs = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5])  # threes do not fill fours
     batch = type(batch)(batch.tokens, batch.labels, batch.positions, batch.samples, 1, SEQ, docs)
-    parts = [batch.cut(Part(i, 4, True)) for i in range(4)]
+    parts = [batch.cut(SequenceShard(i, 4, True)) for i in range(4)]
     assert all(
-        p.dealt is None and p.part == Part(i, 4) and torch.equal(p.tokens, batch.cut(Part(i, 4)).tokens)
+        p.balanced is None
+        and p.part == SequenceShard(i, 4)
+        and torch.equal(p.tokens, batch.cut(SequenceShard(i, 4)).tokens)
         for i, p in enumerate(parts)
     )
 
@@ -239,8 +243,8 @@ def test_bytes_and_calls_are_the_formulas(ranks, form):
         calls: Counter[tuple[str, str]] = Counter()
         tokens: Counter[tuple[str, str]] = Counter()
         for sample in range(8):
-            batch = sample_batch([sample], "packed").cut(Part(rank, 4, True))
-            for doc in batch.shared if batch.dealt is not None else [Shared(0, SEQ, Part(rank, 4))]:
+            batch = sample_batch([sample], "packed").cut(SequenceShard(rank, 4, True))
+            for doc in batch.shared if batch.balanced is not None else [SharedDocument(0, SEQ, SequenceShard(rank, 4))]:
                 d, i = doc.part.count, doc.part.index
                 early, late = (len(run) for run in doc.part.runs(doc.length))
                 axis = "cp" if d == 4 else f"cp keys of {d}"

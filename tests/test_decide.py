@@ -43,7 +43,9 @@ from phalanx.layout.grid import Grid
 from phalanx.observe.record import Recorder
 from tests.parity import base_run, random_weights, step_batches
 
-GPU = LocalFacts("NVIDIA H200", 140 << 30, triton=True, no_wheels=(), cublaslt=True, nccl="2.27.5", driver="580.65.06")
+GPU = LocalFacts(
+    "NVIDIA H200", 140 << 30, triton=True, no_optional_kernels=(), cublaslt=True, nccl="2.27.5", driver="580.65.06"
+)
 WHY = "off: the ranks are on 2 hosts"
 
 
@@ -111,7 +113,7 @@ def test_kernels_are_those_that_run_everywhere():
     """With Triton missing on one machine its kernels run nowhere, and experts that then count rows on the host end
     graphs everywhere."""
     plan = moe_plan(dispatch="allgather")
-    without, bare = replace(GPU, triton=False), replace(GPU, no_wheels=("attention",))
+    without, bare = replace(GPU, triton=False), replace(GPU, no_optional_kernels=("attention",))
     every = {
         name: [opened(f, experts=ON) for f in facts]
         for name, facts in {
@@ -145,7 +147,7 @@ def test_differences_of_machines_are_one_warning_each():
 
 def test_facts_travel_as_text():
     facts = opened(GPU, experts=ON)
-    assert LocalFacts(**{**json.loads(json.dumps(asdict(facts))), "no_wheels": ()}) == facts
+    assert LocalFacts(**{**json.loads(json.dumps(asdict(facts))), "no_optional_kernels": ()}) == facts
 
 
 # ---- real ranks
@@ -233,14 +235,14 @@ def broken_off(state, name: str) -> None:
     contexts = {
         "all-to-all": state.by_all_to_all,
         "shadow": lambda: aside(state),
-        "in full precision": state.low.without,
-        "measuring": state.low.measuring,
+        "in full precision": state.fp8.without,
+        "measuring": state.fp8.measuring,
         "recording": lambda: recorder.around(6, None),
         "before what is recorded": lambda: recorder.around(5, None),
     }
 
     def seen() -> tuple:
-        lows = [(low.on, low.current) for low, _ in state.low.here]
+        lows = [(low.on, low.current) for low, _ in state.fp8.here]
         return (
             state.stages.runner,
             [layer.dispatch for layer in state.routed],

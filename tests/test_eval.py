@@ -195,8 +195,10 @@ def test_a_run_that_starts_from_text_is_evaluated_again(warm, tmp_path):
     run = ["train.steps=1", "train.device=cpu", "optim.warmup_steps=0", "dir=r"]
     done = warm.phalanx("train", str(ROOT / "recipes/tiny_llama.yaml"), *words, *run, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    again = warm.phalanx("eval", "r", cwd=tmp_path)
-    assert again.returncode == 0 and f"{own_losses(tmp_path / 'r')['valid']:.6f}" in again.stdout, again.stderr
+    recomputed = warm.phalanx("eval", "r", cwd=tmp_path)
+    assert recomputed.returncode == 0 and f"{own_losses(tmp_path / 'r')['valid']:.6f}" in recomputed.stdout, (
+        recomputed.stderr
+    )
 
 
 def test_what_a_layout_adds_to_training_alone_is_left_out():

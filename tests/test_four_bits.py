@@ -10,8 +10,8 @@ import torch
 
 from phalanx.base.rng import MASK, key_of, rounds
 from phalanx.comm.axis import ModelAxes
-from phalanx.ops.quantized.experts import LowExperts, low_grouped_matmul
-from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_gather_matmul
+from phalanx.ops.quantized.experts import ExpertQuantizer, quantized_grouped_matmul
+from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X, quantized_gather_matmul
 from phalanx.ops.quantized.recipes import (
     COUNTS,
     E2M1,
@@ -71,7 +71,7 @@ def test_signs_are_those_of_the_run():
     assert len({signs_of(seed, 16) for seed in range(50)}) > 45 and all(
         0 <= signs_of(seed, 16) < 2**16 for seed in range(50)
     )
-    one, other = (LowWeight(NVFP4, name, 0, ModelAxes(), seed=7) for name in "ab")
+    one, other = (WeightQuantizer(NVFP4, name, 0, ModelAxes(), seed=7) for name in "ab")
     assert one.signs == other.signs == signs_of(7, 16) and len({*one.keys, *other.keys}) == 4
 
 
@@ -161,22 +161,26 @@ def test_what_is_no_number_stays_so():
 
 def test_gradients_alone_are_rounded_at_random():
     x = randn(32, 32)
-    a, b = (LowWeight(NVFP4, "w", 0, ModelAxes(), seed=seed) for seed in (1, 2))
+    a, b = (WeightQuantizer(NVFP4, "w", 0, ModelAxes(), seed=seed) for seed in (1, 2))
     b.signs = a.signs
     for which, random in ((X, False), (W, False), (DY, True)):
-        for ours, theirs, again in zip(*(low.both(which, x, 0, turn=True) for low in (a, b, a))):
-            assert torch.equal(ours.codes.float(), again.codes.float()) and torch.equal(ours.scales, theirs.scales)
-            assert torch.equal(ours.codes.float(), theirs.codes.float()) != random
+        for ours, theirs, recomputed in zip(*(low.both(which, x, 0, turn=True) for low in (a, b, a))):
+            assert torch.equal(ours.quantized.float(), recomputed.quantized.float()) and torch.equal(
+                ours.scales, theirs.scales
+            )
+            assert torch.equal(ours.quantized.float(), theirs.quantized.float()) != random
     assert a.key(X, True) is a.key(W, False) is None and a.key(DY, False) != a.key(
         DY, True
     )  # the directions know nothing of each other either
-    straight, turned = a.both(X, x, 0, turn=False)
+    straight, transposed = a.both(X, x, 0, turn=False)
     off = [
         (dequantize(q, torch.float64) - truth).norm() / x.norm()
-        for q, truth in ((straight, x), (turned, mixed(x, 16, a.signs)))
+        for q, truth in ((straight, x), (transposed, mixed(x, 16, a.signs)))
     ]
     assert max(off) < 0.12
-    assert torch.equal(a.both(W, x, 0, turn=False)[0].codes.float(), a.both(W, x, 0, turn=False)[1].codes.float())
+    assert torch.equal(
+        a.both(W, x, 0, turn=False)[0].quantized.float(), a.both(W, x, 0, turn=False)[1].quantized.float()
+    )
 
 
 def cut(x: torch.Tensor, q: Scaled) -> torch.Tensor:
@@ -199,26 +203,26 @@ def test_gradients_are_right_on_average(experts):
 
     def grads(seed: int) -> list[torch.Tensor]:
         weight = (torch.stack((w, w)) if experts else w.clone()).requires_grad_()
-        low = (LowExperts if experts else LowWeight)(NVFP4, "w", 0, ModelAxes(), seed=seed)
+        low = (ExpertQuantizer if experts else WeightQuantizer)(NVFP4, "w", 0, ModelAxes(), seed=seed)
         low.signs = 0x35A1
         given = x.clone().requires_grad_()
         made = (
-            low_grouped_matmul(given, weight, ends, low)
+            quantized_grouped_matmul(given, weight, ends, low)
             if experts
-            else low_gather_matmul(given, weight, low.axes.tp, None, low)
+            else quantized_gather_matmul(given, weight, low.axes.tp, None, low)
         )
         made.backward(dy)
         return [given.grad, weight.grad]
 
-    low = LowWeight(NVFP4, "w", 0, ModelAxes())
+    low = WeightQuantizer(NVFP4, "w", 0, ModelAxes())
     low.signs = 0x35A1
     w_codes, x_codes = (
         dequantize(low.both(W, w, 0, False)[0], torch.float64),
         dequantize(low.both(X, x, 0, False)[1], torch.float64),
     )
-    straight, turned = (cut(t, q) for t, q in zip((dy, mixed(dy, 16, low.signs)), low.both(DY, dy, 0, False)))
+    straight, transposed = (cut(t, q) for t, q in zip((dy, mixed(dy, 16, low.signs)), low.both(DY, dy, 0, False)))
     parts = (slice(0, 32), slice(32, 48)) if experts else (slice(0, 48),)
-    dw = torch.stack([turned[p].t() @ x_codes[p] for p in parts])
+    dw = torch.stack([transposed[p].t() @ x_codes[p] for p in parts])
     truths = [straight @ w_codes, dw if experts else dw[0]]
     found = [torch.stack(g) for g in zip(*(grads(seed) for seed in range(seeds)))]
     for truth, many in zip(truths, found):
@@ -230,8 +234,8 @@ def test_gradients_are_right_on_average(experts):
 def test_amax_of_codes_is_that_of_mixed_tokens():
     """The second level of scales, too, is for what is cast: the largest code is used in both directions."""
     x = randn(64, 32)
-    for q in LowWeight(NVFP4, "w", 0, ModelAxes()).both(X, x, 0, turn=False):
-        assert block_amax(q.codes.float(), q.block).min() >= 4 and q.codes.float().abs().max() == 6
+    for q in WeightQuantizer(NVFP4, "w", 0, ModelAxes()).both(X, x, 0, turn=False):
+        assert block_amax(q.quantized.float(), q.block).min() >= 4 and q.quantized.float().abs().max() == 6
 
 
 # ---- the kernels, in Triton's interpreter --------------------------------------------------------
@@ -251,13 +255,13 @@ def test_kernels_are_the_plain_twins(recipe, shape, dtype):
     for which in (X, W, DY):
         found = []
         for twin in ("triton", "plain"):
-            low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), twin, seed=5)  # type: ignore[arg-type]
+            low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin, seed=5)  # type: ignore[arg-type]
             low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
             found.append((low, low.both(which, some(*shape, dtype), 0, turn=which == X)))
         (low, made), (plain, truth) = found
         for q, exact in zip(made, truth):
             assert q.block == exact.block and torch.equal(q.scales, exact.scales)
-            assert torch.equal(q.codes.view(torch.uint8), exact.codes.view(torch.uint8))
+            assert torch.equal(q.quantized.view(torch.uint8), exact.quantized.view(torch.uint8))
         assert (
             torch.equal(low.amax, plain.amax)
             and torch.equal(low.counts.sum(1), plain.counts.sum(1))
@@ -270,10 +274,10 @@ def test_kernels_keep_what_is_no_number(recipe):
     for bad in (float("nan"), float("inf")):
         x = some(32, 64, torch.float32)
         x[3, 5] = bad
-        straight, by_tokens = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), "triton").both(DY, x, 0, turn=False)
+        straight, by_tokens = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton").both(DY, x, 0, turn=False)
         assert (
             not dequantize(straight, torch.float32)[3].sum().isfinite()
             and not dequantize(by_tokens, torch.float32)[:, 5].sum().isfinite()
         )
     with pytest.raises(ValueError, match="40 tokens are no whole blocks of 16"):
-        LowWeight(NVFP4, "w", 0, ModelAxes(), "triton").both(DY, torch.zeros(40, 16), 0, turn=False)
+        WeightQuantizer(NVFP4, "w", 0, ModelAxes(), "triton").both(DY, torch.zeros(40, 16), 0, turn=False)

@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.convert import import_weights
 from phalanx.checkpoint.hf import from_hf, to_hf
-from phalanx.checkpoint.readers.fp8 import ScaledPart
+from phalanx.checkpoint.readers.fp8 import ScaledBox
 from phalanx.checkpoint.tensors import open_tensors
 from phalanx.layout.box import Box
 from tests.checkpoints import error_on_rank, make_run
@@ -46,7 +46,7 @@ def meant(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) ->
     return Fp8Dequantize(None)._dequantize_one(whole, scales, torch.float32)[: values.shape[0], : values.shape[1]]
 
 
-def published(folder, apart: bool = True) -> dict[str, np.ndarray]:
+def published(folder, separate: bool = True) -> dict[str, np.ndarray]:
     """A folder of a small DeepSeek-V3 in two files: matrices of layers quantised, the rest as it is (routers too);
     and the truth."""
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def published(folder, apart: bool = True) -> dict[str, np.ndarray]:
         truth[name] = files[0][name] = torch.from_numpy(array.copy())
         if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
             files[0][name], scales = quantized(truth[name], BLOCK)
-            files[apart][f"{name}_scale_inv"], truth[name] = scales, meant(files[0][name], scales, BLOCK)
+            files[separate][f"{name}_scale_inv"], truth[name] = scales, meant(files[0][name], scales, BLOCK)
     names = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
     for file, tensors in zip(names, files):
         save_file(tensors, folder / file)
@@ -125,7 +125,7 @@ def test_boxes_read_only_their_scales(tmp_path, box, blocks):
     torch.manual_seed(0)
     values, scales = quantized(torch.randn(300, 200) * torch.logspace(-3, 3, 300).unsqueeze(1), (128, 128))
     save_file({"x": values, "x_scale_inv": scales}, tmp_path / "a.safetensors")
-    part = ScaledPart("a.safetensors", "x", Box.full((300, 200)), "a.safetensors", "x_scale_inv", (128, 128))
+    part = ScaledBox("a.safetensors", "x", Box.full((300, 200)), "a.safetensors", "x_scale_inv", (128, 128))
     with open_tensors(tmp_path / "a.safetensors") as file:
         watched = Watched(file)
         found = part.read(lambda name: watched, box.slices())
@@ -168,7 +168,7 @@ NAME = "model.layers.1.mlp.experts.5.up_proj.weight"
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, change, told):
-    published(tmp_path, apart=False)
+    published(tmp_path, separate=False)
     file = tmp_path / "model-00001-of-00002.safetensors"
     save_file({n: t for n, t in {**load_file(file), **change}.items() if t is not None}, file)
     text = error_on_rank(0, 1, make_run("deepseek_v3", "fp32"), "load_weights", tmp_path)

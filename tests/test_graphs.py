@@ -25,10 +25,10 @@ from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.nn.tape import Tape
+from phalanx.nn.recompute import Recompute
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.root import backward_from
-from phalanx.pipeline.segments import Cuts, Row, uncollected
+from phalanx.pipeline.segments import CapturedSegment, GraphCuts, uncollected
 from tests.parity import base_run, random_weights, sample_batch, step_batches
 
 NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
@@ -217,8 +217,8 @@ def _trained(
 ) -> tuple[list[torch.Tensor], list[int], set[str], int]:
     plan, mesh = state.plan, state.mesh
     if recorder:
-        tape = next(iter(state.blocks.values()))[0].env.tape
-        state.stages.runner = Watched(recorder, tape, (), state.agreed.uncaptured, schedule=plan.schedule)
+        recompute = next(iter(state.blocks.values()))[0].env.recompute
+        state.stages.runner = Watched(recorder, recompute, (), state.agreed.uncaptured, schedule=plan.schedule)
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))
@@ -239,7 +239,7 @@ def _trained(
         if isinstance(runner, Graphs)
         else []
     )
-    parts = [len(row.parts) for run in runs for row in (run.forward, run.backward) if isinstance(row, Row)]
+    parts = [len(row.parts) for run in runs for row in (run.forward, run.backward) if isinstance(row, CapturedSegment)]
     found += [flat.master.clone() for flat in state.buffers.flat]
     left = state.stages.offloaded_bytes if not recorder or any(run.away for run in runs) else 0
     return found, parts, seen, left
@@ -356,7 +356,7 @@ def captured(rank: int, world: int, seldom: list[set[int]], agree: bool) -> set[
     """Of three micro-batches those that are captured, where those in `seldom` of a rank have more documents than
     others have room for."""
     mesh = Mesh(Grid(dp=world), rank)
-    runner = Graphs(Recorder(), Tape(), hosts=mesh.prepare_hosts() if agree else None)
+    runner = Graphs(Recorder(), Recompute(), hosts=mesh.prepare_hosts() if agree else None)
     batches = [replace(sample_batch([mb], True), most_documents=99 if mb in seldom[rank] else 1) for mb in range(3)]
     for _ in range(2):
         runner.begin(torch.ones((), dtype=torch.float64), batches)
@@ -375,12 +375,12 @@ def test_ranks_that_exchange_tokens_capture_the_same_micro_batches(ranks):
     assert [make_plan(run, 4).mixes_batches for run in runs] == [True, False, True, False]
 
 
-def turned(rank: int, world: int) -> bool:
+def transposed(rank: int, world: int) -> bool:
     """Whether a run that is not captured ends its exchanges, an odd number of them, on the turn on which they began."""
     mesh = Mesh(Grid(tp=world), rank)
     assert mesh.overlap(mesh.tp, "on", 1024) == "on" and mesh.tp.memory is not None
     runner, x, before = (
-        Graphs(Recorder(), Tape(), (mesh.tp.memory,)),
+        Graphs(Recorder(), Recompute(), (mesh.tp.memory,)),
         torch.ones(2, 3, dtype=torch.float64),
         mesh.tp.memory.turn,
     )
@@ -397,7 +397,7 @@ def test_what_is_not_captured_ends_on_its_first_turn(ranks):
 def test_what_is_forgotten_is_captured_anew():
     """As when linears leave low precision: a step without graphs, then graphs of what runs compute now, in pools
     that take them."""
-    runner, found = Graphs(Recorder(), Tape()), []
+    runner, found = Graphs(Recorder(), Recompute()), []
     for step in range(8):
         if step in (3, 6):
             runner.forget()
@@ -430,7 +430,7 @@ def test_backward_begins_as_torchs_does():
 
 
 class Ends:
-    """A row that notes where graphs begin and end. late: as Row has it."""
+    """A row that notes where graphs begin and end. late: as CapturedSegment has it."""
 
     late = False
 
@@ -448,7 +448,7 @@ class Ends:
     6, "An error between two graphs, or in a capture, left no graph begun, garbage uncollected", "each is put back"
 )
 def test_an_error_between_graphs_leaves_a_graph_begun():
-    cuts = Cuts({"attention"})
+    cuts = GraphCuts({"attention"})
     site = cuts.op(lambda held, batch: None, [])
     with pytest.raises(RuntimeError, match="while none is captured"), site.between():
         raise AssertionError("never")

@@ -172,10 +172,10 @@ def test_rollback_goes_back_and_on_with_other_data(tmp_path, gradients):
     for steps in (7, 12):
         run = run_in(tmp_path / "b", steps=steps, **guard)
         train(replace(run, optim=replace(run.optim, decay_steps=12)), Placement())
-    again = read_manifest(list_checkpoints(tmp_path / "b/checkpoints")[-1])
-    assert {n: r.xxh3 for n, r in again.files.items()} == {
+    recomputed = read_manifest(list_checkpoints(tmp_path / "b/checkpoints")[-1])
+    assert {n: r.xxh3 for n, r in recomputed.files.items()} == {
         n: r.xxh3 for n, r in last.files.items()
-    } and again.optimizer == last.optimizer
+    } and recomputed.optimizer == last.optimizer
 
 
 def test_a_step_that_stays_bad_goes_further_back_and_then_stops(tmp_path, gradients):

@@ -1,5 +1,5 @@
-"""Every Triton kernel against its plain twin, forward and each gradient, odd shapes too, in Triton's interpreter on
-the CPU.
+"""Every Triton kernel against its reference implementation, forward and each gradient, odd shapes too, in Triton's
+interpreter on the CPU.
 
 On a GPU the same ops run compiled: tests/gpu. Here also: each kernel compiles for sm_90 without a GPU.
 """
@@ -24,7 +24,7 @@ from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import inverse_frequencies
 from phalanx.ops.op import use_triton
-from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import IGNORE
 from tests.test_ops import normal, normed_rotated, rotated
 
@@ -105,8 +105,8 @@ def run(name: str, dtype: torch.dtype, kernels: str) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_its_plain_twin(name, dtype):
-    """Truth: the plain twin in float64 on the same rounded inputs, which tests/test_ops.py compares with formulas;
-    within a few roundings."""
+    """Truth: the reference implementation in float64 on the same rounded inputs, which tests/test_ops.py compares with
+    formulas; within a few roundings."""
     found = run(name, dtype, "triton")
     truth = [t.double() for t in exact(name, dtype)]
     rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 8 * torch.finfo(dtype).eps)
@@ -153,7 +153,7 @@ def test_cross_entropy_in_chunks(monkeypatch, elements):
 
 
 def test_cross_entropy_of_extreme_logits():
-    """Truth: the plain twin; logits around +-1e6 neither overflow nor lose the label."""
+    """Truth: the reference implementation; logits around +-1e6 neither overflow nor lose the label."""
     x, w = normal(7, 5, dtype=torch.float32).mul(1e6), normal(13, 5, seed=1, dtype=torch.float32)
     found = cross(x, w, "triton")
     assert found.isfinite()
@@ -165,14 +165,14 @@ def test_cross_entropy_of_extreme_logits():
 )
 @pytest.mark.parametrize("step", [1, 2, 1000])
 def test_adamw_equals_its_slow_twin(dtype, out, rtol, step):
-    """Truth: the slow twin. The copy is the rounded master, the gradient ends at zero; a skipped step changes only
+    """Truth: the reference. The copy is the rounded master, the gradient ends at zero; a skipped step changes only
     the gradient."""
     found, dtype = [], getattr(torch, dtype)
     for twin in ("triton", None):
         parts = []
         for n in (1, 7, 2050):
             p, g, m, v = (normal(n, seed=i + n, dtype=dtype) for i in range(4))
-            parts.append(Part(p, g, m, v.abs(), None if out is None else torch.zeros(n, dtype=out)))
+            parts.append(ParamRange(p, g, m, v.abs(), None if out is None else torch.zeros(n, dtype=out)))
         options = (
             torch.tensor(float(step)),
             AdamOptions(0.01, 0.9, 0.999, 1e-8, 0.1),
@@ -196,8 +196,8 @@ def test_adamw_equals_its_slow_twin(dtype, out, rtol, step):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_parts(dtype):
     """Truth: the sum in float64. Parts lie apart, their size is no multiple of a block."""
-    apart = normal(3, 2500, dtype=dtype)
-    parts = torch.as_strided(apart, (3, 41, 57), (2500, 57, 1))
+    separate = normal(3, 2500, dtype=dtype)
+    parts = torch.as_strided(separate, (3, 41, 57), (2500, 57, 1))
     truth = parts.double().sum(0)
     rounding = {torch.float64: 1e-15, torch.float32: 2e-7}.get(dtype, 2 * torch.finfo(dtype).eps)
     assert (sum_parts(parts).double() - truth).abs().max() <= rounding * truth.abs().max()

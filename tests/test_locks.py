@@ -89,9 +89,9 @@ def test_one_run_at_a_time_without_flock(tmp_path, impatient):
         lock.check()
         lock.keep()
         lock.release()
-        again = FolderLock(tmp_path)  # at once, for the last one let go of it itself
-        assert again.took_over is None
-        again.release()
+        recomputed = FolderLock(tmp_path)  # at once, for the last one let go of it itself
+        assert recomputed.took_over is None
+        recomputed.release()
 
     assert status(forked(takes_over)) == 0
 

@@ -23,7 +23,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.engine.build import build, init_weights
-from phalanx.engine.shadow import apart
+from phalanx.engine.shadow import gradient_distance
 from phalanx.engine.step import accumulate, shadow_of, train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import rank_uses
@@ -125,7 +125,7 @@ def test_scales_use_the_whole_range(recipe):
         for format in (recipe.forward, recipe.backward):
             m = multipliers(block_amax(x, block), format, recipe.scale)
             q = quantize(x, block, format, m)
-            largest = block_amax(q.codes.float(), block)
+            largest = block_amax(q.quantized.float(), block)
             if recipe.scale == "fp32":
                 assert (largest == format.max).all()
             # E4M3 scales of small blocks can round to less than they should be: then the largest is cut by a sixteenth
@@ -169,7 +169,7 @@ def test_product_is_that_of_torch(recipe):
     x, w = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (48, 32))
     a, b = (quantize(t, r.tokens, E4M3, multipliers(block_amax(t, r.tokens), E4M3)) for t in (x, w))
     one = torch.ones(())
-    truth = torch._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=torch.float32) * a.scales * b.scales.t()
+    truth = torch._scaled_mm(a.quantized, b.quantized.t(), one, one, out_dtype=torch.float32) * a.scales * b.scales.t()
     torch.testing.assert_close(scaled_product(a, b, torch.float32), truth, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(truth, x.float() @ w.float().t(), rtol=0.1, atol=1.5)
 
@@ -178,11 +178,11 @@ def test_turned_is_the_transpose():
     x = torch.randn(40, 256)
     q = quantize(x, (1, 128), E4M3, multipliers(block_amax(x, (1, 128)), E4M3))
     assert (
-        torch.equal(dequantize(q.turned(), torch.float32), dequantize(q, torch.float32).t())
-        and q.turned().codes.is_contiguous()
+        torch.equal(dequantize(q.transposed(), torch.float32), dequantize(q, torch.float32).t())
+        and q.transposed().quantized.is_contiguous()
     )
     assert torch.equal(dequantize(q.rows(slice(8, 24)), torch.float32), dequantize(q, torch.float32)[8:24])
-    whole = Scaled(q.codes, torch.ones(1, 2), (0, 128))
+    whole = Scaled(q.quantized, torch.ones(1, 2), (0, 128))
     assert torch.equal(whole.rows(slice(8, 24)).scales, whole.scales)
 
 
@@ -330,7 +330,7 @@ def histories(rank: int, world: int, run: Run) -> list[tuple[float, np.ndarray]]
     found = []
     for step in range(6):
         train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3)
-        found.append((state.scaler.scale.item(), state.low.history[:, DY, 0].clone().numpy()))
+        found.append((state.scaler.scale.item(), state.fp8.history[:, DY, 0].clone().numpy()))
     return found
 
 
@@ -367,7 +367,7 @@ def run_shadow(rank: int, world: int, run: Run, drop: bool = False) -> np.ndarra
         mesh.world.all_reduce = lambda x, op="sum", async_op=False: Work(x)  # type: ignore[method-assign]
     kept = shadow_of(state, batches)
     accumulate(state, batches)
-    found = apart(state, kept)
+    found = gradient_distance(state, kept)
     norm = state.buffers.grad_norm()
     state.buffers.zero_grads()
     accumulate(state, batches)
@@ -396,10 +396,10 @@ def turns(rank: int, world: int, run: Run) -> tuple[list[tuple[bool, set[str]]],
     state = build(plan, mesh := Mesh(plan.grid, rank))
     init_weights(state)
     state.train()
-    names, found = state.low.names, []
-    state.low.fall_back(names[1:2])
+    names, found = state.fp8.names, []
+    state.fp8.fall_back(names[1:2])
     for step, over in enumerate((False, True, False, False)):
-        new = state.low.turn(over)
+        new = state.fp8.turn(over)
         told = train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3, shadow=step == 3).low
         found.append((new, {name for name, values in zip(names, told[..., -1].sum(1).tolist()) if values}))
     return found, list(names)

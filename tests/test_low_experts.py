@@ -1,5 +1,5 @@
 """Experts in low precision (train.fp8): casts and products against torch expert by expert, kernels against their
-plain twins to the bit, layouts against one process."""
+reference implementations to the bit, layouts against one process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from phalanx.ops.dense.gated_kernel import gated_backward, gated_forward
 from phalanx.ops.experts.exchange import EXCHANGES
 from phalanx.ops.experts.grouped import Later, grouped_matmul
 from phalanx.ops.experts.permute import Gathered
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized.experts import (
     PLACE,
-    LowExperts,
-    Places,
-    low_grouped_matmul,
-    low_grouped_mlp,
+    ExpertQuantizer,
+    PaddedRows,
+    quantized_grouped_matmul,
+    quantized_grouped_mlp,
     tiles_for,
-    use_low_grouped_mlp,
+    use_quantized_grouped_mlp,
     values,
 )
 from phalanx.ops.quantized.linear import DY, X
@@ -57,8 +57,8 @@ ENDS = torch.tensor([37, 37, 165, 200], dtype=torch.int32)  # one has none, one 
 ROWS, OUT, IN = 212, 144, 272
 
 
-def experts_of(recipe: str, twin: str, given: bool = False) -> LowExperts:
-    low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+def experts_of(recipe: str, twin: str, given: bool = False) -> ExpertQuantizer:
+    low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
     low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
     if given:
         low.multiplier = torch.tensor([3.0, 40.0, 0.01])
@@ -78,10 +78,10 @@ def stack(seed: int = 1, outer: int = OUT, experts: int = 4) -> Tensor:
 def used(q: Scaled, by_places: bool) -> Scaled:
     """Without what nobody reads: rows past the last end, places past the last tile."""
     if not by_places:
-        return Scaled(q.codes[: ENDS[-1]], q.scales[: ENDS[-1]] if len(q.scales) == ROWS else q.scales, q.block)
+        return Scaled(q.quantized[: ENDS[-1]], q.scales[: ENDS[-1]] if len(q.scales) == ROWS else q.scales, q.block)
     tiles = int(((ENDS.diff(prepend=torch.zeros(1, dtype=torch.int32)) + PLACE - 1) // PLACE).sum())
     scales = q.scales if q.scales.shape[1] < tiles_for(ROWS, 4) else q.scales[:, :tiles]
-    return Scaled(q.codes[:, : tiles * PLACE], scales, q.block)
+    return Scaled(q.quantized[:, : tiles * PLACE], scales, q.block)
 
 
 def filled(q: Scaled) -> Scaled:
@@ -90,7 +90,7 @@ def filled(q: Scaled) -> Scaled:
         return q
     scales = q.scales.clone()
     scales[:, 1] = 1.0
-    return Scaled(q.codes, scales, q.block)
+    return Scaled(q.quantized, scales, q.block)
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
@@ -110,12 +110,12 @@ def test_weights_are_cast_where_they_were(recipe):
     outer = 256 if recipe == "blockwise" else OUT
     low, plain = (experts_of(recipe, twin, recipe == "delayed") for twin in ("triton", "plain"))
     low.refresh(stack(1, outer, 2))
-    before = [(q.codes.data_ptr(), q.scales.data_ptr()) for q in low.codes(torch.empty(0))]
+    before = [(q.quantized.data_ptr(), q.scales.data_ptr()) for q in low.quantized(torch.empty(0))]
     low.refresh(stack(2, outer, 2))
     plain.refresh(stack(2, outer, 2))
-    for q, truth, where in zip(low.codes(torch.empty(0)), plain.codes(torch.empty(0)), before):
+    for q, truth, where in zip(low.quantized(torch.empty(0)), plain.quantized(torch.empty(0)), before):
         same(q, truth)
-        assert (q.codes.data_ptr(), q.scales.data_ptr()) == where
+        assert (q.quantized.data_ptr(), q.scales.data_ptr()) == where
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -124,8 +124,8 @@ def test_each_expert_is_cast_by_itself(recipe):
     r, low = RECIPES[recipe], experts_of(recipe, "plain")
     clean = torch.where((torch.arange(ROWS) < ENDS[-1]).unsqueeze(1), rows_of(), 0)
     forward, by_places = low.rows(X, rows_of(), ENDS)
-    at, first = Places.of(ENDS, ROWS, tiles_for(ROWS, 4)), 0
-    found, laid = values(forward, at.group_R, torch.float32), values(by_places.turned(), at.group_P, torch.float32)
+    at, first = PaddedRows.of(ENDS, ROWS, tiles_for(ROWS, 4)), 0
+    found, laid = values(forward, at.group_R, torch.float32), values(by_places.transposed(), at.group_P, torch.float32)
     whole = low.mixed(at.lay(clean))
     for a, b in zip([0, *ENDS.tolist()], ENDS.tolist()):
         if b > a:
@@ -135,7 +135,7 @@ def test_each_expert_is_cast_by_itself(recipe):
         first += -(-(b - a) // PLACE) * PLACE
     weight = stack(outer=256)
     low.refresh(weight)
-    whole = values(low.codes(weight)[1].turned(), torch.arange(4).repeat_interleave(256), torch.float32).view(
+    whole = values(low.quantized(weight)[1].transposed(), torch.arange(4).repeat_interleave(256), torch.float32).view(
         4, 256, IN
     )
     for e in range(4):
@@ -164,7 +164,7 @@ def test_products_are_near_those_of_values(recipe, biased):
         y = (
             grouped_matmul(leaves[0], leaves[1], ENDS, "plain", more)
             if low is None
-            else low_grouped_matmul(leaves[0], leaves[1], ENDS, low, more)
+            else quantized_grouped_matmul(leaves[0], leaves[1], ENDS, low, more)
         )
         y.backward(dy)
         found.append([y.detach(), *(t.grad for t in leaves[: 2 + biased])])
@@ -202,7 +202,7 @@ def test_products_are_those_of_the_plain_twin(name):
         x[200:], dy[200:] = math.nan, math.nan
         x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
         weight.grad = torch.full_like(weight, 3.0)
-        y = low_grouped_matmul(x, weight, ENDS, low, bias)
+        y = quantized_grouped_matmul(x, weight, ENDS, low, bias)
         y.backward(dy)
         found.append([y.detach()[:200], x.grad[:200], weight.grad, bias.grad])
     for ours, truth in zip(*found):
@@ -216,7 +216,7 @@ def test_no_rows_at_all(twin, rows):
         weight = torch.randn(2, 128, 128).requires_grad_()
         weight.grad = torch.full_like(weight, 3.0)
         x = torch.randn(rows, 128).requires_grad_()
-        low_grouped_matmul(x, weight, ends, low).sum().backward()
+        quantized_grouped_matmul(x, weight, ends, low).sum().backward()
         assert (weight.grad == 3.0).all()
 
 
@@ -227,9 +227,9 @@ def test_what_is_no_number_reaches_the_product(bad, twin):
         low, x = experts_of(recipe, twin, recipe == "delayed"), torch.randn(ROWS, 256)
         x[50, 7] = bad
         forward, by_places = low.rows(X, x, ENDS)
-        at = Places.of(ENDS, ROWS, tiles_for(ROWS, 4))
+        at = PaddedRows.of(ENDS, ROWS, tiles_for(ROWS, 4))
         assert not values(forward, at.group_R, torch.float32)[50, 7].isfinite(), recipe
-        assert not values(by_places.turned(), at.group_P, torch.float32)[PLACE + 13, 7].isfinite(), (
+        assert not values(by_places.transposed(), at.group_P, torch.float32)[PLACE + 13, 7].isfinite(), (
             recipe
         )  # the second tile's 50 - 37
 
@@ -239,7 +239,7 @@ def test_weight_gradients_can_wait():
     weight = torch.randn(4, OUT, IN).requires_grad_()
     weight.grad = torch.zeros_like(weight)
     x = torch.randn(ROWS, IN).requires_grad_()
-    low_grouped_matmul(x, weight, ENDS, low, later=later).sum().backward()  # type: ignore[arg-type]
+    quantized_grouped_matmul(x, weight, ENDS, low, later=later).sum().backward()  # type: ignore[arg-type]
     assert x.grad is not None and not weight.grad.any() and len(later) == 1
     later.pop()()
     assert weight.grad.any()
@@ -250,8 +250,8 @@ FEW = torch.tensor([9, 9, 44], dtype=torch.int32)  # of 48 rows: in Triton's int
 
 @pytest.mark.parametrize("recipe", rest_in_soak(GPU_RECIPES, ("rowwise", "blockwise")))
 def test_what_experts_make_is_cast_as_it_is_made(recipe):
-    """Truth: each made by its own kernel, then cast: codes, scales, counts to the bit. Rows past the last end hold
-    NaN and are not read."""
+    """Truth: each made by its own kernel, then cast: codes, scales, counts to the bit. Rows past the last end
+    hold NaN and are not read."""
     gate, inner = replace(CLAMPED_SWIGLU, interleaved=False), 128 if recipe == "blockwise" else 48
     x, dy, tokens = (
         some(n, w, torch.float32, seed=w).clamp(-50, 50) for n, w in ((48, 2 * inner), (48, inner), (10, 144))
@@ -262,7 +262,7 @@ def test_what_experts_make_is_cast_as_it_is_made(recipe):
         FEW[-1],
     )
     x[44:], dy[44:], weights[44:] = math.nan, math.nan, math.nan
-    rows = Rows((torch.arange(48) % 10).int(), *4 * (last,))
+    rows = ExpertRows((torch.arange(48) % 10).int(), *4 * (last,))
     sources = {
         "activation": (X, GatedRows(x, weights, last, gate, "triton"), gated_forward(x, gate, weights, last)),
         "gradient": (
@@ -273,11 +273,11 @@ def test_what_experts_make_is_cast_as_it_is_made(recipe):
         "gathered": (X, Gathered(tokens, rows, "triton"), tokens[rows.source_R]),
     }
     for which, source, truth in sources.values():
-        fused, apart = (experts_of(recipe, "triton", recipe == "delayed") for _ in range(2))
+        fused, separate = (experts_of(recipe, "triton", recipe == "delayed") for _ in range(2))
         assert source.shape == truth.shape
-        same_rows(fused.rows(which, source, FEW), apart.rows(which, truth, FEW))
-        assert torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)) and fused.counts.any()
-        assert torch.equal(fused.counts[..., :-1].sum(1), apart.counts[..., :-1].sum(1))
+        same_rows(fused.rows(which, source, FEW), separate.rows(which, truth, FEW))
+        assert torch.equal(fused.counts[..., -1].amax(1), separate.counts[..., -1].amax(1)) and fused.counts.any()
+        assert torch.equal(fused.counts[..., :-1].sum(1), separate.counts[..., :-1].sum(1))
     torch.testing.assert_close(
         sums.sum(0)[:44], plain_backward(dy, x, gate, weights, last)[1][:44], rtol=1e-4, atol=1e-3
     )
@@ -287,15 +287,17 @@ def same_rows(made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scaled]) -> None
     """Of FEW's rows that are somebody's, in two tiles, and of experts that have any."""
     of_places = [0, 1] if made[1].block == (1, PLACE) else [0, -1]  # tiles, or experts (or the one scale)
     for (a, b), codes, scales in zip(zip(made, truth), (np.s_[:44], np.s_[:, :256]), (np.s_[:44], np.s_[:, of_places])):
-        same(Scaled(a.codes[codes], a.scales[scales], a.block), Scaled(b.codes[codes], b.scales[scales], b.block))
+        same(
+            Scaled(a.quantized[codes], a.scales[scales], a.block), Scaled(b.quantized[codes], b.scales[scales], b.block)
+        )
 
 
 def test_gate_and_up_side_by_side_are_made_first():
     x, last = some(48, 96, torch.float32), FEW[-1]
-    apart = gated_forward(x, CLAMPED_SWIGLU, None, last)
+    separate = gated_forward(x, CLAMPED_SWIGLU, None, last)
     made, truth = (
         experts_of("rowwise", "triton").rows(X, s, FEW)
-        for s in (GatedRows(x, None, last, CLAMPED_SWIGLU, "triton"), apart)
+        for s in (GatedRows(x, None, last, CLAMPED_SWIGLU, "triton"), separate)
     )
     same_rows(made, truth)
 
@@ -317,14 +319,16 @@ def test_experts_as_one_op_are_their_parts():
                 .view(3, rows, columns)
                 .requires_grad_()
             )
-            w.grad, w.low = torch.ones(3, rows, columns), experts_of("delayed", "triton", True)
+            w.grad, w.quantizer = torch.ones(3, rows, columns), experts_of("delayed", "triton", True)
             stacks.append(w)
-        assert use_low_grouped_mlp(*stacks, "triton", x)
+        assert use_quantized_grouped_mlp(*stacks, "triton", x)
         if whole:
-            y = low_grouped_mlp(x, *stacks, FEW, weights, SWIGLU, "triton", later)
+            y = quantized_grouped_mlp(x, *stacks, FEW, weights, SWIGLU, "triton", later)
         else:
-            hidden = gated_rows(low_grouped_matmul(x, stacks[0], FEW, stacks[0].low), FEW, weights, SWIGLU, "triton")
-            y = low_grouped_matmul(hidden, stacks[1], FEW, stacks[1].low)
+            hidden = gated_rows(
+                quantized_grouped_matmul(x, stacks[0], FEW, stacks[0].quantizer), FEW, weights, SWIGLU, "triton"
+            )
+            y = quantized_grouped_matmul(hidden, stacks[1], FEW, stacks[1].quantizer)
         y.backward(some(48, 64, torch.float32, seed=7).clamp(-10, 10))
         assert not whole or (len(later) == 1 and (stacks[0].grad == 1).all())
         while later:
@@ -334,7 +338,7 @@ def test_experts_as_one_op_are_their_parts():
                 y.detach()[:44],
                 x.grad[:44],
                 *(w.grad for w in stacks),
-                *(w.low.counts.sum(1)[:, :-1] for w in stacks),
+                *(w.quantizer.counts.sum(1)[:, :-1] for w in stacks),
                 weights.grad[:44],
             )
         )
@@ -364,21 +368,21 @@ def test_rows_that_are_never_in_memory(dispatch):
                 .view(4, rows, columns)
                 .requires_grad_()
             )
-            w.grad, w.low = torch.zeros(4, rows, columns), experts_of("delayed", "triton", True)
+            w.grad, w.quantizer = torch.zeros(4, rows, columns), experts_of("delayed", "triton", True)
             stacks.append(w)
 
         def compute(
             rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks
         ) -> Tensor:
             seen.append(rows.isnan().all())
-            return low_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later)
+            return quantized_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later)
 
         exchange = EXCHANGES[dispatch](x, ModelAxes())
         exchange.send(choice, 4, "triton")
         y, _ = exchange(weights, compute, "triton", nan)
         y.backward(some(20, 64, torch.float32, seed=7).clamp(-10, 10))
         found.append(
-            (y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), *(w.low.counts.sum(1) for w in stacks))
+            (y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), *(w.quantizer.counts.sum(1) for w in stacks))
         )
     assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
     assert seen == [True, False]

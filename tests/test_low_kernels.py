@@ -1,5 +1,5 @@
-"""Triton casts and products of low precision against their plain twins, in Triton's interpreter: every code, scale
-and count to the bit.
+"""Triton casts and products of low precision against their reference implementations, in Triton's interpreter: every
+code, scale and count to the bit.
 
 The interpreter does not round to 8 bits as a GPU does, so the kernels round before; tests/gpu compares the GPU's own
 rounding.
@@ -21,8 +21,16 @@ from phalanx.ops.dense.norm import Normed, add_rms_norm
 from phalanx.ops.dense.rope import RopeGrad, rope, rotary_table
 from phalanx.ops.quantized import cublaslt, gemm_kernel, quantize_tile
 from phalanx.ops.quantized import quantize_kernel as kernels
-from phalanx.ops.quantized.lazy import source_of, stand_in
-from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_gated_mlp, nan_for, use_low_gated_mlp
+from phalanx.ops.quantized.lazy_tensor import lazy_tensor, source_of
+from phalanx.ops.quantized.linear import (
+    DY,
+    W,
+    WeightQuantizer,
+    X,
+    nan_for,
+    quantized_gated_mlp,
+    use_quantized_gated_mlp,
+)
 from phalanx.ops.quantized.recipes import (
     COUNTS,
     E4M3,
@@ -49,8 +57,8 @@ def some(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int
     return torch.where(torch.rand(rows, columns, generator=g) < 0.1, 0.0, x).to(dtype)
 
 
-def weight_of(recipe: str, kernels: str, given: bool) -> LowWeight:
-    low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), kernels)  # type: ignore[arg-type]
+def weight_of(recipe: str, kernels: str, given: bool) -> WeightQuantizer:
+    low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), kernels)  # type: ignore[arg-type]
     low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
     if given:  # too large for some, too small for others
         low.multiplier = torch.tensor([3.0, 40.0, 0.01])
@@ -60,11 +68,11 @@ def weight_of(recipe: str, kernels: str, given: bool) -> LowWeight:
 def same(a: Scaled, b: Scaled) -> None:
     assert (
         a.block == b.block
-        and a.codes.dtype == b.codes.dtype
-        and a.codes.shape == b.codes.shape
+        and a.quantized.dtype == b.quantized.dtype
+        and a.quantized.shape == b.quantized.shape
         and a.scales.shape == b.scales.shape
     )
-    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    assert torch.equal(a.quantized.view(torch.uint8), b.quantized.view(torch.uint8))
     assert torch.equal(a.scales, b.scales)
 
 
@@ -87,12 +95,12 @@ def test_casts_are_those_of_the_plain_twin(shape, recipe, turn):
 def test_weights_are_cast_where_they_were(recipe):
     low = weight_of(recipe, "triton", recipe == "delayed")
     low.refresh(some(144, 272, seed=1))
-    before = [(q.codes.data_ptr(), q.scales.data_ptr()) for q in low.codes(torch.empty(0))]
+    before = [(q.quantized.data_ptr(), q.scales.data_ptr()) for q in low.quantized(torch.empty(0))]
     low.refresh(some(144, 272, seed=2))
     fresh = weight_of(recipe, "plain", recipe == "delayed").both(W, some(144, 272, seed=2), 0, True)
-    for q, truth, where in zip(low.codes(torch.empty(0)), fresh, before):
+    for q, truth, where in zip(low.quantized(torch.empty(0)), fresh, before):
         same(q, truth)
-        assert (q.codes.data_ptr(), q.scales.data_ptr()) == where
+        assert (q.quantized.data_ptr(), q.scales.data_ptr()) == where
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
@@ -102,8 +110,8 @@ def test_every_bf16_number_is_cast_as_by_the_plain_twin(format):
     made, _ = kernels.cast_both(x, format, kernels.GIVEN, torch.ones(1), None, False)
     truth = cast(x.float(), format)
     nan = truth.float().isnan()
-    assert nan.sum() == 2 * 128 and made.codes.float()[nan].isnan().all()
-    assert torch.equal(made.codes.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan])
+    assert nan.sum() == 2 * 128 and made.quantized.float()[nan].isnan().all()
+    assert torch.equal(made.quantized.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -174,17 +182,17 @@ def test_what_swiglu_makes_is_cast_as_if_it_were_in_memory(shape, recipe, turn):
     wide, dy_wide = x.float(), dy.float()
     gradient, exact = GatedGrad(dy, x, "triton"), GatedGrad(dy_wide, wide, "triton")
     for which, source, truth in ((X, Gated(x, "triton"), Gated(wide, "triton")), (DY, gradient, exact)):
-        apart = (
+        separate = (
             recipe == "blockwise" and inner % 128 and which == DY
         )  # a block would be of gate and of up: it is made first
-        made = source.tensor() if apart else truth.tensor().bfloat16()
-        if apart:  # the interpreter reads bf16's smallest number as zero
+        made = source.tensor() if separate else truth.tensor().bfloat16()
+        if separate:  # the interpreter reads bf16's smallest number as zero
             made = torch.where(made.abs() < 2.0**-132, made * 0.0, made)
         same_casts(which, source, made, recipe, turn)
 
 
 def same_casts(which, source, truth: Tensor, recipe, turn) -> None:
-    """Of a source that is not in memory, and of what is known to be its tensor, by the plain twin."""
+    """Of a source that is not in memory, and of what is known to be its tensor, by the reference implementation."""
     fused, plain = weight_of(recipe, "triton", recipe == "delayed"), weight_of(recipe, "plain", recipe == "delayed")
     for made, expected in zip(fused.both(which, source, 1, turn), plain.both(which, truth, 1, turn)):
         same(made, expected)
@@ -219,8 +227,8 @@ def test_the_gradient_of_rope_is_cast_as_if_it_were_in_memory(case, table):
         a, b = t.float().chunk(2, -1)
         return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).bfloat16()
 
-    turned = [back(heads[0]), back(heads[1]), heads[2]] if table else heads
-    truth = torch.cat(turned, 1).transpose(1, 2).reshape(80, -1)
+    transposed = [back(heads[0]), back(heads[1]), heads[2]] if table else heads
+    truth = torch.cat(transposed, 1).transpose(1, 2).reshape(80, -1)
     same_casts(DY, RopeGrad(*heads, angles if table else None, True), truth, recipe, True)
 
 
@@ -233,7 +241,7 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
         x, delta = (some(32, 64, torch.float32, seed=n).clamp(-8, 8).requires_grad_() for n in (1, 2))
         norm = some(1, 64, torch.float32, seed=3)[0].clamp(-2, 2).requires_grad_()
         w = (some(128, 64, torch.float32, seed=4) / 16).clamp(-1, 1).requires_grad_()
-        w.grad_dtype, w.grad, w.low = (
+        w.grad_dtype, w.grad, w.quantizer = (
             torch.float32,
             torch.ones(128, 64),
             weight_of(recipe, "triton", recipe == "delayed"),
@@ -252,15 +260,15 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
                 delta.grad,
                 norm.grad,
                 w.grad,
-                w.low.counts.sum(1)[:, :-1],
-                w.low.counts[..., -1].amax(1),
+                w.quantizer.counts.sum(1)[:, :-1],
+                w.quantizer.counts[..., -1].amax(1),
             ]
         )
     assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
 
 
 def test_a_stand_in_read_by_anybody_else_is_nan():
-    made = stand_in(Normed(some(16, 32), torch.ones(16), torch.ones(32)), torch.tensor(math.nan))
+    made = lazy_tensor(Normed(some(16, 32), torch.ones(16), torch.ones(32)), torch.tensor(math.nan))
     assert made.shape == (16, 32) and (made + 1).isnan().all() and source_of(made + 1).isnan().all()
     w = some(16, 32)
     assert nan_for(w, w) is None
@@ -269,7 +277,7 @@ def test_a_stand_in_read_by_anybody_else_is_nan():
         ("triton", torch.float64, False),
         ("triton", torch.bfloat16, True),
     ):
-        w.low = weight_of("delayed", twin, True)
+        w.quantizer = weight_of("delayed", twin, True)
         assert (nan_for(w, w.to(dtype)) is not None) == expected
 
 
@@ -283,20 +291,22 @@ def test_a_gated_mlp_as_one_op_is_its_parts(recipe):
         weights = []
         for rows, columns in ((256, 48), (48, 128)):
             w = (some(rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).requires_grad_()
-            w.grad_dtype, w.grad, w.low = (
+            w.grad_dtype, w.grad, w.quantizer = (
                 torch.float32,
                 torch.ones(rows, columns),
                 weight_of(recipe, "triton", recipe == "delayed"),
             )
             weights.append(w)
         tp = Axis("tp")
-        assert use_low_gated_mlp(*weights, "triton", x)
+        assert use_quantized_gated_mlp(*weights, "triton", x)
         if whole:
-            y = low_gated_mlp(x, *weights, tp, "triton")
+            y = quantized_gated_mlp(x, *weights, tp, "triton")
         else:
             y = matmul_scatter(swiglu(gather_matmul(x, weights[0], tp), "triton"), weights[1], tp)
         y.backward(some(80, 48, torch.float32, seed=7).clamp(-10, 10))
-        told = [t for w in weights for t in (w.grad, w.low.counts.sum(1)[:, :-1], w.low.counts[..., -1].amax(1))]
+        told = [
+            t for w in weights for t in (w.grad, w.quantizer.counts.sum(1)[:, :-1], w.quantizer.counts[..., -1].amax(1))
+        ]
         found.append([y.detach(), x.grad, *told])
     assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
 

@@ -395,8 +395,8 @@ def test_tokens_are_as_many_steps_as_are_needed(tmp_path, seed):
     run = make_run(tmp_path, **settings)
     consumed = [total_samples(run, stop=step) * 16 for step in (run.train.last_step - 1, run.train.last_step)]
     assert consumed[0] < run.train.tokens <= consumed[1]
-    again = load_run(base=json.loads(json.dumps(asdict(run))))
-    assert again == run and again.train.last_step == run.train.last_step
+    recomputed = load_run(base=json.loads(json.dumps(asdict(run))))
+    assert recomputed == run and recomputed.train.last_step == run.train.last_step
 
 
 def test_a_run_of_tokens_trains_resumes_and_reloads(tmp_path, warm):

@@ -560,10 +560,12 @@ def test_train_from_text(warm, tmp_path):
     )
     for text in ("validation valid", "validation more", "valid step=2 valid=", " more="):
         assert text in first.stdout
-    again = warm.phalanx("train", "run.yaml", "train.steps=3", cwd=tmp_path)
-    assert again.returncode == 0 and "prepare in into" not in again.stdout and "is not that of" not in again.stderr, (
-        again.stderr
-    )
+    recomputed = warm.phalanx("train", "run.yaml", "train.steps=3", cwd=tmp_path)
+    assert (
+        recomputed.returncode == 0
+        and "prepare in into" not in recomputed.stdout
+        and "is not that of" not in recomputed.stderr
+    ), recomputed.stderr
     assert load_run(tmp_path / "run/config.yaml").data.text == ("in",)
     other = ("data.text=[]", "data.paths=m", "data.split=1,0,0", "data.valid={}", "train.eval_interval=null")
     mixed = warm.phalanx("train", "run.yaml", "train.steps=4", *other, cwd=tmp_path)
@@ -681,12 +683,12 @@ def test_files_of_a_trillion_tokens(tmp_path):
     with open(tmp_path / "t.bin", "r+b") as file:
         file.seek(2 * first)
         (np.arange(2049) % 90).astype(np.uint16).tofile(file)
-    seconds, mib, again, tokens, ids = first_batch()
+    seconds, mib, recomputed, tokens, ids = first_batch()
     print(
         f"first batch after {seconds:.3f} s, {mib:.1f} MiB more than after the imports, index of "
         f"{20 * count / 2**20:.0f} MiB"
     )
-    assert again == first and tokens == 98 * 10**10 and ids == [n % 90 for n in range(2048)]
+    assert recomputed == first and tokens == 98 * 10**10 and ids == [n % 90 for n in range(2048)]
     assert 0 < mib < 100  # the index is twice as large, and none of it stays
     assert (tmp_path / "t.bin").stat().st_blocks * 512 < 1 << 20 and len(
         list(tmp_path.iterdir())

@@ -185,9 +185,9 @@ def test_what_belongs_to_the_source_travels(folder, tmp_path, key):
         assert_travelled(weights)
     assert len(list((tmp_path / "run").glob("checkpoints/*/weights"))) == 2
     shutil.rmtree(moved)
-    again = load_run(tmp_path / "run/config.yaml", ["train.steps=3", "optim.decay_steps=2"])  # the folder is gone
-    assert check(again, Facts()) == [] and again.data.tokenizer == f"{tmp_path}/run/source"
-    train(again, Placement())
+    recomputed = load_run(tmp_path / "run/config.yaml", ["train.steps=3", "optim.decay_steps=2"])  # the folder is gone
+    assert check(recomputed, Facts()) == [] and recomputed.data.tokenizer == f"{tmp_path}/run/source"
+    train(recomputed, Placement())
     assert last_weights(run).parent.name == "step-00000003"
     assert_travelled(last_weights(run))
     export(tmp_path / "run", tmp_path / "exported", "bf16")

@@ -13,7 +13,7 @@ import torch
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import State, build, write_slot
-from phalanx.engine.step import accumulate, evaluate_step, tell, update
+from phalanx.engine.step import accumulate, evaluate_step, reduce_step_totals, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.moe import TALLIED
@@ -91,7 +91,7 @@ def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndar
 
         layer.experts.register_forward_pre_hook(count)
     accumulate(state, step_batches(run, mesh, 0, False))
-    return rows, tell(state).routing.numpy()
+    return rows, reduce_step_totals(state).routing.numpy()
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_load_of_the_step_before(ranks):
 
 def test_recompute_counts_once(ranks):
     run = variant()
-    again = replace(run, train=replace(run.train, recompute="full"))
-    a, b = (ranks.run("tests.test_moe:routed", 1, r)[0]["routing"] for r in (run, again))
+    recomputed = replace(run, train=replace(run.train, recompute="full"))
+    a, b = (ranks.run("tests.test_moe:routed", 1, r)[0]["routing"] for r in (run, recomputed))
     np.testing.assert_array_equal(a, b)
 
 
@@ -256,7 +256,7 @@ def test_tally_starts_again(ranks):
     state.train()
     for step in range(2):
         accumulate(state, step_batches(run, state.mesh, step, False))
-        assert (tell(state).routing[:, -1] == 4 * SEQ).all()
+        assert (reduce_step_totals(state).routing[:, -1] == 4 * SEQ).all()
 
 
 def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:

@@ -21,7 +21,7 @@ from phalanx.checkpoint.hf import differences, model_config_from_hf, to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build
-from phalanx.engine.step import accumulate, tell
+from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
@@ -211,7 +211,7 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     tokens = accumulate(state, mine)
     grads = parts_of(state, "grad")
     return {
-        "loss": (tell(state).loss / tokens).item(),
+        "loss": (reduce_step_totals(state).loss / tokens).item(),
         "grads": grads,
         "logits": all_logits(state, mine),
         "dp": mesh.dp.index,

@@ -34,7 +34,7 @@ from phalanx.ops.experts.route import (
     z_loss,
 )
 from phalanx.ops.experts.router import Router
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from tests.test_ops import normal
 
 T, D, F, E, K = 23, 12, 7, 8, 3
@@ -475,7 +475,7 @@ def check_plan(experts: Tensor, first: int, count: int, room: int, kernels: str)
     assert {t.dtype for t in (plan.slot_R, plan.source_R, plan.row_TK, plan.ends_E)} == {torch.int32}
 
 
-def spoil(x: Tensor, plan: Rows) -> Tensor:
+def spoil(x: Tensor, plan: ExpertRows) -> Tensor:
     """x with NaN in the padding rows, through which no gradient goes."""
     return torch.where(plan.valid_R.unsqueeze(-1), x, torch.nan)
 
@@ -486,7 +486,7 @@ def mixture(
     gate_up: Tensor,
     down: Tensor,
     biases: tuple[Tensor, Tensor],
-    plan: Rows,
+    plan: ExpertRows,
     kernels: str = "auto",
 ) -> Tensor:
     """Every op in a row, what is in the padding spoiled on the way, in backward too."""
@@ -626,7 +626,7 @@ def test_forced_key_is_not_that_of_dropout():
     assert key_of(0, "forced experts") != key_of(0, "dropout")
 
 
-# The Triton twins, interpreted. The checks are those above.
+# The Triton implementations, interpreted. The checks are those above.
 
 
 @pytest.mark.parametrize("first, count, room", [(0, E, 0), (0, E, 9), (2, 3, 0), (5, 1, 4), (0, E, -7)])
@@ -653,9 +653,9 @@ def test_mixture_by_triton(name, first, count):
 @pytest.mark.parametrize("inner, outer", [(72, 40), (36, 20)], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_grouped_matmul_by_triton(dtype, inner, outer):
-    """Truth: the plain twin in float64 on the same rounded inputs, within a few roundings. Several tiles of rows and
-    steps of the sum, an expert with none, padding of NaN; the weight gradient comes on top of what is in its fp32
-    buffer. (Interpreted, tl.dot multiplies the bits of bf16 as integers: bf16 is checked in tests/gpu.)"""
+    """Truth: the reference implementation in float64 on the same rounded inputs, within a few roundings. Several tiles
+    of rows and steps of the sum, an expert with none, padding of NaN; the weight gradient comes on top of what is in
+    its fp32 buffer. (Interpreted, tl.dot multiplies the bits of bf16 as integers: bf16 is checked in tests/gpu.)"""
     ends, rows = torch.tensor([10, 150, 150, 293], dtype=torch.int32), 300
     spoiled = slice(293, rows)
     values = [
@@ -681,11 +681,11 @@ def test_grouped_matmul_by_triton(dtype, inner, outer):
 
 
 def test_every_tile_is_made_once():
-    """Truth: the plain twins. Tiles so small that an expert has several groups of them, the last group not full, in
-    both directions."""
+    """Truth: the reference implementations. Tiles so small that an expert has several groups of them, the last group
+    not full, in both directions."""
     from phalanx.ops.experts import grouped_kernel as fast
 
-    tiles = fast.Tiles(16, 16, 16, 2, 4, group=2)
+    tiles = fast.GroupedTiles(16, 16, 16, 2, 4, group=2)
     ends, x, dy, weight = (
         torch.tensor([10, 10, 103], dtype=torch.int32),
         normal(110, 40),
@@ -707,8 +707,8 @@ def test_every_tile_is_made_once():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_by_triton(dtype):
-    """Truth: the plain twins in float64 on the same inputs, within a rounding. Wider than one program's columns,
-    weighed and not."""
+    """Truth: the reference implementations in float64 on the same inputs, within a rounding. Wider than one program's
+    columns, weighed and not."""
     experts = ROUTINGS["some dropped"]()[:5]
     plan, width = plan_rows(experts, 1, 6, 20), 4100
     x, weights, dy = (
@@ -753,8 +753,8 @@ ROUTERS = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route_by_triton(name, dtype):
-    """Truth: the plain twin: the same experts, ties included; weights, probabilities and the gradient by each of
-    them and by both."""
+    """Truth: the reference implementation: the same experts, ties included; weights, probabilities and the gradient by
+    each of them and by both."""
     router, tokens = ROUTERS[name], 37
     logits = (normal(tokens, router.num_experts) * 4).round().div(2).to(dtype)
     bias = (normal(router.num_experts, seed=1) * 2).round() / 8 if "groups" in name or "sigmoid" in name else None

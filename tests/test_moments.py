@@ -1,5 +1,5 @@
-"""Adam's moments in 8 bits (optim.moments=fp8): what is kept, how it is rounded, the kernel against the plain twin
-to the bit."""
+"""Adam's moments in 8 bits (optim.moments=fp8): what is kept, how it is rounded, the kernel against the reference
+implementation to the bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
 from phalanx.ops.optimizer.moments import BLOCK, MAX, Narrow, rounded
 
 CPU = torch.device("cpu")
@@ -71,11 +71,11 @@ def test_right_on_average(root):
     )  # codes 0.125 apart, 1000 of them: 5 deviations
 
 
-def parts(seed: int) -> list[Part]:
+def parts(seed: int) -> list[ParamRange]:
     """Of gradients with which all sums and products of the step are exact."""
     g = torch.Generator().manual_seed(seed)
     master, grad = torch.randn(1120, generator=g), torch.randint(-8, 9, (1120,), generator=g).float()
-    return [Part(master, grad, Narrow.zeros(1120, CPU, False), Narrow.zeros(1120, CPU, True), torch.zeros(1120))]
+    return [ParamRange(master, grad, Narrow.zeros(1120, CPU, False), Narrow.zeros(1120, CPU, True), torch.zeros(1120))]
 
 
 @pytest.mark.parametrize("twin", ["triton", "plain"])
@@ -90,15 +90,15 @@ def test_update_is_that_of_the_slow_twin(twin):
         for name in ("m", "v"):
             a, b = getattr(found[0], name), getattr(slow[0], name)
             assert torch.equal(a.exponents, b.exponents)
-            apart = (a.codes.view(torch.uint8).int() - b.codes.view(torch.uint8).int()).abs()
+            difference = (a.quantized.view(torch.uint8).int() - b.quantized.view(torch.uint8).int()).abs()
             if number == 1.0:
-                assert not apart.any()
+                assert not difference.any()
             # squares of roots are rounded, by each twin in its way, and the last bit of the sum decides what is rounded
             # up
             else:
-                assert apart.max() <= 1 and (apart > 0).float().mean() < 0.1
+                assert difference.max() <= 1 and (difference > 0).float().mean() < 0.1
         torch.testing.assert_close(found[0].master, slow[0].master, rtol=1e-5, atol=1e-5 if number == 1.0 else 1e-3)
-        assert not found[0].grad.any() and found[0].m.codes.float().any()
+        assert not found[0].grad.any() and found[0].m.quantized.float().any()
     before = [t.clone() for t in (found[0].master, found[0].m.wide(torch.float32), found[0].v.wide(torch.float32))]
     found[0].grad.fill_(3.0)
     adamw_(found, torch.tensor(2.0), options, torch.tensor(1.0), torch.tensor(1.0), kernels=twin)

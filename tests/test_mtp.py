@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build
-from phalanx.engine.step import accumulate, evaluate_step, tell, train_step
+from phalanx.engine.step import accumulate, evaluate_step, reduce_step_totals, train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.mtp import shifted
@@ -71,8 +71,8 @@ def truth() -> dict:
     logits, others = model.lm_head(h), torch.zeros((), dtype=torch.float64)
     places = torch.arange(SEQ)[None]
     for k, depth in enumerate(depths, 1):
-        ahead = torch.cat((tokens[:, k:], tokens[:, SEQ - k :]), 1)
-        h = depth(model.model.embed_tokens(ahead), h, model.model.rotary_emb(h, places), None, places, None)
+        mtp_loss = torch.cat((tokens[:, k:], tokens[:, SEQ - k :]), 1)
+        h = depth(model.model.embed_tokens(mtp_loss), h, model.model.rotary_emb(h, places), None, places, None)
         others = others + F.cross_entropy(
             model.lm_head(h[:, :-k]).flatten(0, 1), labels[:, k:].flatten(), ignore_index=IGNORE, reduction="sum"
         )
@@ -101,8 +101,8 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     state.train()
     mine = batches[mesh.dp.index :: mesh.dp.size]
     tokens = accumulate(state, mine)
-    grads, told = parts_of(state, "grad"), tell(state)
-    losses = {"main": (told.loss / tokens).item(), "others": (told.ahead / tokens / DEPTHS).item()}
+    grads, told = parts_of(state, "grad"), reduce_step_totals(state)
+    losses = {"main": (told.loss / tokens).item(), "others": (told.mtp_loss / tokens / DEPTHS).item()}
     return {**losses, "grads": grads, "logits": all_logits(state, mine), "dp": mesh.dp.index}
 
 
@@ -198,11 +198,11 @@ def test_what_we_save_is_what_we_load(ranks, tmp_path):
         == [[]] * 2
     )
     _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    ahead = tuple(f"model.layers.{LAYERS + k}." for k in range(DEPTHS))
+    mtp_loss = tuple(f"model.layers.{LAYERS + k}." for k in range(DEPTHS))
     assert (
         not info["missing_keys"]
         and info["unexpected_keys"]
-        and all(n.startswith(ahead) for n in info["unexpected_keys"])
+        and all(n.startswith(mtp_loss) for n in info["unexpected_keys"])
     )
 
 
@@ -213,7 +213,9 @@ def test_the_loss_is_told():
     load_weights(state, truth()["weights"])
     state.train()
     pending = Pending(1, 0.0, train_step(state, BATCHES, 0.0))
-    assert pending.read()[0] == pytest.approx(truth()["main"]) and pending.ahead() == pytest.approx(truth()["others"])
+    assert pending.read()[0] == pytest.approx(truth()["main"]) and pending.mtp_loss() == pytest.approx(
+        truth()["others"]
+    )
     assert [v is not None for v in pending.routing()["entropy"]] == [False, True, True, True]
     summed, tokens = evaluate_step(state, BATCHES)
     assert (summed / tokens).item() == pytest.approx(truth()["main"])

@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.hf import from_hf, to_hf
-from phalanx.checkpoint.readers.mxfp4 import PackedPart, unpacked
+from phalanx.checkpoint.readers.mxfp4 import PackedBox, unpacked
 from phalanx.checkpoint.tensors import open_tensors
 from phalanx.cli.main import cli
 from phalanx.config.run import Run
@@ -87,7 +87,7 @@ def test_every_byte_and_scale():
 def test_boxes_that_cut_blocks(tmp_path):
     blocks, scales = packed(3, 5, 4, seed=1)
     save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "a.safetensors")
-    part = PackedPart("a.safetensors", "x_blocks", Box.full((3, 128, 5)), "a.safetensors", "x_scales")
+    part = PackedBox("a.safetensors", "x_blocks", Box.full((3, 128, 5)), "a.safetensors", "x_scales")
     whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     with open_tensors(tmp_path / "a.safetensors") as file:
         for box in (

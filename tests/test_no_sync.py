@@ -15,8 +15,8 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
-from phalanx.nn.recompute import run_block
-from phalanx.nn.tape import PRESETS
+from phalanx.nn.recompute import PRESETS
+from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
 from tests.parity import MODELS, SEQ
@@ -70,7 +70,7 @@ def test_experts_elsewhere_need_nothing_from_the_host(model, dispatch, recompute
 def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
     blocks = make_blocks(config, env, range(num_blocks(config)))
     for block in blocks:
-        block.again = frozenset(PRESETS[recompute])
+        block.recomputed = frozenset(PRESETS[recompute])
         for module in block.modules():
             if getattr(module, "rotary", None) is not None:
                 module.rotary.frequencies(SEQ, torch.device("meta"))

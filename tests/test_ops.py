@@ -88,8 +88,8 @@ def plain_rope(x: Tensor) -> Tensor:
     """Features i and i + K/2 are one complex number, turned by position * theta^(-2i/K); Su et al. 2021, equation
     34."""
     angle = POSITIONS.double()[:, None] * 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
-    turned = torch.complex(x[:, :3, :3], x[:, :3, 3:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat((torch.cat((turned.real, turned.imag), -1), x[:, 3:]), 1)
+    transposed = torch.complex(x[:, :3, :3], x[:, :3, 3:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((torch.cat((transposed.real, transposed.imag), -1), x[:, 3:]), 1)
 
 
 def make_batch(sequences: int, length: int, documents: list[int] | None = None) -> Batch:
@@ -388,7 +388,7 @@ def test_cross_entropy_without_any_label():
 
 @pytest.mark.parametrize("name", [n for n in OPS if "sinks" in n])
 def test_plain_sinks(name, monkeypatch):
-    """The plain twin, which GPUs use for float64 and odd widths, is the same function."""
+    """The reference implementation, which GPUs use for float64 and odd widths, is the same function."""
     monkeypatch.setattr(sink_ops, "choose_backend", lambda q, v, mask: backends.PLAIN)
     test_forward_and_gradients(name)
     test_low_precision_with_fp32_gradients(name, torch.bfloat16)

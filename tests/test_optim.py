@@ -18,7 +18,7 @@ from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
-from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
 from phalanx.ops.optimizer.shard import Shard
 from phalanx.optim.adamw import AdamW, group_ranges
 from phalanx.optim.config import OptimConfig
@@ -126,7 +126,7 @@ def test_adamw_equals_its_slow_twin(dtype, rtol, step):
     options = (torch.tensor(float(step)), AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1), torch.tensor(0.3), torch.tensor(0.0))
     found = []
     for update in (adamw_, adamw_reference_):
-        parts = [Part(*ts, torch.zeros(len(ts[0]), dtype=torch.bfloat16)) for ts in zip(*tensors(dtype, step))]
+        parts = [ParamRange(*ts, torch.zeros(len(ts[0]), dtype=torch.bfloat16)) for ts in zip(*tensors(dtype, step))]
         update(parts, *options)
         assert all(torch.equal(p.out, p.master.bfloat16()) and (p.grad == 0).all() for p in parts)
         found.append([(p.master, p.m, p.v) for p in parts])
@@ -317,14 +317,16 @@ def test_clipping(share):
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
 def test_moments_in_bf16(kernels):
-    """Truth: the slow twin, and of the first step the formula: m and v are those in fp32 rounded to bf16, the master
+    """Truth: the reference, and of the first step the formula: m and v are those in fp32 rounded to bf16, the master
     is as in fp32."""
     drawn = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     options = AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1)
 
-    def parts(narrow: bool) -> list[Part]:
+    def parts(narrow: bool) -> list[ParamRange]:
         kept = torch.bfloat16 if narrow else torch.float32
-        return [Part(drawn[0].clone(), drawn[1].clone(), torch.zeros(3000, dtype=kept), torch.zeros(3000, dtype=kept))]
+        return [
+            ParamRange(drawn[0].clone(), drawn[1].clone(), torch.zeros(3000, dtype=kept), torch.zeros(3000, dtype=kept))
+        ]
 
     found, slow, wide = parts(True), parts(True), parts(False)
     for number in (1.0, 2.0, 3.0):

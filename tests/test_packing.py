@@ -355,7 +355,7 @@ def step_of(rank: int, world: int, run: Run, kind: str) -> dict:
     routing = None if result.routing is None else result.routing[:, :-6].numpy()
     return {
         "loss": result.loss.item(),
-        "ahead": 0.0 if result.ahead is None else result.ahead.item(),
+        "ahead": 0.0 if result.mtp_loss is None else result.mtp_loss.item(),
         "grads": grads,
         "routing": routing,
     }

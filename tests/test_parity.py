@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.forecast.check import kv_heads
 from phalanx.layout.config import LayoutConfig
-from phalanx.nn.tape import PRESETS
+from phalanx.nn.recompute import PRESETS
 from tests.parity import MODELS, base_run, compare, truth_of
 from tests.sample import covering, rest_in_soak
 
@@ -316,10 +316,10 @@ EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose l
 
 
 def build_run(c: dict):
-    again = (
+    recomputed = (
         dict(recompute=c["recompute"]) if c["recompute"] in PRESETS else dict(recompute_ops=c["recompute"].split(", "))
     )
-    run = base_run(c["model"], c["global_batch"], c["micro_batch"], **again)
+    run = base_run(c["model"], c["global_batch"], c["micro_batch"], **recomputed)
     return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
 
 
@@ -447,9 +447,9 @@ def generated_context() -> dict[str, dict]:
 
 def generated_by_document() -> dict[str, dict]:
     """The same with packed documents that are dealt to ranks by their lengths."""
-    dealt = {"cp_degree": "dynamic"}
+    balanced = {"cp_degree": "dynamic"}
     return {
-        f"by document: {name}": {**c, "documents": "packed", "layout": c["layout"] | dealt}
+        f"by document: {name}": {**c, "documents": "packed", "layout": c["layout"] | balanced}
         for name, c in generated_context().items()
     }
 
@@ -462,8 +462,8 @@ def check(ranks, c: dict) -> None:
 
 def features(c: dict) -> set:
     """Of a named layout: its family, each value of each option, and each two axes that it cuts together."""
-    again = [f"again {op}" for op in c["recompute"].split(", ")]
-    options = [*c["layout"], *again, f"documents {c['documents']}"]
+    recomputed = [f"again {op}" for op in c["recompute"].split(", ")]
+    options = [*c["layout"], *recomputed, f"documents {c['documents']}"]
     values = {(name, "given" if isinstance(value, tuple) else value) for name, value in c["layout"].items()}
     axes = [name for name in c["layout"] if name in ("tp", "pp", "cp", "ep", "etp", "sharding")]
     return {c["model"], *options, *values, *map(frozenset, itertools.combinations(axes, 2))}

@@ -18,7 +18,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.schedule.actions import Backward, Close, Flow, Forward, Free, Gather, Open, ScheduleError
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
-from phalanx.schedule.memory_slots import Places, fits, make_places, prove
+from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from tests.parity import base_run, compare, random_weights, step_batches, truth_of
 
 
@@ -42,7 +42,7 @@ def programs(number: int):
         buckets.append(own)
     flows = [{b: Flow(gathers=True, opens=True, closes=True) for b in own} for own in buckets]
     numel = [{b: pick.choice([1, 7, 64]) for b in own} for own in buckets]
-    options = dict(ahead=pick.choice([0, 1, 2, 3]), keep=pick.choice([False, False, True]))
+    options = dict(bucket_prefetch=pick.choice([0, 1, 2, 3]), keep=pick.choice([False, False, True]))
     return lower(schedule, (runs,) * schedule.num_stages, buckets, flows_of_rank=flows, **options).lists, numel
 
 
@@ -52,7 +52,7 @@ def test_no_two_buckets_meet(numbers):
     for number in numbers:
         lists, numel = programs(number)
         for instructions, sizes in zip(lists, numel):
-            places = make_places([instructions], sizes)
+            places = make_slots([instructions], sizes)
             weights, gradients = (places.weights, places.weight_sizes), (places.gradients, places.gradient_sizes)
             for come, go, (place, room) in ((Gather, Free, weights), (Open, Close, gradients)):
                 taken: dict[int, int] = {}
@@ -77,8 +77,8 @@ def test_layers_take_turns_at_few_places():
     schedule = generate("1f1b", 1, 1, 3)
     flows = [{b: Flow(gathers=True, opens=True, closes=True) for b in range(9)}]
     [instructions] = lower(schedule, (9,), [{b: frozenset({(0, b)}) for b in range(9)}], flows_of_rank=flows).lists
-    places = make_places([instructions], dict.fromkeys(range(9), 5))
-    assert places == Places({b: b % 2 for b in range(9)}, {b: b % 2 for b in range(9)}, (5, 5), (5, 5))
+    places = make_slots([instructions], dict.fromkeys(range(9), 5))
+    assert places == MemorySlots({b: b % 2 for b in range(9)}, {b: b % 2 for b in range(9)}, (5, 5), (5, 5))
 
 
 def fixed(run: Run, **layout) -> Run:

@@ -35,8 +35,8 @@ from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Con
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.nn.dry_run import Allocations, FusedAttention, KnownShapes, measure
 from phalanx.nn.env import Env
-from phalanx.nn.recompute import run_block
-from phalanx.nn.tape import PRESETS
+from phalanx.nn.recompute import PRESETS
+from phalanx.nn.run_block import run_block
 from phalanx.observe.out_of_memory import held
 from phalanx.planning.plan import make_blocks, num_blocks
 from phalanx.schedule.actions import Backward, Fetch, Forward, Offload
@@ -275,9 +275,9 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
     state.handlers = {kind: watched(handler) for kind, handler in state.handlers.items()}
     fp8, batches = run.train.fp8, step_batches(run, loader, mesh, 0)
     shadow = shadow_of(state, batches) if fp8 is not None and fp8.shadow_interval is not None else {}
-    if state.low is not None and fp8 is not None:
-        state.low.turn(over=fp8.last_steps > 0)
-        state.low.renew()  # a step finds codes of its weights, and leaves those of the next
+    if state.fp8 is not None and fp8 is not None:
+        state.fp8.turn(over=fp8.last_steps > 0)
+        state.fp8.renew()  # a step finds codes of its weights, and leaves those of the next
     mesh.watch.on = True
     train_step(state, batches, lr=1e-3)
     state.buffers.ready()
@@ -435,7 +435,7 @@ def test_bytes_agree_with_a_real_step(ranks, name):
             use = uses[at.pp]
             assert {k: use.memory[k] for k in most} == most
             assert {k: use.memory[k] - use.passing.get(k, 0) for k in rest} == rest
-            assert (run.layout.sharding < 2 or plan.fixed_places) == (rest == most)
+            assert (run.layout.sharding < 2 or plan.fixed_slots) == (rest == most)
             if run.train.fp8 is not None and run.train.fp8.last_steps:
                 continue  # what is sent is forecast of steps in the recipe
             for axis, nbytes in use.sent.items():
@@ -446,11 +446,11 @@ def test_bytes_agree_with_a_real_step(ranks, name):
 @pytest.mark.parametrize("family", MODELS)
 def test_measured_on_meta_as_on_a_device(family, recompute):
     """The same block on the meta device and with real tensors, whose attention is a real fused kernel."""
-    env, again = Env(dtype=torch.float32), frozenset(PRESETS[recompute])
+    env, recomputed = Env(dtype=torch.float32), frozenset(PRESETS[recompute])
 
     def kept(device: str) -> int:
         (block,) = make_blocks(MODELS[family], env, range(1, 2))
-        block.again = again
+        block.recomputed = recomputed
         if device == "cpu":
             block = block.to_empty(device="cpu")
         ids = torch.zeros(256, dtype=torch.int64, device=device)
@@ -474,7 +474,7 @@ def test_measured_on_meta_as_on_a_device(family, recompute):
     if (
         recompute == "pointwise"
     ):  # the norms' outputs (two of the width, two of latents) and the MLP's product are not kept
-        again = frozenset()
+        recomputed = frozenset()
         inner = MODELS[family].intermediate_size or 4 * 64
         latents = (
             24 + 16 + 2 if family == "deepseek_v3" else 0
@@ -516,17 +516,17 @@ def test_ops_of_known_shapes_are_not_asked_again():
     with KnownShapes() as known, Allocations() as seen:
         first, views = once(x)
         size, live = len(known._made), seen.live
-        second, again = once(x)
+        second, recomputed = once(x)
         assert len(known._made) == size and seen.live == 2 * live
         others, _ = once(x.double())
     storages = {t.untyped_storage()._cdata for t in first + second}
     assert len(storages) == len(first + second) and all(
-        t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in views + again
+        t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in views + recomputed
     )
     assert [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in first + views] == [
-        (t.shape, t.stride(), t.dtype, t.storage_offset()) for t in second + again
+        (t.shape, t.stride(), t.dtype, t.storage_offset()) for t in second + recomputed
     ]
-    assert others[0].dtype == torch.float64 and again[2] is x
+    assert others[0].dtype == torch.float64 and recomputed[2] is x
 
 
 def test_a_stage_without_flops_is_planned():

@@ -152,8 +152,8 @@ def held(ranks: int, index: int, width: int, dtype: torch.dtype) -> Held:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks, etp, width", [(1, 1, 3), (4, 2, 33), (8, 1, 16)])
 def test_kernels_write_what_their_twins_write(ranks, etp, width, dtype):
-    """Truth: the plain twins, NaN where nothing is to be written included. Sums in bf16 are rounded once by both, by
-    the interpreter towards zero."""
+    """Truth: the reference implementations, NaN where nothing is to be written included. Sums in bf16 are rounded once
+    by both, by the interpreter towards zero."""
     bound = 0 if dtype == torch.float64 else 2.0**-7
     kernels = pytest.importorskip("phalanx.ops.experts.push_kernel")
     everyones = torch.cat([choice(r) for r in range(ranks)])

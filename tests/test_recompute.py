@@ -25,8 +25,8 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.nn.dry_run import Allocations, FusedAttention, measure
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
-from phalanx.nn.recompute import run_block
-from phalanx.nn.tape import OPS, PRESETS, Tape
+from phalanx.nn.recompute import OPS, PRESETS, Recompute
+from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import Plan, make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
 from tests.parity import MODELS, base_run, sample_batch
@@ -47,31 +47,33 @@ def blocks_of(model: str) -> list[Block]:
     return blocks
 
 
-def loss_and_gradients(model: str, again: frozenset[str]) -> tuple[Tensor, list[Tensor | None], Tape]:
+def loss_and_gradients(model: str, recomputed: frozenset[str]) -> tuple[Tensor, list[Tensor | None], Recompute]:
     blocks, batch, x = blocks_of(model), sample_batch([3, 4], documents=True), torch.empty(0, dtype=torch.float64)
     for block in blocks:
-        block.again = again
+        block.recomputed = recomputed
         x = run_block(block, x, batch)
     x.backward()
-    return x.detach(), [p.grad for block in blocks for p in block.parameters()], blocks[0].env.tape
+    return x.detach(), [p.grad for block in blocks for p in block.parameters()], blocks[0].env.recompute
 
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_the_same_bits_whatever_is_made_again(model):
     """Each op alone, the presets, chains of ops, all but the whole layer: loss and gradients of the run that stores
     all, dropout included."""
-    loss, gradients, tape = loss_and_gradients(model, frozenset())
-    names = tape.names
-    assert {"norm", "qkv", "rope", "attention", "up", "activation", "block"} <= names <= set(OPS) and not tape.reran
+    loss, gradients, recompute = loss_and_gradients(model, frozenset())
+    names = recompute.names
+    assert {"norm", "qkv", "rope", "attention", "up", "activation", "block"} <= names <= set(
+        OPS
+    ) and not recompute.reran
     sets = {frozenset({n}) for n in names - {"mlp"}} | {frozenset(p) - {"mlp"} for p in PRESETS.values()}
     sets |= {frozenset(names - {"block", "mlp"})}
     sets |= {frozenset({"norm", "qkv"}), frozenset({"norm", "qkv", "rope"}), frozenset({"norm", "up", "activation"})}
-    for again in sets:
-        loss_again, gradients_again, tape = loss_and_gradients(model, again)
-        assert torch.equal(loss_again, loss), sorted(again)
+    for recomputed in sets:
+        loss_again, gradients_again, recompute = loss_and_gradients(model, recomputed)
+        assert torch.equal(loss_again, loss), sorted(recomputed)
         for a, b in zip(gradients, gradients_again):
-            assert (a is None and b is None) or torch.equal(a, b), sorted(again)  # type: ignore[arg-type]
-        assert set(tape.reran) <= again
+            assert (a is None and b is None) or torch.equal(a, b), sorted(recomputed)  # type: ignore[arg-type]
+        assert set(recompute.reran) <= recomputed
 
 
 def test_each_op_runs_again_once():
@@ -84,11 +86,11 @@ def test_each_op_runs_again_once():
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("again", [{"mlp"}, {"mlp", "norm", "up"}, {"layer", "mlp"}, {"block", "mlp"}], ids=sorted)
-def test_mlps_in_pieces(model, again):
+@pytest.mark.parametrize("recomputed", [{"mlp"}, {"mlp", "norm", "up"}, {"layer", "mlp"}, {"block", "mlp"}], ids=sorted)
+def test_mlps_in_pieces(model, recomputed):
     """Truth: all stored, all tokens at once. Weights' gradients are the same sums in another order."""
     loss, gradients, _ = loss_and_gradients(model, frozenset())
-    loss_again, gradients_again, _ = loss_and_gradients(model, frozenset(again))
+    loss_again, gradients_again, _ = loss_and_gradients(model, frozenset(recomputed))
     assert loss_again.item() == pytest.approx(loss.item(), rel=1e-14)
     for a, b in zip(gradients, gradients_again):
         assert (a is None and b is None) or (a - b).abs().max() <= 1e-13 * a.abs().max()  # type: ignore[union-attr,operator]
@@ -99,7 +101,7 @@ def test_what_runs_again_of_a_layer():
     own backward."""
     calls: Counter[str] = Counter()
 
-    class Counting(Tape):
+    class Counting(Recompute):
         def keep(self, make, *inputs):
             def counted(*inputs):
                 calls["attention"] += 1
@@ -114,52 +116,57 @@ def test_what_runs_again_of_a_layer():
 
             return super().in_pieces(counted, x, params)
 
-    for again, expected in (({"block"}, (8, 2)), ({"layer"}, (4, 2)), ({"layer", "mlp"}, (4, 2)), ({"mlp"}, (4, 2))):
+    for recomputed, expected in (
+        ({"block"}, (8, 2)),
+        ({"layer"}, (4, 2)),
+        ({"layer", "mlp"}, (4, 2)),
+        ({"mlp"}, (4, 2)),
+    ):
         calls.clear()
         blocks, batch, x = blocks_of("llama"), sample_batch([3, 4], documents=True), torch.empty(0, dtype=torch.float64)
-        tape = Counting()
+        recompute = Counting()
         for block in blocks:
-            block.again = frozenset(again)
+            block.recomputed = frozenset(recomputed)
             for module in block.modules():
-                module.env = replace(module.env, tape=tape)  # type: ignore[union-attr,operator]
+                module.env = replace(module.env, recompute=recompute)  # type: ignore[union-attr,operator]
             x = run_block(block, x, batch)
         x.backward()
-        assert (calls["attention"], calls["mlp"] / (4 * batch.num_tokens)) == expected, again
+        assert (calls["attention"], calls["mlp"] / (4 * batch.num_tokens)) == expected, recomputed
 
 
 def test_an_op_that_runs_differently_the_second_time_is_an_error():
-    tape, times = Tape(), []
+    recompute, times = Recompute(), []
 
     def unsteady(x: Tensor) -> Tensor:
         times.append(1)
         return x.exp() if len(times) == 1 else x.exp().exp()
 
     x = torch.randn(3, requires_grad=True)
-    with tape.block({"up"}):
-        y = tape.op("up", unsteady, x).square().sum()
+    with recompute.block({"up"}):
+        y = recompute.op("up", unsteady, x).square().sum()
     with pytest.raises(RuntimeError, match="saved 2 tensors, the first time 1"):
         y.backward()
 
 
 def test_memory_used_anew_is_not_mistaken_for_what_was_dropped():
     """An output dies, and another tensor of its shape gets its memory: it is stored as it is."""
-    tape, x = Tape(), torch.randn(5, requires_grad=True)
-    with tape.block({"up"}):
+    recompute, x = Recompute(), torch.randn(5, requires_grad=True)
+    with recompute.block({"up"}):
         for _ in range(50):
-            tape.op("up", torch.exp, x)
+            recompute.op("up", torch.exp, x)
             z = (x + 1).square().sum()
     z.backward()
-    assert torch.equal(x.grad, 2 * (x + 1)) and not tape.reran  # type: ignore[arg-type]
+    assert torch.equal(x.grad, 2 * (x + 1)) and not recompute.reran  # type: ignore[arg-type]
 
 
 # ---- bytes
 
 
-def kept_bytes(family: str, again: frozenset[str], device: str) -> int:
+def kept_bytes(family: str, recomputed: frozenset[str], device: str) -> int:
     """What a layer keeps for its backward: tensors alive after its forward on a real device, or as the plan measures
     it on meta."""
     (block,) = make_blocks(WIDER[family], Env(dtype=torch.float32), range(1, 2))
-    block.again = again
+    block.recomputed = recomputed
     if device == "cpu":
         block = block.to_empty(device="cpu")
     ids = torch.zeros(256, dtype=torch.int64, device=device)
@@ -185,10 +192,10 @@ def test_forecast_bytes_are_those_kept(family):
         frozenset(names),
         frozenset({"norm", "qkv", "rope"}),
     ]
-    for again in (*sets, frozenset({"layer"}), frozenset({"layer", "mlp"})):
-        assert kept_bytes(family, again, "meta") == pytest.approx(kept_bytes(family, again, "cpu"), rel=0.02), sorted(
-            again
-        )
+    for recomputed in (*sets, frozenset({"layer"}), frozenset({"layer", "mlp"})):
+        assert kept_bytes(family, recomputed, "meta") == pytest.approx(
+            kept_bytes(family, recomputed, "cpu"), rel=0.02
+        ), sorted(recomputed)
     assert kept_bytes(family, frozenset({"block"}), "cpu") == 256 * 64 * 4
     everything = kept_bytes(family, frozenset(names), "cpu")
     assert everything < 256 * 64 * 4 * 2.2  # the two inputs of norms, and a few numbers a token
@@ -248,7 +255,7 @@ def test_a_budget_is_kept(layout, world):
     free = forecast(make_plan(tall(None, **layout), world))
     budget = OVERHEAD + 0.6 * (free - OVERHEAD)
     plan = make_plan(tall(budget / 2**30, **layout), world)
-    assert any(plan.again) and forecast(plan) <= budget
+    assert any(plan.recomputed) and forecast(plan) <= budget
     with pytest.raises(ConfigError, match="recompute_budget_gib") as failed:
         make_plan(tall(2.0, **layout), world)
     (problem,) = failed.value.problems
@@ -259,14 +266,14 @@ def test_a_budget_in_the_plan():
     """Where all fits, nothing is made again; where it does not, the plan says what is."""
     run = tall(None)
     free = forecast(make_plan(run, 1))
-    assert not any(make_plan(tall(free / 2**30 + 0.001), 1).again)
+    assert not any(make_plan(tall(free / 2**30 + 0.001), 1).recomputed)
     text = plan_text(tall((OVERHEAD + 0.7 * (free - OVERHEAD)) / 2**30), 1)
     assert "Made again in backward" in text and "within 2." in text and max(map(len, text.splitlines())) <= 140
 
 
 def test_options_are_measured_and_none_is_worse_in_all():
     found = options(make_plan(tall(None), 1), 1)
-    assert frozenset() in {o.again for o in found} and frozenset({"block"}) in {o.again for o in found}
+    assert frozenset() in {o.recomputed for o in found} and frozenset({"block"}) in {o.recomputed for o in found}
     for a, b in itertools.permutations(found, 2):
         assert not (a.kept <= b.kept and a.cost <= b.cost), (a, b)
 
@@ -279,8 +286,8 @@ def test_what_is_kept_follows_from_one_forward(family):
     trace, dry, beside = traced(plan, 1), DryBlock.of(plan, 1), set()
     names = sorted(set(trace.prices) - {"layer"})
     for n in range(12):
-        dry.block.again = frozenset(random.Random(n).sample(names, n % len(names)) if n < 11 else ["block"])
-        beside.add(dry.use(torch.float32).bytes.kept - trace.kept_of(dry.block.again))
+        dry.block.recomputed = frozenset(random.Random(n).sample(names, n % len(names)) if n < 11 else ["block"])
+        beside.add(dry.use(torch.float32).bytes.kept - trace.kept_of(dry.block.recomputed))
     assert max(beside) - min(beside) <= 0.02 * trace.kept_of(frozenset()), beside
 
 
@@ -354,7 +361,7 @@ def test_a_budget_in_a_layout(ranks):
     plan = make_plan(run, 2)
     need = max(u.total for u in rank_uses(plan, 4)[0])
     tight = replace(run, train=replace(run.train, recompute_budget_gib=(OVERHEAD + need * 0.97) / 2**30))
-    assert len(set(make_plan(tight, 2).again)) > 1
+    assert len(set(make_plan(tight, 2).recomputed)) > 1
     truth, found = (ranks.run("tests.parity:run_layout", 2, r, 2) for r in (run, tight))
     assert [r["losses"] for r in truth] == [r["losses"] for r in found] and [r["norms"] for r in truth] == [
         r["norms"] for r in found

@@ -109,3 +109,13 @@ def test_a_run_that_is_continued(warm, old_run):
     assert done.returncode == 0, done.stderr
     log = (old_run / "log.txt").read_text()
     assert 'layout.dispatch "push_fp8" -> "push"' in log and "continue from" in log
+
+
+def test_a_renamed_value_works_and_one_line_says_its_new_name(tmp_path):
+    """`train.kernels=wheels` of configs and of runs of before: as `optional`, from Python with a warning."""
+    loaded = read(None, ["train.kernels=wheels"], BASE)
+    assert loaded.run is not None and loaded.run.train.kernels == "optional" and not loaded.problems
+    assert loaded.notes == ("train.kernels=wheels is called train.kernels=optional now",)
+    assert read(None, ["train.kernels=optional"], BASE).notes == ()
+    with pytest.warns(UserWarning, match="is called train.kernels=optional now"):
+        assert load_run(None, ["train.kernels=wheels"], BASE).train.kernels == "optional"

@@ -42,7 +42,7 @@ def begun(tmp_path_factory):
     return run
 
 
-def again(begun, folder: Path, path: str, value) -> Run:
+def recomputed(begun, folder: Path, path: str, value) -> Run:
     shutil.copytree(begun.dir, folder / "run")
     run = replace(begun, dir=str(folder / "run"), train=replace(begun.train, steps=4))
     return tree.replace_at(run, path, value)
@@ -58,7 +58,7 @@ def again(begun, folder: Path, path: str, value) -> Run:
     ],
 )
 def test_what_must_match_is_refused_old_to_new(begun, tmp_path, path, value, shown):
-    run = again(begun, tmp_path, path, value)
+    run = recomputed(begun, tmp_path, path, value)
     with pytest.raises(CheckpointError, match=shown.replace(".", r"\.")):
         train(run, Placement())
     both = tree.replace_at(tree.replace_at(run, "model.num_hidden_layers", 3), "train.seed", 5)
@@ -79,26 +79,26 @@ def test_what_must_match_is_refused_old_to_new(begun, tmp_path, path, value, sho
     ],
 )
 def test_what_may_change_is_told(begun, tmp_path, capsys, path, value, shown):
-    train(again(begun, tmp_path, path, value), Placement())
+    train(recomputed(begun, tmp_path, path, value), Placement())
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since"))
     assert shown in line and "train.steps 3 -> 4" in line and "dir" not in line
 
 
 def test_what_is_recorded_is_not_told_but_written_down(begun, tmp_path, capsys):
-    run = again(begun, tmp_path, "train.timeout_s", 77.0)
+    run = recomputed(begun, tmp_path, "train.timeout_s", 77.0)
     train(run, Placement())
     assert "timeout" not in capsys.readouterr().out
     assert read_manifest(latest(Path(run.dir) / "checkpoints")).config["train"]["timeout_s"] == 77.0
 
 
 def test_allow_lets_one_key_differ(begun, tmp_path, capsys):
-    run = again(begun, tmp_path, "train.seed", 7)
+    run = recomputed(begun, tmp_path, "train.seed", 7)
     train(replace(run, checkpoint=CheckpointConfig(allow=["train.seed"])), Placement())
     assert [r["step"] for r in rows_of(run)] == [1, 2, 3, 4]
 
 
 def test_a_folder_that_anybody_may_write_to_is_told(begun, tmp_path, capsys):
-    run = again(begun, tmp_path, "train.timeout_s", 77.0)
+    run = recomputed(begun, tmp_path, "train.timeout_s", 77.0)
     checkpoints = Path(run.dir) / "checkpoints"
     checkpoints.chmod(0o777)
     train(run, Placement())

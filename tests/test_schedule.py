@@ -511,18 +511,20 @@ def test_calls_of_sharded_buckets(m: int, runs: int) -> None:
         dict.fromkeys(range(runs), 100),
     )
 
-    def of(ahead: int, keep: bool = False) -> Program:
-        program = lower(generate("1f1b", 1, 1, m), [runs], buckets, flows_of_rank=flows, ahead=ahead, keep=keep)
+    def of(bucket_prefetch: int, keep: bool = False) -> Program:
+        program = lower(
+            generate("1f1b", 1, 1, m), [runs], buckets, flows_of_rank=flows, bucket_prefetch=bucket_prefetch, keep=keep
+        )
         simulate(program)
         return program
 
-    for ahead in (0, 1):
-        (order,) = of(ahead).lists
+    for bucket_prefetch in (0, 1):
+        (order,) = of(bucket_prefetch).lists
         gathers = [sum(i == Gather(b) for i in order) for b in range(runs)]
         assert gathers == [m + 1, *[2 * m] * (runs - 2), m]
         assert [sum(i == Reduce(b) for i in order) for b in range(runs)] == [m] * runs
         weights, gradients = fullest(order, sizes, sizes)
-        assert (weights, gradients) == (100 * (1 + ahead), 100 * (1 + ahead))
+        assert (weights, gradients) == (100 * (1 + bucket_prefetch), 100 * (1 + bucket_prefetch))
     (order,) = of(1, keep=True).lists
     assert [sum(i == Gather(b) for i in order) for b in range(runs)] == [1] * runs
     assert fullest(order, sizes, dict.fromkeys(range(runs), 0)) == (100 * runs, 0)
@@ -568,7 +570,7 @@ def test_lowering_refuses_what_does_not_fit() -> None:
         lambda: lower(schedule, None, [{0: {(1, 0)}}, {}]),
         lambda: lower(schedule, None, [{0: set()}, {}]),
         lambda: lower(schedule, prefetch=-1),
-        lambda: lower(schedule, ahead=-1),
+        lambda: lower(schedule, bucket_prefetch=-1),
         lambda: lower(replace(schedule, orders=(schedule.orders[0], ()))),
         lambda: lower(replace(schedule, orders=((Action("W", 0, 0),), ()))),
         lambda: simulate(lower(schedule), Costs.uniform(3)),

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.overlap import SETS, Parts, Shared, Sums, piece_bytes, sums_bytes
+from phalanx.comm.overlap import SETS, PulledMemory, SharedExchange, SummedMemory, piece_bytes, sums_bytes
 from phalanx.config.run import Fp8Config
 from phalanx.engine.build import build, choices
 from phalanx.forecast.decide import make_plan
@@ -29,8 +29,8 @@ def pulling(rank: int, world: int, within: bool) -> list[str]:
     in the whole."""
     axis = Mesh(Grid(dp=world), rank).dp
     sizes, wrong = (5, 64), []
-    memory = Parts(axis, sum(n * 8 * (world if within else 1) + 64 for n in sizes), torch.device("cpu"))
-    axis.shared = Shared(axis, 0, 0, torch.device("cpu"))
+    memory = PulledMemory(axis, sum(n * 8 * (world if within else 1) + 64 for n in sizes), torch.device("cpu"))
+    axis.shared = SharedExchange(axis, 0, 0, torch.device("cpu"))
     axis.shared.parts = memory
     wholes = [
         memory.place(n * world, torch.float64) if within else torch.empty(n * world, dtype=torch.float64) for n in sizes
@@ -40,13 +40,13 @@ def pulling(rank: int, world: int, within: bool) -> list[str]:
         memory.open()
         for i, part in enumerate(parts):
             part.copy_(normal(len(part), seed=100 * number + 10 * i + rank))
-        for again in range(2):
+        for recomputed in range(2):
             for i, (whole, part) in enumerate(zip(wholes, parts)):
                 if not within:
                     whole.fill_(torch.nan)
                 work = axis.all_gather_into(whole) if within else axis.all_gather_to(whole, part)
                 truth = torch.cat([normal(sizes[i], seed=100 * number + 10 * i + r) for r in range(world)])
-                wrong += [] if torch.equal(work.wait(), truth) else [f"part {i} in round {number}, time {again}"]
+                wrong += [] if torch.equal(work.wait(), truth) else [f"part {i} in round {number}, time {recomputed}"]
     axis.barrier()
     return wrong
 
@@ -69,8 +69,8 @@ def summing(rank: int, world: int, n: int, piece: int) -> list[str]:
 
 def summing_rounds(rank: int, world: int, n: int, piece: int, wrong: list[str]) -> None:
     axis = Mesh(Grid(dp=world), rank).dp
-    axis.shared = Shared(axis, 0, 0, torch.device("cpu"))
-    axis.shared.sums = Sums(axis, piece * 8, torch.device("cpu"))
+    axis.shared = SharedExchange(axis, 0, 0, torch.device("cpu"))
+    axis.shared.sums = SummedMemory(axis, piece * 8, torch.device("cpu"))
     for number in range(ROUNDS):
         x, kept = normal(world * n, seed=100 * number + rank), normal(n, seed=number)
         rows = [normal(world * n, seed=100 * number + r)[rank * n : (rank + 1) * n] for r in range(world)]
@@ -99,7 +99,7 @@ def test_room_for_sums():
 
 def test_more_parts_than_room_are_refused():
     axis = Axis("alone")
-    memory = Parts(axis, 128, torch.device("cpu"))
+    memory = PulledMemory(axis, 128, torch.device("cpu"))
     memory.place(16, torch.float32)
     memory.place(8, torch.float64)
     with pytest.raises(ValueError, match="no room"):

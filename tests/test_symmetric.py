@@ -55,7 +55,7 @@ def exchange_rounds(rank: int, world: int, rows: int, order: str, wrong: list[st
             rank * rows : (rank + 1) * rows
         ]
         gathering = tp.gather(mine) if kind in "gbd" else None
-        again = tp.gather(-mine) if kind == "d" else None
+        recomputed = tp.gather(-mine) if kind == "d" else None
         scattering = tp.scatter(world * rows, WIDTH, product) if kind in "sb" else None
         assert isinstance(gathering, PulledParts | None) and isinstance(scattering, PushedParts | None)
         if scattering:
@@ -67,7 +67,7 @@ def exchange_rounds(rank: int, world: int, rows: int, order: str, wrong: list[st
                 seen[part] = values
             wrong += [f"parts in round {number}"] if not torch.equal(seen, everyone) else []
             wrong += [f"whole in round {number}"] if not torch.equal(gathering.wait(), everyone) else []
-        if again and not torch.equal(again.wait(), -everyone):
+        if recomputed and not torch.equal(recomputed.wait(), -everyone):
             wrong.append(f"second whole in round {number}")
         if scattering and not torch.allclose(scattering.wait(), summed, rtol=1e-14, atol=1e-14):
             wrong.append(f"sum in round {number}")

@@ -359,7 +359,7 @@ def documents_end_at_no_cut() -> list[Change]:
 
 
 def keys_of_the_rank_on_the_other_side() -> list[Change]:
-    real = context.AllGather.arrivals
+    real = context.KeyValueGather.arrivals
 
     def arrivals(self: Any) -> Any:
         here, size = self.axis.index, self.axis.size
@@ -368,7 +368,7 @@ def keys_of_the_rank_on_the_other_side() -> list[Change]:
             other = found[(2 * here - source) % size]
             yield source, other if other.shape == kv.shape else kv * 0
 
-    return [(context.AllGather, "arrivals", arrivals)]
+    return [(context.KeyValueGather, "arrivals", arrivals)]
 
 
 def sinks_of_other_heads() -> list[Change]:
@@ -388,9 +388,9 @@ def other_experts_in_the_second_group(features: bool) -> list[Change]:
         at, grid = env.grid.expert_coords(env.at), env.grid
         ep = (at.ep + (at.edp > 0 and not features)) % grid.ep
         etp = (at.etp + (at.edp > 0 and features)) % grid.etp
-        return moe.Part(range(*moe.cut(count, grid.ep)[ep]), *moe.cut(inner, grid.etp)[etp], count, width, inner)
+        return moe.ExpertShard(range(*moe.cut(count, grid.ep)[ep]), *moe.cut(inner, grid.etp)[etp], count, width, inner)
 
-    return [(moe.Part, "of", staticmethod(of))]
+    return [(moe.ExpertShard, "of", staticmethod(of))]
 
 
 def balance_of_this_rank() -> list[Change]:

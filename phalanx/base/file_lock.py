@@ -38,7 +38,7 @@ class FileLock:
         self.before = ""
         self.unlocked: str | None = None
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._beat: Beat | None = None
+        self._beat: BeatFile | None = None
 
     def acquire(self) -> bool:
         """Whether it is ours now; does not wait for a holder. OSError if the file system fails."""
@@ -50,7 +50,7 @@ class FileLock:
             if error.errno not in NO_LOCKS:
                 raise
             self.unlocked = error.strerror
-            self._beat = Beat(self.path.with_name(f"{self.path.name}.beat"))
+            self._beat = BeatFile(self.path.with_name(f"{self.path.name}.beat"))
             if not self._beat.take():
                 return False
         self.before = self.holder()
@@ -88,7 +88,7 @@ class FileLock:
         os.close(self.file)
 
 
-class Beat:
+class BeatFile:
     """The file NAME.beat: created by one process alone, and changed as long as that process lives."""
 
     def __init__(self, path: Path):

@@ -100,8 +100,8 @@ class Journal:
 
     def _accepted(self) -> None:
         lost = f"the {self._lost} oldest of them are lost" if self._lost else "none is lost"
-        told = f"{self.path} can be written again: {self._late + self._lost} entries had to wait, {lost}"
+        message = f"{self.path} can be written again: {self._late + self._lost} entries had to wait, {lost}"
         self._reason = ""
         self._late = 0
         self._lost = 0
-        self._say(told)
+        self._say(message)

@@ -18,7 +18,7 @@ REQUIRED = dataclasses.MISSING
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigField:
     """One field of a tree of dataclasses. `default` is REQUIRED where there is none; `owner` is the class that
     declares it."""
 
@@ -87,18 +87,18 @@ def sections(hint: Any) -> tuple[type, ...]:
     return tuple(m for m in members(hint) if dataclasses.is_dataclass(m) and isinstance(m, type))
 
 
-def keys(cls: type, prefix: str = "") -> Iterator[Key]:
+def keys(cls: type, prefix: str = "") -> Iterator[ConfigField]:
     """Every field below `cls`, sections before what is in them. A path occurs once per class that can stand there."""
     types_, docs = hints(cls), field_docs(cls)
     for f in dataclasses.fields(cls):
         path = f"{prefix}{f.name}"
         default = f.default_factory() if f.default_factory is not REQUIRED else f.default
-        yield Key(path, types_[f.name], docs.get(f.name, ""), default, cls)
+        yield ConfigField(path, types_[f.name], docs.get(f.name, ""), default, cls)
         for section in sections(types_[f.name]):
             yield from keys(section, f"{path}.")
 
 
-def leaves(cls: type) -> list[Key]:
+def leaves(cls: type) -> list[ConfigField]:
     """Every field below `cls` that holds a value rather than a section."""
     return [k for k in keys(cls) if not sections(k.hint)]
 

@@ -88,8 +88,8 @@ def _send(mesh: Mesh, x: torch.Tensor) -> None:
 def slowest(world: Axis, times: Times) -> Times:
     """Of each figure the largest of all ranks."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-    told = torch.tensor([times.median, times.low, times.high], dtype=torch.float64, device=device)
-    middle, low, high = world.all_reduce(told, "max").wait().tolist()
+    gathered = torch.tensor([times.median, times.low, times.high], dtype=torch.float64, device=device)
+    middle, low, high = world.all_reduce(gathered, "max").wait().tolist()
     return Times(middle, low, high, times.repeats)
 
 

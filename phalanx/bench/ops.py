@@ -38,7 +38,7 @@ from phalanx.planning.plan import Plan, make_blocks, num_blocks, without_layout
 from phalanx.sequence.batch import Batch
 
 
-class Alone(Axis):
+class LocalAxis(Axis):
     """An axis of any size on one process: what would come from the others is a copy of this rank's own."""
 
     def __init__(self, name: str, size: int):
@@ -58,7 +58,7 @@ class Alone(Axis):
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an op: name and block that it came from, the function, its arguments."""
 
     name: str
@@ -74,7 +74,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Row:
+class OpTiming:
     """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once. computes: the device's
     GEMM (or attention) limits it and not its memory, by its FLOP per byte (Williams et al., "Roofline", 2009);
     `ceiling` is the rate of that, in FLOP/s or bytes/s."""
@@ -117,7 +117,7 @@ class Row:
 
 def bench_ops(
     run: Run, ranks: int, device: torch.device, repeats: int, out: str | None, say: Callable[[str], None]
-) -> list[Row]:
+) -> list[OpTiming]:
     """Measure, print a table, and write `out` (JSON)."""
     ceilings = measure_ceilings(run, device)
     plan = make_plan(run, ranks)
@@ -145,13 +145,13 @@ def bench_ops(
 # ---- the calls -----------------------------------------------------------------------------------
 
 
-def calls_of(plan: Plan, device: torch.device) -> list[Call]:
+def calls_of(plan: Plan, device: torch.device) -> list[OpCall]:
     """The different calls of ops that an embedding, a layer and a head make in forward, in order."""
     run = plan.run
     blocks = block_samples(plan, device)
     batch = random_batch(run, device)
     dtype = precision(run.train.precision).compute
-    found: list[Call] = []
+    found: list[OpCall] = []
     with noted(found):
         x = torch.empty(0, dtype=dtype, device=device)
         for block in blocks:
@@ -165,14 +165,14 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     n = num_blocks(plan.run.model)
     grid = plan.grid
     axes = ModelAxes(
-        Alone("tp", grid.tp),
-        Alone("ep", grid.ep),
-        Alone("etp", grid.etp),
-        Alone("ep x etp", grid.ep * grid.etp),
-        Alone("cp", grid.cp),
-        Alone("cp heads", grid.ulysses),
-        Alone("cp keys", grid.cp // grid.ulysses),
-        Alone("tp x cp", grid.tp * grid.cp),
+        LocalAxis("tp", grid.tp),
+        LocalAxis("ep", grid.ep),
+        LocalAxis("etp", grid.etp),
+        LocalAxis("ep x etp", grid.ep * grid.etp),
+        LocalAxis("cp", grid.cp),
+        LocalAxis("cp heads", grid.ulysses),
+        LocalAxis("cp keys", grid.cp // grid.ulysses),
+        LocalAxis("tp x cp", grid.tp * grid.cp),
     )
     env = plan.env(Coords(), axes)
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
@@ -200,7 +200,7 @@ def random_batch(run: Run, device: torch.device) -> Batch:
 
 
 @contextmanager
-def noted(found: list[Call]) -> Iterator[None]:
+def noted(found: list[OpCall]) -> Iterator[None]:
     """While inside, every op that a module of phalanx.nn or phalanx.models calls by name is noted in `found`."""
     undo: list[tuple[Any, str, Any]] = []
     for module in [m for name, m in list(sys.modules.items()) if name.startswith(("phalanx.nn.", "phalanx.models."))]:
@@ -228,14 +228,14 @@ def is_op(thing: Any) -> bool:
     )
 
 
-def _noting(function: Callable[..., Any], found: list[Call]) -> Callable[..., Any]:
+def _noting(function: Callable[..., Any], found: list[OpCall]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
         result = function(*args, **kwargs)
         if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and _tensors(
             result
         ):  # not what only chooses a twin
-            found.append(Call(function.__name__, function, *kept))
+            found.append(OpCall(function.__name__, function, *kept))
         return result
 
     return run
@@ -251,7 +251,7 @@ def _own(x: Any) -> Any:
 # ---- their times ---------------------------------------------------------------------------------
 
 
-def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
+def time_call(call: OpCall, run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> OpTiming:
     def forward() -> Any:
         with torch.no_grad():
             return call.function(*call.args, **call.kwargs)
@@ -275,7 +275,7 @@ def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, re
     computes = flop / rate >= nbytes / ceilings.copy
     ceiling = rate if computes else ceilings.copy
     times = measure(forward, device, repeats=repeats)
-    return Row(
+    return OpTiming(
         call.name,
         call.shape,
         times,
@@ -288,7 +288,7 @@ def time_call(call: Call, run: Run, device: torch.device, ceilings: Ceilings, re
     )
 
 
-def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
+def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> OpTiming:
     """What a step does once, after its gradients: norm, clip, AdamW, weights written back, gradients zeroed; for one
     layer and embeddings.
 
@@ -305,12 +305,12 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     wide, narrow = kind.master.itemsize, kind.compute.itemsize
     copies = 8 if wide == narrow else 8 + narrow / wide  # fp32: the weights are their own masters
     times = measure(lambda: update(state, tokens, 1e-5), device, repeats=repeats)
-    return Row(
+    return OpTiming(
         "update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), False, ceilings.copy, 0.0
     )
 
 
-def forward_flop(call: Call, run: Run, forward: Callable[[], Any]) -> float:
+def forward_flop(call: OpCall, run: Run, forward: Callable[[], Any]) -> float:
     """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square or
     the window."""
     if "attention" in call.name:
@@ -330,14 +330,14 @@ def _tensors(values: Any) -> list[Tensor]:
     return [t for t in flat if isinstance(t, Tensor)]
 
 
-def ops_table(rows: list[Row]) -> str:
+def ops_table(rows: list[OpTiming]) -> str:
     lines = [("op", "shape", "forward ms", "rate", "of ceiling", "forward+backward ms", "rate", "of ceiling")]
     for r in rows:
         lines.append((r.name, r.shape, *_cells(r, r.forward, False), *_cells(r, r.both, True)))
     return table(lines, left=(0, 1))
 
 
-def _cells(row: Row, times: Times | None, backward: bool) -> tuple[str, str, str]:
+def _cells(row: OpTiming, times: Times | None, backward: bool) -> tuple[str, str, str]:
     if times is None:
         return "-", "-", "-"
     rate = row.rate(times, backward)

@@ -31,11 +31,11 @@ from phalanx.checkpoint.load import fitting
 from phalanx.checkpoint.manifest import inside
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.readers.fp8 import with_scaled
-from phalanx.checkpoint.readers.megatron import MegatronPart, with_megatron
+from phalanx.checkpoint.readers.megatron import MegatronBox, with_megatron
 from phalanx.checkpoint.readers.mxfp4 import with_packed
 from phalanx.checkpoint.save import MAX_FILE_BYTES, TOKENIZER_FILES
 from phalanx.checkpoint.storage import Storage, sum_of, write_file
-from phalanx.checkpoint.tensors import Part, PlainFile, Stored, write_tensors
+from phalanx.checkpoint.tensors import PlainFile, Stored, StoredBox, write_tensors
 from phalanx.checkpoint.tools import index_text, new_folder, write_weights
 from phalanx.layout.box import Box
 
@@ -91,12 +91,12 @@ def report(folder: Path, truth: Iterator[tuple[str, Tensor]], source: str) -> Pa
     with Contents(folder) as written:
         for name, wanted in truth:
             found = written.read(WEIGHTS, name)
-            apart = (found.double() - wanted.double()).abs()
+            difference = (found.double() - wanted.double()).abs()
             lines[name] = {
                 "shape": list(found.shape),
                 "dtype": str(found.dtype).removeprefix("torch."),
-                "differing": int((apart != 0).sum()),
-                "largest": float(apart.max()) if apart.numel() else 0.0,
+                "differing": int((difference != 0).sum()),
+                "largest": float(difference.max()) if difference.numel() else 0.0,
             }
             if not torch.equal(found, wanted.to(found.dtype)):
                 wrong.append(name)
@@ -132,13 +132,17 @@ def import_weights(
     with ExitStack() as opened:
         source = DcpFolder(given) if (given / ".metadata").is_file() else SafetensorsFolder(given, opened)
         named = {name: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
-        index = {n.removeprefix(prefix): Stored(shape, [Part("", n, Box.full(shape))]) for n, shape in named.items()}
-        told = read_config(config)
-        index = with_scaled(with_packed(with_megatron(index, wanted, told, str(given)), str(given)), told, str(given))
+        index = {
+            n.removeprefix(prefix): Stored(shape, [StoredBox("", n, Box.full(shape))]) for n, shape in named.items()
+        }
+        config_json = read_config(config)
+        index = with_scaled(
+            with_packed(with_megatron(index, wanted, config_json, str(given)), str(given)), config_json, str(given)
+        )
         same = partial(same_values, files=lambda file: source)
         index = fitting(adapt(index, wanted, str(config), same), wanted, str(given))
         folder = new_folder(out)
-        held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, told)) for n, s in index.items()]
+        held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, config_json)) for n, s in index.items()]
         files = plan_files([held], MAX_FILE_BYTES)
         for file in files:
             tensors = (_whole(index[job.name], source).to(job.dtype) for job in file.jobs)
@@ -147,7 +151,7 @@ def import_weights(
             )
         if len(files) > 1:
             write_file(Storage(), folder / "model.safetensors.index.json", [index_text(files)])
-        plain = {key: value for key, value in told.items() if key != "quantization_config"}
+        plain = {key: value for key, value in config_json.items() if key != "quantization_config"}
         write_file(Storage(), folder / "config.json", [json.dumps(plain, indent=2).encode()])
         for name in ("generation_config.json", *TOKENIZER_FILES):
             if (Path(config) / name).is_file():
@@ -163,7 +167,7 @@ def _whole(stored: Stored, source: SafetensorsFolder | DcpFolder) -> Tensor:
 def _dtype(stored: Stored, source: SafetensorsFolder | DcpFolder, config: dict[str, Any]) -> torch.dtype:
     """What a tensor is written in: its own, or the config's if it is packed."""
     part = stored.parts[0]
-    if type(part) in (Part, MegatronPart):
+    if type(part) in (StoredBox, MegatronBox):
         return source.dtype(part.key)
     found = getattr(
         torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."), None

@@ -191,8 +191,8 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
 
 
 def _is_mxfp4(config: dict[str, Any]) -> bool:
-    told = config.get("quantization_config")
-    return isinstance(told, dict) and told.get("quant_method") == "mxfp4"
+    stated = config.get("quantization_config")
+    return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
 
 
 def unknown_family(name: Any) -> str:

@@ -21,9 +21,9 @@ from phalanx.checkpoint.tensors import (
     CheckedFile,
     Index,
     Open,
-    Part,
     PlainFile,
     Stored,
+    StoredBox,
     lately,
     open_tensors,
     receipt_of,
@@ -37,7 +37,7 @@ PREFIXES = ("model.", "transformer.")  # what a base model saved without its hea
 COPY = re.compile(
     r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 )  # of the embedding and the head, beside published MTP modules
-AHEAD = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
+MTP_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
 BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
@@ -87,7 +87,7 @@ def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:
                 if key in index:
                     raise CheckpointError(f"{folder}: {key} is in {index[key].parts[0].file} and in {file}")
                 shape = tensors.shape(key)
-                index[key] = Stored(shape, [Part(file, key, Box.full(shape))])
+                index[key] = Stored(shape, [StoredBox(file, key, Box.full(shape))])
     return index
 
 
@@ -187,7 +187,7 @@ def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
 
 def depths_in(index: Index) -> int:
     """How many modules of multi-token prediction the files of a folder hold."""
-    return len({found[1] for name in index if (found := AHEAD.fullmatch(name))})
+    return len({found[1] for name in index if (found := MTP_WEIGHT.fullmatch(name))})
 
 
 def folder_of(path: str | Path) -> Path:

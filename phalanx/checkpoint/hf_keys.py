@@ -10,7 +10,7 @@ from phalanx.base.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Key:
+class HfKey:
     """types: what a value may be. default: what is taken where the key is missing; NEEDED: then the config is
     refused."""
 
@@ -39,31 +39,31 @@ NAMES = {
 NEEDED = object()  # transformers would take the sizes of some published model; a folder says its own
 
 
-def integer(default: Any) -> Key:
-    return Key((int,), default)
+def integer(default: Any) -> HfKey:
+    return HfKey((int,), default)
 
 
-def integer_or_null(default: Any = None) -> Key:
-    return Key((int, NONE), default)
+def integer_or_null(default: Any = None) -> HfKey:
+    return HfKey((int, NONE), default)
 
 
-def number(default: Any) -> Key:
-    return Key((float, int), default)
+def number(default: Any) -> HfKey:
+    return HfKey((float, int), default)
 
 
-def number_or_null(default: Any) -> Key:
-    return Key((float, int, NONE), default)
+def number_or_null(default: Any) -> HfKey:
+    return HfKey((float, int, NONE), default)
 
 
-def switch(default: bool) -> Key:
-    return Key((bool,), default)
+def switch(default: bool) -> HfKey:
+    return HfKey((bool,), default)
 
 
-def text(default: str) -> Key:
-    return Key((str,), default)
+def text(default: str) -> HfKey:
+    return HfKey((str,), default)
 
 
-LIST_OR_NULL = Key((list, NONE), None)
+LIST_OR_NULL = HfKey((list, NONE), None)
 DECODER = {
     "vocab_size": integer(NEEDED),
     "hidden_size": integer(NEEDED),
@@ -75,7 +75,7 @@ DECODER = {
     "tie_word_embeddings": switch(False),
     "attention_dropout": number(0.0),
     "rms_norm_eps": number(1e-6),
-    "rope_parameters": Key((dict, NONE), None),
+    "rope_parameters": HfKey((dict, NONE), None),
 }
 UPPER_WINDOW = {
     "use_sliding_window": switch(False),
@@ -92,7 +92,7 @@ MISTRAL = {
     "sliding_window": integer_or_null(4096),
     "layer_types": LIST_OR_NULL,
 }
-KEYS: dict[str, dict[str, Key]] = {
+KEYS: dict[str, dict[str, HfKey]] = {
     "llama": {
         **DECODER,
         "num_key_value_heads": integer_or_null(),
@@ -181,8 +181,8 @@ KEYS: dict[str, dict[str, Key]] = {
         "topk_group": integer(4),
         "num_experts_per_tok": integer(8),
         "first_k_dense_replace": integer(3),
-        "norm_topk_prob": Key((bool, NONE), True),
-        "rope_interleave": Key((bool, NONE), True),
+        "norm_topk_prob": HfKey((bool, NONE), True),
+        "rope_interleave": HfKey((bool, NONE), True),
         "num_mtp_layers": integer(0),
         "aux_loss_alpha": number(0.0),
         "seq_aux": switch(True),

@@ -48,16 +48,16 @@ def list_checkpoints(root: str | Path) -> list[Path]:
 
 def misnamed(root: str | Path) -> list[str]:
     """What `list_checkpoints` leaves out, and why: a sentence about each."""
-    told = []
+    warnings = []
     for path in _named(root):
         held = held_step(path)
         if held not in (None, step_of(path)):
             linked = f", a link to {path.readlink()}," if not is_remote(path) and path.is_symlink() else ""
-            told.append(
+            warnings.append(
                 f"{path}{linked} is not used: its manifest is of step {held}; to use it, rename it to "
                 f"{step_name(held or 0)}"
             )
-    return told
+    return warnings
 
 
 def ignored(path: str | Path) -> list[str]:
@@ -86,8 +86,8 @@ def newest_first(root: str | Path) -> list[Path]:
     """The checkpoints that a run may continue from. CheckpointError if there are only such as have another step's
     name."""
     found = list_checkpoints(root)[::-1]
-    if not found and (told := misnamed(root)):
-        raise CheckpointError(f"no checkpoint in {root} can be used:\n" + "\n".join(told))
+    if not found and (warnings := misnamed(root)):
+        raise CheckpointError(f"no checkpoint in {root} can be used:\n" + "\n".join(warnings))
     return found
 
 

@@ -16,13 +16,13 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.boxes import KINDS, Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.hf import ModelConfig, differences
-from phalanx.checkpoint.hf_files import AHEAD, HEAD, Shapes, adapt, folder_of, same_in, stored_in
+from phalanx.checkpoint.hf_files import HEAD, MTP_WEIGHT, Shapes, adapt, folder_of, same_in, stored_in
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import key_of
 from phalanx.checkpoint.storage import Receipt
-from phalanx.checkpoint.tensors import Index, Part, Stored, check_files, fill
+from phalanx.checkpoint.tensors import Index, Stored, StoredBox, check_files, fill
 from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
@@ -127,7 +127,7 @@ def fitting(index: Index, wanted: Shapes, where: str) -> Index:
 
 def _depths(index: Index, wanted: Shapes) -> list[str]:
     """What to set if the model predicts more or fewer tokens ahead than the folder."""
-    have, want = ({m[1] for name in names if (m := AHEAD.fullmatch(name))} for names in (index, wanted))
+    have, want = ({m[1] for name in names if (m := MTP_WEIGHT.fullmatch(name))} for names in (index, wanted))
     return (
         [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"]
         if have != want
@@ -150,7 +150,7 @@ def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] 
         for file, boxes in json.loads(text)[table].items():
             for name, shape, start, stop in boxes:
                 stored = index.setdefault(name, Stored(tuple(shape)))
-                stored.parts.append(Part(Path(file).name, "", Box(tuple(start), tuple(stop))))
+                stored.parts.append(StoredBox(Path(file).name, "", Box(tuple(start), tuple(stop))))
         return index
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path / 'state/index.json'} is damaged: {error}") from error

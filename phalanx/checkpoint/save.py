@@ -405,13 +405,13 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
 def _state_file(name: str, items: list[tuple[str, Item]], kept: list[Item]) -> NewFile:
     items = sorted(items, key=lambda pair: KINDS.index(pair[0]))
     entries = [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items]
-    masters, apart = [i for kind, i in items if kind == KINDS[0]], {id(i) for i in kept}
+    masters, kept_ids = [i for kind, i in items if kind == KINDS[0]], {id(i) for i in kept}
     return NewFile(
         f"{name}.safetensors",
         entries,
         [i.view for _, i in items],
-        [i for i in masters if id(i) not in apart],
-        [i for i in masters if id(i) in apart],
+        [i for i in masters if id(i) not in kept_ids],
+        [i for i in masters if id(i) in kept_ids],
     )
 
 

@@ -27,7 +27,7 @@ SPARE = 0.8  # of the memory that is free on a host, what copies may take
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """A save that is over: what was saved, seconds that the run waited for it, and seconds from its beginning to its
     end."""
 
@@ -71,7 +71,7 @@ class Saver:
             None
         )  # asked now and then while a save is waited for; raises where that is of no use
 
-    def start(self, snapshot: Snapshot) -> Outcome | None:
+    def start(self, snapshot: Snapshot) -> SaveOutcome | None:
         """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under
         way is waited for first."""
         began = time.monotonic()
@@ -102,11 +102,11 @@ class Saver:
         """Before an update: what it does on the device runs after the copy of a save that is under way."""
         self._host.release()
 
-    def finished(self) -> Outcome | None:
+    def finished(self) -> SaveOutcome | None:
         """The outcome of a save in the background, once, when it is over; does not wait."""
         return None if self._under_way is None or not self._under_way.over else self.wait()
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """The outcome of the save in the background, once it is over; None if there is none."""
         thread, self._under_way = self._under_way, None
         return thread.result(self.look) if thread is not None else None
@@ -114,10 +114,10 @@ class Saver:
     def _ask_for_room(self, content: Content) -> None:
         """Whether every host has memory for what its ranks will copy. All ranks decide alike."""
         self._asked_for_room = True
-        told = agree(self.axis, lambda: (socket.gethostname(), content.needed, free_memory()))
-        for host in {name for name, _, _ in told}:
-            needed = sum(bytes_ for name, bytes_, _ in told if name == host)
-            free = next(free for name, _, free in told if name == host)
+        reports = agree(self.axis, lambda: (socket.gethostname(), content.needed, free_memory()))
+        for host in {name for name, _, _ in reports}:
+            needed = sum(bytes_ for name, bytes_, _ in reports if name == host)
+            free = next(free for name, _, free in reports if name == host)
             if free is not None and needed > SPARE * free:
                 self.background = False
                 self.why_not = (
@@ -132,14 +132,14 @@ class _Thread:
     def __init__(self, work: Callable[[], Saved], began: float):
         self._work, self._began, self._waited_s = work, began, time.monotonic() - began
         self._error: BaseException | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: SaveOutcome | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="save-checkpoint")
         self._thread.start()
 
     def _run(self) -> None:
         try:
             saved = self._work()
-            self._outcome = Outcome(saved, self._waited_s, time.monotonic() - self._began)
+            self._outcome = SaveOutcome(saved, self._waited_s, time.monotonic() - self._began)
         except BaseException as error:
             self._error = error
 
@@ -147,7 +147,7 @@ class _Thread:
     def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self, look: Callable[[], None]) -> Outcome:
+    def result(self, look: Callable[[], None]) -> SaveOutcome:
         while not self.over:
             self._thread.join(LOOK_S)
             look()

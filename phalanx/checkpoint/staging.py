@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Landing:
+class StagingBuffer:
     """Two pieces of memory of one thread in turn, page-locked where a GPU fetches from them. What is in one stays
     until it is taken again."""
 
@@ -37,7 +37,7 @@ class Landing:
             self._fetched[0] = event
 
 
-class Landings:
+class StagingBuffers:
     """Landings of several threads, whose copies go into the stream that is current where this is made."""
 
     def __init__(self, devices: Iterable[torch.device]):
@@ -45,9 +45,9 @@ class Landings:
         self._stream = torch.cuda.current_stream(self._gpu) if self._gpu is not None else None
 
     @contextmanager
-    def one(self) -> Iterator[Landing]:
+    def one(self) -> Iterator[StagingBuffer]:
         """Of the thread that asks."""
         with ExitStack() as inside:
             if self._stream is not None:
                 inside.enter_context(torch.cuda.stream(self._stream))
-            yield Landing(self._gpu)
+            yield StagingBuffer(self._gpu)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.boxes import Item
-from phalanx.checkpoint.staging import Landing, Landings
+from phalanx.checkpoint.staging import StagingBuffer, StagingBuffers
 from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
 from phalanx.checkpoint.threads import in_threads
 from phalanx.checkpoint.unreachable import Unreachable
@@ -103,7 +103,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredBox:
     """A stored box of a global tensor: `key` in `file`. A part that is stored in another form reads it as plain
     numbers."""
 
@@ -126,7 +126,7 @@ class Stored:
     """A global tensor as it lies in the files of a folder."""
 
     shape: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StoredBox] = field(default_factory=list)
 
 
 Index = dict[str, Stored]
@@ -159,7 +159,7 @@ def fill(
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(folder / name, receipt_of(receipts, folder, name))
 
-    landings = Landings(target.device for group in jobs.values() for _, _, target in group)
+    landings = StagingBuffers(target.device for group in jobs.values() for _, _, target in group)
 
     @torch.no_grad()
     def worker(tasks: Iterator[list[Job]]) -> None:
@@ -217,7 +217,7 @@ def _tensors_of(files: Mapping[Path, Receipt]) -> Iterator[tuple[Path, str]]:
                 yield from ((path, key) for key in file.keys())
 
 
-Job = tuple[Part, tuple[slice, ...], Tensor]  # a stored box, the box of it that is wanted, and where it goes
+Job = tuple[StoredBox, tuple[slice, ...], Tensor]  # a stored box, the box of it that is wanted, and where it goes
 
 
 def _runs(jobs: list[Job]) -> list[list[Job]]:
@@ -236,10 +236,10 @@ def _runs(jobs: list[Job]) -> list[list[Job]]:
     return found
 
 
-def _read_once(jobs: list[Job], files: Open, memory: Landing) -> None:
+def _read_once(jobs: list[Job], files: Open, memory: StagingBuffer) -> None:
     """Read the rows that hold all of these boxes, then hand each its part: of our own files a piece after the other."""
     part, where, target = jobs[0]
-    file = files(part.file) if type(part) is Part and where else None
+    file = files(part.file) if type(part) is StoredBox and where else None
     if isinstance(file, CheckedFile):
         for at, rows in file.pieces(part.key, where[0].start, max(w[0].stop for _, w, _ in jobs), memory.take):
             _hand(jobs, at, rows)

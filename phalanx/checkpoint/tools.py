@@ -58,10 +58,10 @@ def _tensors(first: Contents, second: Contents, kind: str) -> Iterator[str]:
         if x.dtype != y.dtype:
             yield f"{kind} {name}: {x.dtype} -> {y.dtype}"
         if x.dtype != y.dtype or not torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.dim() else x != y:
-            apart = (x.double() - y.double()).abs()
+            difference = (x.double() - y.double()).abs()
             yield (
-                f"{kind} {name}: {int((apart != 0).sum())} of {x.numel()} values differ, by up to "
-                f"{float(apart.max()):.3g}"
+                f"{kind} {name}: {int((difference != 0).sum())} of {x.numel()} values differ, by up to "
+                f"{float(difference.max()):.3g}"
             )
 
 

@@ -14,14 +14,14 @@ from torch.nn.attention import SDPBackend
 
 from phalanx import __version__
 from phalanx.base.devices import find_device
-from phalanx.ops.dense.optional_kernels import EXTRA, WHEELS, unusable
+from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES, unusable
 from phalanx.ops.op import has_triton, use_triton
 from phalanx.ops.quantized import cublaslt
 
 Rows = list[tuple[str, str]]
 
 OPTIONAL = {
-    "triton": "fast twins of norm, SwiGLU, RoPE, loss and AdamW on a GPU",
+    "triton": "fast implementations of norm, SwiGLU, RoPE, loss and AdamW on a GPU",
     "flash-attn-4": f"attention by its kernels ({EXTRA})",
     "quack-kernels": f"SwiGLU inside the GEMMs ({EXTRA})",
     "tensorboard": "log.tensorboard=true (pip install 'phalanx[tensorboard]')",
@@ -114,7 +114,7 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def low_products() -> str:
+def quantized_matmuls() -> str:
     return (
         "torch's; added to the fp32 buffer, and of blocks, by cuBLASLt"
         if cublaslt.library()
@@ -133,7 +133,7 @@ def implementations() -> Rows:
             "weight gradients",
             f"addmm into the fp32 buffer, {'inside the GEMM' if cuda else 'operands widened first (CPU)'}",
         ),
-        ("products in 8 bits", low_products() if cuda else "emulated, because there is no GPU"),
+        ("products in 8 bits", quantized_matmuls() if cuda else "emulated, because there is no GPU"),
         ("norm, RoPE, SwiGLU", "Triton kernels" if triton_runs() else "PyTorch ops with hand-written backward"),
         ("cross entropy", "chunked over tokens, cut over the vocabulary; the full logits never exist"),
         (
@@ -145,7 +145,7 @@ def implementations() -> Rows:
 
 
 def triton_runs() -> bool:
-    """Whether train.kernels=auto takes the Triton twins here."""
+    """Whether train.kernels=auto takes the Triton implementations here."""
     return torch.cuda.is_available() and use_triton("auto", torch.empty(0, device="cuda"))
 
 
@@ -185,7 +185,7 @@ def fast_paths() -> Rows:
             )
         )
     for op, cost in WHEEL_COSTS.items():
-        rows.append((WHEELS[op].package, no_gpu or unusable(op), cost))
+        rows.append((PACKAGES[op].package, no_gpu or unusable(op), cost))
     return [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
 
 

@@ -91,13 +91,13 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits
     with 1. Ends with the structures of the run that the small copies had, and those that they lacked.
     """
-    from phalanx.cli.setup import Ready, arguments, prepare_elsewhere
+    from phalanx.cli.setup import PreparedRun, arguments, prepare_elsewhere
 
     ready = prepare_elsewhere(config, overrides, ranks)
     from phalanx.verifying.compare import verify as compare
 
     def start(run: Any, world: int, steps: int) -> None:
-        run_ranks("phalanx.cli.jobs:verify", Ready(run, world), {**arguments(run), "steps": steps}, None)
+        run_ranks("phalanx.cli.jobs:verify", PreparedRun(run, world), {**arguments(run), "steps": steps}, None)
 
     compare(ready.run, ready.ranks, start, steps, click.echo)
 
@@ -366,10 +366,10 @@ def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kin
     """Train a tokenizer on text files, .jsonl or .parquet files (.gz, .zst), folders or globs of them."""
     from collections import Counter
 
-    from phalanx.text.readers import Reading, cut, find_files, texts
+    from phalanx.text.readers import ReadOptions, cut, find_files, texts
     from phalanx.text.tokenizers import TRAINERS
 
-    reading = Reading(keys=tuple(json_keys.split(",")))
+    reading = ReadOptions(keys=tuple(json_keys.split(",")))
     parts = (part for piece in cut(list(find_files(inputs)), 1 << 23, lambda before: True) for part in piece)
     made = TRAINERS[kind]((text for part in parts for text in texts(part, reading, Counter())), vocab_size, out)
     click.echo(f"tokenizer={out} kind={kind} vocab_size={made.vocab_size} eod={made.eod}")
@@ -523,7 +523,7 @@ def bench_ops(config: str, overrides: tuple[str, ...], ranks: int | None, repeat
 @JSON
 def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | None) -> None:
     """Measure all_reduce, all_gather, reduce_scatter and send/recv: time and bus bandwidth by size."""
-    from phalanx.cli.setup import Ready
+    from phalanx.cli.setup import PreparedRun
     from phalanx.launch.env import describe_machine, read_placement
 
     machine, (placement, problems) = describe_machine("auto"), read_placement(os.environ)
@@ -544,7 +544,7 @@ def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | No
     except ValueError:
         raise click.BadParameter(f"{sizes!r} is not MIB,MIB,... such as 1,64", param_hint="--sizes") from None
     values = {"device": machine.device, "sizes": mib, "repeats": repeats, "out": out}
-    run_ranks("phalanx.bench.comm:bench_comm", Ready(None, world, placement), values, None)  # type: ignore[arg-type]
+    run_ranks("phalanx.bench.comm:bench_comm", PreparedRun(None, world, placement), values, None)  # type: ignore[arg-type]
 
 
 @bench.command("sweep", short_help="Time steps of many configurations.")

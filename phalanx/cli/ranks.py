@@ -32,7 +32,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
     from phalanx.launch.bus import BusErrors
-    from phalanx.launch.local import Alone, start
+    from phalanx.launch.local import SingleRank, start
     from phalanx.launch.network import settle
     from phalanx.launch.worker import find
 
@@ -41,7 +41,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     if ready.placement is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     else:
-        word = Alone()
+        word = SingleRank()
         placement = settle(ready.placement or Placement(), os.environ)
         with BusErrors(word.died):
             find(target)(replace(placement, word=word), **values)

@@ -23,7 +23,7 @@ from phalanx.training.machine import fit_here
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedRun:
     """A run without problems. `placement` is set if this process is a rank of a world that someone else started."""
 
     run: Run
@@ -31,13 +31,13 @@ class Ready:
     placement: Placement | None = None
 
 
-def prepare(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> Ready:
+def prepare(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> PreparedRun:
     """Read and check a run for this machine. Raises every problem at once; other ranks than 0 of a foreign world
     raise them silently."""
     return prepare_loaded(read(config, overrides), ranks)
 
 
-def prepare_loaded(loaded: Loaded, ranks: int | None) -> Ready:
+def prepare_loaded(loaded: Loaded, ranks: int | None) -> PreparedRun:
     """As `prepare`, of a config that is read already."""
     placement, env_problems = read_placement(os.environ)
     if loaded.run is None and not env_problems:
@@ -52,10 +52,12 @@ def prepare_loaded(loaded: Loaded, ranks: int | None) -> Ready:
     problems = all_problems(loaded, facts)
     if problems:
         fail(problems, placement)
-    return Ready(loaded.run, world, placement)
+    if placement is None or placement.rank == 0:
+        say_notes(loaded)
+    return PreparedRun(loaded.run, world, placement)
 
 
-def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> Ready:
+def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> PreparedRun:
     """Read and check a run for a machine that is not here: no look at devices, files or the environment."""
     loaded = read(config, overrides)
     if loaded.run is None:
@@ -65,7 +67,14 @@ def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int
     problems = all_problems(loaded, Facts(world_size=world, local_ranks=world, files=False))
     if problems:
         fail(problems, None)
-    return Ready(loaded.run, world)
+    say_notes(loaded)
+    return PreparedRun(loaded.run, world)
+
+
+def say_notes(loaded: Loaded) -> None:
+    """The new names of what a config calls by old ones."""
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
 
 
 def all_problems(loaded: Loaded, facts: Facts) -> list[Problem]:
@@ -94,7 +103,7 @@ def default_ranks(run: Run, machine: Facts) -> int:
     return max(1, run.layout.tp * run.layout.cp * run.layout.pp)
 
 
-def check_memory(ready: Ready, force: bool = False) -> Ready:
+def check_memory(ready: PreparedRun, force: bool = False) -> PreparedRun:
     """Refuse a run that the memory of this machine cannot hold, warn where it is tight; of ranks that others started
     one speaks per machine.
 

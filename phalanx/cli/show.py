@@ -183,14 +183,14 @@ def _glance(corpus: Corpus) -> list[str]:
         if len(lengths) == corpus.num_documents
         else f"the first {len(lengths):,} of {corpus.num_documents:,} documents"
     )
-    again = [found for found in places.values() if len(found) > 1]
+    duplicates = [found for found in places.values() if len(found) > 1]
     lines = [
         f"tokens per document, {seen}: min {min(lengths):,}, median {int(median(lengths)):,}, max "
         f"{max(lengths):,}, empty {lengths.count(0):,}"
     ]
-    copies = sum(len(found) - 1 for found in again)
+    copies = sum(len(found) - 1 for found in duplicates)
     lines.append(f"duplicates, {seen}: {copies:,} repeat an earlier one token for token ({copies / len(lengths):.1%})")
-    for found in sorted(again, key=len, reverse=True)[:3]:
+    for found in sorted(duplicates, key=len, reverse=True)[:3]:
         shown = ", ".join([*map(str, found[:5]), *(["..."] if len(found) > 5 else [])])
         lines.append(f"  {len(found):,} times, {lengths[found[0]]:,} tokens: documents {shown}")
     return lines
@@ -280,12 +280,12 @@ def checkpoints_text(run: str) -> str:
     if not folder.is_dir():
         raise CheckpointError(missing(folder))
     found = list_checkpoints(folder / "checkpoints") or list_checkpoints(folder)
-    told = ignored(folder)
+    notes = ignored(folder)
     if not found:
-        return "\n".join([f"no checkpoint in {folder / 'checkpoints'}", *told])
+        return "\n".join([f"no checkpoint in {folder / 'checkpoints'}", *notes])
     lines = [f"{path}  {_size(path):.1f} MiB  {problem_of(path) or 'good'}" for path in found]
     return "\n".join(
-        [*(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found)), *told]
+        [*(line + ("  pinned" if pin_of(path).exists() else "") for line, path in zip(lines, found)), *notes]
     )
 
 

@@ -97,7 +97,7 @@ class Overlap(Protocol):
     def rows(self, tokens: int, width: int, like: Tensor, back: bool) -> Any: ...
 
 
-class Sharing(Protocol):
+class PulledExchange(Protocol):
     """Memory of buckets that the ranks share (shared.Shared): where parts are pulled from, and what sums go through."""
 
     parts: Any
@@ -105,8 +105,8 @@ class Sharing(Protocol):
     nbytes: int
 
 
-class Parts:
-    """The plain twin of symmetric.PulledParts: gathers everything, then hands it out as one part."""
+class GatheredParts:
+    """The reference implementation of symmetric.PulledParts: gathers everything, then hands it out as one part."""
 
     def __init__(self, work: Work):
         self.work = work
@@ -120,8 +120,8 @@ class Parts:
         return self.work.wait()
 
 
-class Sums:
-    """The plain twin of symmetric.PushedParts: one part to fill in, scattered as soon as it is filled."""
+class ScatteredSums:
+    """The reference implementation of symmetric.PushedParts: one part to fill in, scattered as soon as it is filled."""
 
     def __init__(self, axis: Axis, tokens: int, width: int, like: Tensor, local: bool = False):
         self.axis, self.buffer, self.local = axis, like.new_empty(tokens, width), local
@@ -141,7 +141,8 @@ class Sums:
 
 
 class SwappedRows:
-    """The plain twin of symmetric.PushedRows: parts for each rank, needed or not, that an all-to-all carries."""
+    """The reference implementation of symmetric.PushedRows: parts for each rank, needed or not, that an all-to-all
+    carries."""
 
     def __init__(self, axis: Axis, tokens: int, width: int, like: Tensor, local: bool = False):
         self.axis, self.tokens, self.local = axis, tokens, local
@@ -187,7 +188,9 @@ class Axis:
         self.watch = watch or Watch()
         self._title = f"{name} of {self.size} ranks from {ranks[0]}"
         self.memory: Overlap | None = None  # where set, matmuls overlap with their exchanges
-        self.shared: Sharing | None = None  # where set, what lies there is pulled by the others, and sums go through it
+        self.shared: PulledExchange | None = (
+            None  # where set, what lies there is pulled by the others, and sums go through it
+        )
 
     def _local(self, op: str, x: Tensor) -> bool:
         """Whether the call is to stay on this rank: size 1, or a test drops it."""
@@ -237,17 +240,17 @@ class Axis:
         """As all_gather, in parts that a matmul can start on as they arrive."""
         memory = self.memory
         if memory is None or not memory.fits(x.nbytes * self.size):
-            return Parts(self.all_gather(x, async_op=True))
-        return Parts(Work(self._repeated(x))) if self._local("all_gather", x) else memory.pulled(x)
+            return GatheredParts(self.all_gather(x, async_op=True))
+        return GatheredParts(Work(self._repeated(x))) if self._local("all_gather", x) else memory.pulled(x)
 
     def scatter(self, tokens: int, width: int, like: Tensor) -> Arriving:
         """As reduce_scatter of a product (tokens, width) with the dtype of `like`, in parts that are sent as they
         are filled in."""
         memory = self.memory
         if memory is None or not memory.fits(tokens * width * like.element_size()):
-            return Sums(self, tokens, width, like)
+            return ScatteredSums(self, tokens, width, like)
         return (
-            Sums(self, tokens, width, like, local=True)
+            ScatteredSums(self, tokens, width, like, local=True)
             if self._local("reduce_scatter", like)
             else memory.pushed(tokens, width, like)
         )
@@ -316,9 +319,9 @@ class Axis:
             return Work(out, self._run(lambda: sums.reduce(x, out, add)))
         if x.device.type != "cpu":
             return Work(own, self._run(lambda: _reduce_scatter(own, x, self.group, async_op)))
-        apart = torch.empty_like(own)  # gloo needs input and output apart
-        handle = self._run(lambda: _reduce_scatter(apart, x, self.group, async_op))
-        work = Work(own, handle, finish=lambda: _copy(own, apart))
+        output = torch.empty_like(own)  # gloo needs input and output apart
+        handle = self._run(lambda: _reduce_scatter(output, x, self.group, async_op))
+        work = Work(own, handle, finish=lambda: _copy(own, output))
         return work if async_op else Work(work.wait())
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
@@ -424,7 +427,7 @@ class ModelAxes:
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     heads: Axis = field(default_factory=lambda: Axis("cp heads"))
     keys: Axis = field(default_factory=lambda: Axis("cp keys"))
-    sharing: Axis = field(default_factory=lambda: Axis("tp x cp"))
+    batch_group: Axis = field(default_factory=lambda: Axis("tp x cp"))
     groups: Mapping[int, tuple[Axis, Axis]] = field(default_factory=dict)
 
     def among(self, degree: int) -> ModelAxes:

@@ -18,13 +18,13 @@ from phalanx.comm.axis import Axis, ModelAxes, Overlap
 from phalanx.comm.debug import Watch
 from phalanx.comm.health.waits import Waits
 from phalanx.comm.meeting import SignedStore, open_store, recognise
-from phalanx.comm.overlap import Shared
+from phalanx.comm.overlap import SharedExchange
 from phalanx.comm.symmetric import Symmetric, first_line, made_by_all
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 from phalanx.sequence.balance import degrees_of
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 Mode = Literal["auto", "on", "off"]
 
@@ -106,7 +106,7 @@ class Mesh:
         self.closing: list[Callable[[], None]] = []
         self.store: SignedStore | None = None  # what ranks say to each other beside collectives
         self.overlapping: dict[str, str] = {}  # by axis: whether it hides its exchanges, and why not
-        self.sharing: dict[SumAxis, str] = {}  # the same of buckets whose gradients are summed over an axis
+        self.exchanges: dict[SumAxis, str] = {}  # the same of buckets whose gradients are summed over an axis
         self._subs: dict[Replica, Axis] = {}
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
@@ -114,12 +114,12 @@ class Mesh:
         self.data = self._whole("dp x cp", grid.ranks(self.at, ("dp", "cp"))) if grid.cp > 1 else self.dp
         self.pp = self._phase("pp", grid.ranks(self.at, ("pp",)))
         self._edges = self._make_edges()
-        sharing = self._whole("tp x cp", grid.ranks(self.at, ("cp", "tp"))) if grid.cp > 1 else self.tp
+        batch_group = self._whole("tp x cp", grid.ranks(self.at, ("cp", "tp"))) if grid.cp > 1 else self.tp
         self.cp = self._whole("cp", grid.ranks(self.at, ("cp",)))
         heads = self.cp if grid.ulysses == grid.cp else self._whole("cp heads", grid.cp_heads(self.at))
         keys = self.cp if grid.ulysses == 1 else self._whole("cp keys", grid.cp_keys(self.at))
         self.model = ModelAxes(
-            self.tp, cp=self.cp, heads=heads, keys=keys, sharing=sharing, groups=self._make_groups(heads)
+            self.tp, cp=self.cp, heads=heads, keys=keys, batch_group=batch_group, groups=self._make_groups(heads)
         )
         self._edp: Axis | None = None
         self.pp_hosts: Axis | None = None
@@ -127,9 +127,9 @@ class Mesh:
         self.alone = Axis("alone", (rank,))
 
     @property
-    def part(self) -> Part:
+    def part(self) -> SequenceShard:
         """Which part of every sequence is this rank's."""
-        return Part(self.at.cp, self.grid.cp, self.grid.dynamic, self.grid.ulysses)
+        return SequenceShard(self.at.cp, self.grid.cp, self.grid.dynamic, self.grid.ulysses)
 
     def prepare_experts(self) -> None:
         """Make the axes of the expert view, which only models with experts need; once."""
@@ -257,10 +257,10 @@ class Mesh:
         for axis, size in sorted({(r.axis, len(r.members)) for r in replicas}):
             if size == self.grid.size(axis):
                 continue
-            for apart in _apart(
+            for disjoint in _disjoint(
                 sorted((r for r in replicas if r.axis == axis and len(r.members) == size), key=lambda r: r.members)
             ):
-                mine = next((r for r in apart if getattr(self.at, axis) in r.members), None)
+                mine = next((r for r in disjoint if getattr(self.at, axis) in r.members), None)
                 made = self._phase(
                     f"{axis} part", self.grid.members(self.at, axis, mine.members) if mine else (self.rank,)
                 )
@@ -288,14 +288,14 @@ class Mesh:
         """Open memory in which those that share buckets (`groups`) pull weights and sum gradients; `mode` and what
         is returned as of `overlap`.
 
-        parts, largest: bytes, as of shared.Shared; nothing is opened for none.
+        parts, largest: bytes, as of shared.SharedExchange; nothing is opened for none.
         """
         groups = self.groups(inner)
 
         def make() -> None:
-            groups.inner.shared = groups.gather.shared = Shared(groups.inner, parts, largest, self.device)
+            groups.inner.shared = groups.gather.shared = SharedExchange(groups.inner, parts, largest, self.device)
 
-        self.sharing[inner] = said = self._opened(groups.inner, mode if parts or largest else "off", make)
+        self.exchanges[inner] = said = self._opened(groups.inner, mode if parts or largest else "off", make)
         if said != "on":
             groups.inner.shared = groups.gather.shared = None
         return said
@@ -305,11 +305,11 @@ class Mesh:
         axis.memory = None
         self.overlapping[axis.name] = why
 
-    def without_sharing(self, inner: SumAxis, why: str) -> None:
+    def without_exchange(self, inner: SumAxis, why: str) -> None:
         """The same of `share`."""
         groups = self.groups(inner)
         groups.inner.shared = groups.gather.shared = None
-        self.sharing[inner] = why
+        self.exchanges[inner] = why
 
     def wants_memory(self, mode: Mode) -> bool:
         """Whether memory is to be shared where it can be."""
@@ -387,7 +387,7 @@ def local_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _apart(replicas: Iterable[Replica]) -> list[list[Replica]]:
+def _disjoint(replicas: Iterable[Replica]) -> list[list[Replica]]:
     """Sorted into groups, in each of which no two have a member in common."""
     groups: list[list[Replica]] = []
     for r in replicas:

@@ -30,7 +30,7 @@ SETS = 3 * 2**28  # bytes of both sets of gradient pieces, at most
 FIRST = -1  # priority of streams: barriers and sums are short, and others wait for them
 
 
-class Memory:
+class SharedBuffers:
     """`nbytes` on each rank of an axis, which all can read and write: `buffers`, uint8, by rank."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device):
@@ -106,12 +106,12 @@ class Done:
         return self._event is None or self._event.query()
 
 
-class Parts:
+class PulledMemory:
     """Memory for parts that others pull. `place` takes room in it, in the same order on all ranks of the axis."""
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device):
         self.size, self.index = axis.size, axis.index
-        self._memory, self._aside = Memory(axis, nbytes, device), Aside(device)
+        self._memory, self._aside = SharedBuffers(axis, nbytes, device), Aside(device)
         self._own = self._memory.buffers[axis.index]
         self._taken = 0
         self._changed, self._read = True, False
@@ -154,14 +154,14 @@ class Parts:
         return self._aside.done()
 
 
-class Sums:
+class SummedMemory:
     """Memory for pieces of gradients on their way to the rank that sums them."""
 
     def __init__(self, axis: Axis, largest: int, device: torch.device):
         """largest: bytes of the largest part that a rank sums; those larger than a set's piece go in several."""
         self.size, self.index = axis.size, axis.index
         self.piece = piece_bytes(axis.size, largest)
-        self._memory, self._aside = Memory(axis, 2 * (axis.size - 1) * self.piece, device), Aside(device)
+        self._memory, self._aside = SharedBuffers(axis, 2 * (axis.size - 1) * self.piece, device), Aside(device)
         self._turn = 0
         self._add = add_pieces
         if device.type == "cuda" and find_spec("triton"):
@@ -202,7 +202,7 @@ def piece_bytes(size: int, largest: int) -> int:
 
 
 def sums_bytes(size: int, largest: int) -> int:
-    """What Sums takes on each rank."""
+    """What SummedMemory takes on each rank."""
     return 2 * (size - 1) * piece_bytes(size, largest)
 
 
@@ -216,14 +216,14 @@ def add_pieces(out: Tensor, own: Tensor, received: Tensor, index: int, add: bool
     out.add_(total) if add else out.copy_(total)
 
 
-class Shared:
+class SharedExchange:
     """Both, of one axis: parts that are pulled, and sums of gradients."""
 
     def __init__(self, axis: Axis, parts: int, largest: int, device: torch.device):
-        """parts: bytes of all parts that a rank gives others to read; largest: as of Sums; 0: nothing is pulled, or
-        summed."""
-        self.parts = Parts(axis, parts, device) if parts else None
-        self.sums = Sums(axis, largest, device) if largest else None
+        """parts: bytes of all parts that a rank gives others to read; largest: as of SummedMemory; 0: nothing is
+        pulled, or summed."""
+        self.parts = PulledMemory(axis, parts, device) if parts else None
+        self.sums = SummedMemory(axis, largest, device) if largest else None
         self.nbytes = parts + (sums_bytes(axis.size, largest) if largest else 0)
 
     def open(self) -> None:

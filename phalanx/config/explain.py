@@ -74,6 +74,6 @@ def search_text(word: str) -> str:
     return "\n".join(texts)
 
 
-def key_text(key: tree.Key) -> str:
+def key_text(key: tree.ConfigField) -> str:
     default = ", required" if key.default is tree.REQUIRED else f", default {json.dumps(key.default, default=list)}"
     return f"{key.path}: {key.type}{default}\n{indent(key.doc, INDENT)}".rstrip()

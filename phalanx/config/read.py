@@ -19,6 +19,7 @@ import os
 import re
 import traceback
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
 from phalanx.base.rules import near_paths
 from phalanx.config.model_source import FROM, supply
-from phalanx.config.removed import replace_removed
+from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
 
@@ -54,7 +55,7 @@ MAX_DEPTH = 100  # of sections and lists inside each other
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """Plain values that a file or an override gave, where each was set, and what was wrong with the text itself."""
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -65,13 +66,14 @@ class Source:
 @dataclass(frozen=True)
 class Loaded:
     """`run` is None if not even a repaired config can be built; with problems it is a repaired one, good only for
-    finding more."""
+    finding more. `notes`: the new names of what the config calls by old ones."""
 
     run: Run | None
     problems: list[Problem]
     origins: Mapping[str, str]
     repaired: frozenset[str] = frozenset()
     base_from: str = "the defaults"
+    notes: tuple[str, ...] = ()
 
     def where(self, path: str) -> str:
         """Where the value at a path was set: its own place, else that of the section around it, else `base_from`."""
@@ -96,6 +98,8 @@ def load_run(
     loaded = read(path, overrides, base)
     if loaded.problems or loaded.run is None:
         raise ConfigError(loaded.problems)
+    for note in loaded.notes:
+        warnings.warn(note, stacklevel=2)
     return loaded.run
 
 
@@ -107,12 +111,13 @@ def read(
 ) -> Loaded:
     """As `load_run`, but returns the problems, so that those of the rules can be shown with them. `base_from`: where
     messages say that values were set which neither the file nor an override sets."""
-    source = Source(to_dict(base) if isinstance(base, Run) else _copy(base or {}))
+    source = ConfigSource(to_dict(base) if isinstance(base, Run) else _copy(base or {}))
     if path is not None:
         source = _merged(source, read_file(path))
     for text in overrides:
         apply_override(source, text)
     no_model = supply(source.data, source.origins)
+    notes = replace_renamed(source.data)
     removed, replaced = replace_removed(source.data)
     run, problems, repaired = build(source.data)
     problems = removed + problems
@@ -120,7 +125,7 @@ def read(
         problems = [
             p for p in problems if not (p.field.split(".")[0] == "model" and p.rule.startswith("is required"))
         ] + no_model
-    loaded = Loaded(run, [], source.origins, repaired | replaced, base_from)
+    loaded = Loaded(run, [], source.origins, repaired | replaced, base_from, notes)
     at = f"{path}" if path is not None else COMMAND_LINE
     problems = [
         p if not p.rule.startswith("is required") else p.at(source.origins.get(p.field.rpartition(".")[0], at))
@@ -179,7 +184,7 @@ def explain(key: str) -> str:
     return "\n".join(texts)
 
 
-def _default_text(key: tree.Key) -> str:
+def _default_text(key: tree.ConfigField) -> str:
     if tree.sections(key.hint) and (not key.default or dataclasses.is_dataclass(key.default)):
         return ""
     return ", required" if key.default is tree.REQUIRED else f", default {json.dumps(_plain(key.default))}"
@@ -188,14 +193,14 @@ def _default_text(key: tree.Key) -> str:
 # ---- files and overrides -> plain values ---------------------------------------------------------
 
 
-def read_file(path: str | Path) -> Source:
+def read_file(path: str | Path) -> ConfigSource:
     """A YAML or Python file, or the folder of a run: its config.yaml, and the run goes on in that folder, wherever
     it is called from."""
     if not os.path.isdir(path):
         return read_python(path) if Path(path).suffix == ".py" else read_yaml(path)
     inside = Path(path) / "config.yaml"
     if not inside.is_file():
-        return Source(
+        return ConfigSource(
             problems=[
                 Problem(
                     "CONFIG",
@@ -206,25 +211,25 @@ def read_file(path: str | Path) -> Source:
             ]
         )
     file = read_yaml(inside)
-    return Source({**file.data, "dir": str(path)}, {**file.origins, "dir": COMMAND_LINE}, file.problems)
+    return ConfigSource({**file.data, "dir": str(path)}, {**file.origins, "dir": COMMAND_LINE}, file.problems)
 
 
-def read_yaml(path: str | Path) -> Source:
+def read_yaml(path: str | Path) -> ConfigSource:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode()
     except (OSError, ValueError) as error:
-        return Source(problems=[_unreadable(path, error)])
+        return ConfigSource(problems=[_unreadable(path, error)])
     if len(raw) > MAX_BYTES:
-        return Source(
+        return ConfigSource(
             problems=[
                 Problem(
                     "CONFIG", str(path), f"is no config: it has more than {MAX_BYTES:,} bytes", {}, (), COMMAND_LINE
                 )
             ]
         )
-    source = Source()
+    source = ConfigSource()
     node = _compose(
         text, lambda rule, line: source.problems.append(Problem("CONFIG", str(path), rule, where=f"{path}:{line}"))
     )
@@ -232,7 +237,7 @@ def read_yaml(path: str | Path) -> Source:
         try:
             source.data = Constructor(str(path), source).value(node, "")
         except TooLarge as error:
-            return Source(problems=[Problem("CONFIG", str(path), str(error), {}, (), f"{path}:{error.line}")])
+            return ConfigSource(problems=[Problem("CONFIG", str(path), str(error), {}, (), f"{path}:{error.line}")])
     elif node is not None:
         source.problems.append(
             Problem("CONFIG", str(path), "must hold sections (model:, train:, ...)", where=f"{path}:1")
@@ -240,13 +245,13 @@ def read_yaml(path: str | Path) -> Source:
     return source
 
 
-def read_python(path: str | Path) -> Source:
+def read_python(path: str | Path) -> ConfigSource:
     """Run a recipe that the user named: a file with `def run() -> Run`."""
     if not os.path.isfile(path):
-        return Source(problems=[_unreadable(path, FileNotFoundError(2, "No such file or directory"))])
+        return ConfigSource(problems=[_unreadable(path, FileNotFoundError(2, "No such file or directory"))])
     spec = importlib.util.spec_from_file_location("phalanx_recipe", path)
     if spec is None or spec.loader is None:
-        return Source(problems=[Problem("CONFIG", str(path), "cannot be imported")])
+        return ConfigSource(problems=[Problem("CONFIG", str(path), "cannot be imported")])
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -254,10 +259,14 @@ def read_python(path: str | Path) -> Source:
     except Exception as error:
         own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         line = own[-1] if own else getattr(error, "lineno", 1)
-        return Source(problems=[Problem("CONFIG", str(path), f"raised {describe(error)}", where=f"{path}:{line}")])
+        return ConfigSource(
+            problems=[Problem("CONFIG", str(path), f"raised {describe(error)}", where=f"{path}:{line}")]
+        )
     if not isinstance(made, Run):
-        return Source(problems=[Problem("CONFIG", str(path), "must define run() that returns a Run", where=str(path))])
-    return Source(to_dict(made), _python_origins(Path(path)))
+        return ConfigSource(
+            problems=[Problem("CONFIG", str(path), "must define run() that returns a Run", where=str(path))]
+        )
+    return ConfigSource(to_dict(made), _python_origins(Path(path)))
 
 
 def _python_origins(path: Path) -> dict[str, str]:
@@ -275,7 +284,7 @@ def _unreadable(path: str | Path, error: Exception) -> Problem:
     return Problem("CONFIG", str(path), f"cannot be read ({reason})", {}, near_paths(str(path)), COMMAND_LINE)
 
 
-def apply_override(source: Source, text: str) -> None:
+def apply_override(source: ConfigSource, text: str) -> None:
     """`a.b=c` with c in YAML; what it sets replaces what was there."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
@@ -290,7 +299,7 @@ def apply_override(source: Source, text: str) -> None:
     node = _compose(value_text, complain)
     if len(source.problems) > count:
         return
-    inner = Source()
+    inner = ConfigSource()
     try:
         value = None if node is None else Constructor(COMMAND_LINE, inner, lines=False).value(node, key)
     except TooLarge as error:
@@ -323,13 +332,13 @@ def _put(data: dict[str, Any], steps: list[str], value: Any) -> None:
     data[steps[-1]] = value
 
 
-def _merged(low: Source, high: Source) -> Source:
+def _merged(low: ConfigSource, high: ConfigSource) -> ConfigSource:
     def merge(a: Any, b: Any) -> Any:
         if not (isinstance(a, dict) and isinstance(b, dict)):
             return b
         return {**a, **{k: merge(a.get(k), v) for k, v in b.items()}}
 
-    return Source(merge(low.data, high.data), low.origins | high.origins, low.problems + high.problems)
+    return ConfigSource(merge(low.data, high.data), low.origins | high.origins, low.problems + high.problems)
 
 
 def _compose(text: str, complain: Callable[[str, int], None]) -> Node | None:
@@ -369,7 +378,7 @@ class TooLarge(Exception):
 class Constructor:
     """YAML nodes -> plain values, keeping the line of every key. Only the types of YAML 1.2's core schema are made."""
 
-    def __init__(self, file: str, source: Source, lines: bool = True):
+    def __init__(self, file: str, source: ConfigSource, lines: bool = True):
         self.file, self.source, self.lines = file, source, lines
         self._open: list[Node] = []
         self._values = self._characters = 0

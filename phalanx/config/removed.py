@@ -1,7 +1,7 @@
 """Options that Phalanx once had: what to type instead of each.
 
-A config that still says one (a file, an override, the saved config of an old run or checkpoint) is refused together
-with all other problems of it. Nothing is replaced silently.
+A config that still says a removed one (a file, an override, the saved config of an old run or checkpoint) is refused
+together with all other problems of it. A renamed one still works, and one line says its new name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.base.errors import Problem
@@ -55,6 +56,21 @@ REMOVED = tuple(
     )
     for recipe in ("nvfp4_fine", "nvfp4_mixed")
 )
+
+
+RENAMED: Mapping[tuple[str, Any], Any] = MappingProxyType({("train.kernels", "wheels"): "optional"})
+"""(Key, old value) -> new value."""
+
+
+def replace_renamed(data: dict[str, Any]) -> tuple[str, ...]:
+    """Put new names in the place of old ones in the plain values of a config; a line for each."""
+    notes = []
+    for (key, old), new in RENAMED.items():
+        if value_at(data, key) == old:
+            section, _, name = key.rpartition(".")
+            value_at(data, section)[name] = new
+            notes.append(f"{key}={_word(old)} is called {key}={_word(new)} now")
+    return tuple(notes)
 
 
 def replace_removed(data: dict[str, Any], options: Sequence[Removed] = REMOVED) -> tuple[list[Problem], frozenset[str]]:

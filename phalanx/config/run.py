@@ -139,9 +139,9 @@ class TrainConfig:
     offload_layers: int = 0
     """Layers of each stage, from its first, whose activations wait in host memory between forward and backward,
     copied beside compute."""
-    kernels: Literal["auto", "plain", "triton", "wheels"] = "auto"
-    """Twins of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, wheels (triton, attention
-    and MLP from phalanx[wheels])."""
+    kernels: Literal["auto", "plain", "triton", "optional"] = "auto"
+    """Implementations of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, optional (triton,
+    attention and MLP from the packages of phalanx[kernels])."""
     plain_ops: list[str] = field(default_factory=list)
     """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped, quant,
     attention, mlp. For comparisons."""

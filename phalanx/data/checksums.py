@@ -92,7 +92,7 @@ class HashedFile:
 
 
 @dataclass(frozen=True)
-class Sums:
+class Checksums:
     """What PREFIX.sums says: the XXH3-64 of the .idx, and the segments of each .bin. None: that file is unchecked."""
 
     idx: str
@@ -103,20 +103,20 @@ def sums_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}{SUFFIX}")
 
 
-def write_sums(path: Path, sums: Sums) -> None:
+def write_sums(path: Path, sums: Checksums) -> None:
     body = {"version": VERSION, "idx": sums.idx, "bins": [_lines(segments) for segments in sums.bins]}
     with replacing(path) as file:
         file.write(json.dumps({**body, "self": _own_sum(body)}, indent=1).encode())
 
 
-def read_sums(prefix: str | os.PathLike[str]) -> Sums | None:
+def read_sums(prefix: str | os.PathLike[str]) -> Checksums | None:
     """None where there is no PREFIX.sums. DataError if it is damaged itself."""
     path = sums_path(prefix)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         own = body.pop("self")
         if body["version"] == VERSION and own == _own_sum(body):
-            return Sums(body["idx"], tuple(_segments(lines) for lines in body["bins"]))
+            return Checksums(body["idx"], tuple(_segments(lines) for lines in body["bins"]))
         problem = "damaged" if body["version"] == VERSION else f"version {body['version']}, expected {VERSION}"
     except FileNotFoundError:
         return None

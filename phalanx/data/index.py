@@ -26,7 +26,16 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from phalanx.base.errors import DataError
-from phalanx.data.checksums import SEGMENT, BinFile, HashedFile, SegmentSums, Sums, read_sums, sums_path, write_sums
+from phalanx.data.checksums import (
+    SEGMENT,
+    BinFile,
+    Checksums,
+    HashedFile,
+    SegmentSums,
+    read_sums,
+    sums_path,
+    write_sums,
+)
 from phalanx.data.files import must_exist, replacing, sync, sync_folder, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -165,7 +174,7 @@ class Corpus:
             self._release()
         return found.hexdigest()
 
-    def _check_sums(self, sums: Sums | None) -> tuple[BinFile, ...]:
+    def _check_sums(self, sums: Checksums | None) -> tuple[BinFile, ...]:
         """The .bin files with what PREFIX.sums says of them. DataError if the .idx is not the one that it was
         written with."""
         path = sums_path(self.prefix)
@@ -319,7 +328,7 @@ class CorpusWriter:
             missing_ok=True
         )  # a crash between the renames must not leave an old .idx beside the new .bin
         os.replace(self._bin_temporary, self._bin_path)
-        write_sums(sums_path(self.prefix), Sums(self.idx_xxh3, (self._bin_sums.finish(),)))
+        write_sums(sums_path(self.prefix), Checksums(self.idx_xxh3, (self._bin_sums.finish(),)))
         os.replace(self._idx_temporary, self._idx_path)
         sync_folder(self._bin_path.parent)
 

@@ -19,9 +19,11 @@ from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.shard import WHOLE, Part
+from phalanx.sequence.shard import WHOLE, SequenceShard
 
-AHEAD = 4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
+LOOKED_UP = (
+    4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
+)
 
 
 Work = Callable[[Sequence[int]], Sequence[int]]
@@ -63,11 +65,11 @@ def spread(costs: Sequence[int], blocks: int) -> list[int]:
     twos = (len(costs) & -len(costs)).bit_length() - 1
     parts = [sorted(range(len(costs)), key=lambda i: (-costs[i], i))]
     for factor in [*odd, *[2] * twos]:
-        parts = [part for whole in parts for part in _deal(whole, costs, factor)]
+        parts = [part for whole in parts for part in _assign(whole, costs, factor)]
     return [i for part in parts for i in sorted(part)]
 
 
-def _deal(items: list[int], costs: Sequence[int], count: int) -> list[list[int]]:
+def _assign(items: list[int], costs: Sequence[int], count: int) -> list[list[int]]:
     """Items, the dearest first, in `count` parts of equal length."""
     parts, sums = [list[int]() for _ in range(count)], [0] * count
     for first in range(0, len(items), count):
@@ -284,7 +286,7 @@ class Prefetcher:
         sample_lists: Iterable[Sequence[int]],
         depth: int = 4,
         pin_memory: bool = False,
-        part: Part = WHOLE,
+        part: SequenceShard = WHOLE,
     ):
         self._loader, self._sample_lists, self._pin_memory, self._part = loader, sample_lists, pin_memory, part
         self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()  # the exception is last, and stays
@@ -338,9 +340,9 @@ class Prefetcher:
             self._ready.put(end)
 
     def _places(self) -> Iterator[list[Place]]:
-        """The places of each list of samples, looked up for about AHEAD samples at a time."""
+        """The places of each list of samples, looked up for about LOOKED_UP samples at a time."""
         lists = iter(self._sample_lists)
-        while some := _take(lists, AHEAD):
+        while some := _take(lists, LOOKED_UP):
             places = iter(self._loader.locate([sample for samples in some for sample in samples]))
             for samples in some:
                 yield list(islice(places, len(samples)))

@@ -24,20 +24,20 @@ from phalanx.nn.dry_run import pulled_bytes, summed_bytes
 from phalanx.ops.optimizer.moments import Narrow
 from phalanx.ops.optimizer.shard import Shard
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
-from phalanx.schedule.memory_slots import Places
+from phalanx.schedule.memory_slots import MemorySlots
 
 
 def _memory_of(
-    places: Places | None, precision: Precision, device: torch.device
+    slots: MemorySlots | None, precision: Precision, device: torch.device
 ) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
     """The places of a bucket's weights and gradients, None where it has none."""
-    if places is None:
+    if slots is None:
         return lambda bucket: (None, None)
-    weights = [torch.zeros(n, dtype=precision.compute, device=device) for n in places.weight_sizes]
-    grads = [torch.zeros(n, dtype=precision.master, device=device) for n in places.gradient_sizes]
+    weights = [torch.zeros(n, dtype=precision.compute, device=device) for n in slots.weight_sizes]
+    grads = [torch.zeros(n, dtype=precision.master, device=device) for n in slots.gradient_sizes]
 
     def of(bucket: int) -> tuple[Tensor | None, Tensor | None]:
-        weight, grad = places.weights.get(bucket), places.gradients.get(bucket)
+        weight, grad = slots.weights.get(bucket), slots.gradients.get(bucket)
         return None if weight is None else weights[weight], None if grad is None else grads[grad]
 
     return of
@@ -72,12 +72,12 @@ class Buffers:
         leaves: int = 0,
         sources: int = 0,
         together: int = 1,
-        places: Places | None = None,
+        slots: MemorySlots | None = None,
     ):
         """What `share_memory` opened before is used."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
-        memory = _memory_of(places, precision, mesh.device)
+        memory = _memory_of(slots, precision, mesh.device)
         for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
             made = CodedBucket if bucket.coded and training else FlatBucket
             flat = made(bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id))

@@ -81,7 +81,7 @@ class FlatBucket:
         leaves: int = 0,
         sources: int = 0,
         together: int = 1,
-        places: tuple[Tensor | None, Tensor | None] = (None, None),
+        slots: tuple[Tensor | None, Tensor | None] = (None, None),
     ):
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
@@ -94,13 +94,13 @@ class FlatBucket:
         self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
         self.lo, self.hi = self.cut.updated(*at)
         self.weight_comes, self.grad_comes = (
-            (self.cut.cuts_weights and places[0] is None),
-            (self.cut.cuts_gradients and places[1] is None),
+            (self.cut.cuts_weights and slots[0] is None),
+            (self.cut.cuts_gradients and slots[1] is None),
         )
         shared = self.groups.inner.shared
         self.parts = None if shared is None else shared.parts
-        self._make_weights(precision, places[0])
-        self.grad = _memory(places[1], bucket.numel if self.training else 0, precision.master, device)
+        self._make_weights(precision, slots[0])
+        self.grad = _memory(slots[1], bucket.numel if self.training else 0, precision.master, device)
         self.grad_at, self.grad_kept = (
             (self.part[0], torch.zeros_like(self.grad[slice(*self.part)]))
             if self.cut.cuts_gradients
@@ -111,8 +111,8 @@ class FlatBucket:
         self.shared_by = (
             grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
         )  # ranks with parts of a micro-batch
-        apart = sources - 1 if bucket.axis == "edp" and self.training else 0
-        self.further = [torch.zeros_like(self.grad) for _ in range(apart)]
+        separate_masters = sources - 1 if bucket.axis == "edp" and self.training else 0
+        self.further = [torch.zeros_like(self.grad) for _ in range(separate_masters)]
         self.tree = (
             GradientTrees([self.grad, *self.further], sorted(bucket.users), leaves)
             if self.training and leaves
@@ -120,7 +120,7 @@ class FlatBucket:
         )
         self._reduced = False  # since the last `finish`
         self._reducing: Work | None = None
-        self._sharing: Work | None = None
+        self._broadcasting: Work | None = None
         self._gathering: Work | None = None
         self._moved = False  # whether this rank's part came from other groups since its neighbours were given it
 
@@ -245,7 +245,7 @@ class FlatBucket:
     def _share(self) -> None:
         part = self.grad_kept[self.part[0] - self.grad_at : self.part[1] - self.grad_at]
         share = self.groups.outer.reduce_scatter_within if self.cut.outside else self.groups.outer.all_reduce
-        self._sharing = share(part, async_op=True)
+        self._broadcasting = share(part, async_op=True)
 
     def finish(self) -> None:
         """Wait until the sum over the bucket's axis is there (in `own_grad`). In a loop without a schedule nobody
@@ -255,9 +255,9 @@ class FlatBucket:
         self._reduced = False
         if self._reducing is not None:
             self.close(last=True)
-        if self._sharing is not None:
-            self._sharing.wait()
-            self._sharing = None
+        if self._broadcasting is not None:
+            self._broadcasting.wait()
+            self._broadcasting = None
 
     def sum_stages(self) -> None:
         """Add up what stages hold of the same parameters. Their buckets of these are alike, and so are the parts of
@@ -335,7 +335,7 @@ class FlatBucket:
         return self.weight_at, self.weight_kept
 
     @property
-    def apart(self) -> bool:
+    def separate_masters(self) -> bool:
         """Whether masters are not the weights themselves."""
         return self.out is not None
 

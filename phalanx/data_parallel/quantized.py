@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.base.dtypes import Precision
 from phalanx.data_parallel.flat import FlatBucket, allocate, let_go, write_range
 from phalanx.layout.buckets import Slot
-from phalanx.ops.quantized.linear import LowWeight
+from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTS, SLOTS, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
 from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
@@ -28,10 +28,10 @@ class Matrix:
     """A weight in a bucket: its codes (rows, columns), and the transposed ones."""
 
     slot: Slot
-    low: LowWeight
+    quantizer: WeightQuantizer
     blocks: Blocks
     straight: Tensor
-    turned: Tensor
+    transposed: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CodedBucket(FlatBucket):
     both          (2, numel) uint8: codes as they lie, and each matrix transposed; at level 3 without memory (or with
     that of a place) while the
                   bucket is not gathered
-    codes_kept    the codes that are always here, from element number `codes_at` on; below level 3 all of them
+    quantized_kept    the codes that are always here, from element number `quantized_at` on; below level 3 all of them
     changed       whether masters have changed since the codes were made
     """
 
@@ -66,18 +66,20 @@ class CodedBucket(FlatBucket):
                 torch.zeros(2 * numel, dtype=torch.uint8, device=device) if place is None else place.view(torch.uint8)
             )
         self.both = memory[: 2 * numel].view(2, numel)
-        self.codes_at, self.codes_kept = self._kept(self.both[0])
+        self.quantized_at, self.quantized_kept = self._kept(self.both[0])
         self.whole_values, self.changed, self._came = False, True, False
 
     def attach(self, params: list[nn.Parameter]) -> None:
-        self.matrices = [self._matrix(slot, params[slot.param].low) for slot in self.bucket.slots]  # type: ignore[attr-defined]
+        self.matrices = [self._matrix(slot, params[slot.param].quantizer) for slot in self.bucket.slots]  # type: ignore[attr-defined]
         super().attach(params)
         let_go(self.weight)
 
-    def _matrix(self, slot: Slot, low: LowWeight) -> Matrix:
+    def _matrix(self, slot: Slot, quantizer: WeightQuantizer) -> Matrix:
         columns = slot.spec.shape[-1]
-        straight, turned = (x[slot.offset : slot.offset + slot.numel] for x in self.both)
-        return Matrix(slot, low, low.blocks(slot.spec.shape), straight.view(-1, columns), turned.view(columns, -1))
+        straight, transposed = (x[slot.offset : slot.offset + slot.numel] for x in self.both)
+        return Matrix(
+            slot, quantizer, quantizer.blocks(slot.spec.shape), straight.view(-1, columns), transposed.view(columns, -1)
+        )
 
     # ---- in place of the weights themselves
 
@@ -95,16 +97,16 @@ class CodedBucket(FlatBucket):
         return self.lo, self.master
 
     @property
-    def apart(self) -> bool:
+    def separate_masters(self) -> bool:
         return True
 
     @property
     def resident(self) -> tuple[int, Tensor]:
-        return self.codes_at, self.codes_kept
+        return self.quantized_at, self.quantized_kept
 
     @property
     def held(self) -> list[Tensor]:
-        return [self.weight, self.both, self.codes_kept]
+        return [self.weight, self.both, self.quantized_kept]
 
     @property
     def out(self) -> Tensor | None:
@@ -118,7 +120,7 @@ class CodedBucket(FlatBucket):
 
     @property
     def triton(self) -> bool:
-        return self.matrices[0].low.by_triton(self.weight)
+        return self.matrices[0].quantizer.by_triton(self.weight)
 
     def own_part(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
         """Masters of a matrix that this rank updates, where their codes go, and the number of the first in the
@@ -127,7 +129,7 @@ class CodedBucket(FlatBucket):
         a, b = max(slot.offset, self.lo), max(min(slot.offset + slot.numel, self.hi), max(slot.offset, self.lo))
         return (
             self.master[a - self.lo : b - self.lo],
-            self.codes_kept[a - self.codes_at : b - self.codes_at],
+            self.quantized_kept[a - self.quantized_at : b - self.quantized_at],
             a - slot.offset,
         )
 
@@ -137,15 +139,15 @@ class CodedBucket(FlatBucket):
 
     def cast(self, matrix: Matrix, numbers: Numbers, note: bool) -> None:
         """`note`: the amaxes too."""
-        x, codes, first = self.own_part(matrix)
+        x, quantized, first = self.own_part(matrix)
         bits = numbers.bits if note else None
         cast_run_(
-            codes,
+            quantized,
             x,
             first,
             matrix.blocks,
             numbers.multiplier,
-            matrix.low.format,
+            matrix.quantizer.format,
             self.weight.dtype,
             numbers.counts,
             bits,
@@ -157,7 +159,7 @@ class CodedBucket(FlatBucket):
         self.changed = False
         inner, outer = self.groups.inner, self.groups.outer
         if self.cut.outside:
-            part = self.codes_kept[self.part[0] - self.codes_at : self.part[1] - self.codes_at]
+            part = self.quantized_kept[self.part[0] - self.quantized_at : self.part[1] - self.quantized_at]
             self._gathering, self._moved = outer.all_gather_into(part, async_op=True), True
         if self.level > 0 and not self.cut.cuts_weights:
             self.arrive()
@@ -176,7 +178,7 @@ class CodedBucket(FlatBucket):
         self.arrive()
         if self.weight_comes:
             allocate(self.both)
-        self._gathering = self.groups.gather.all_gather_to(self.both[0], self.codes_kept, async_op=True)
+        self._gathering = self.groups.gather.all_gather_to(self.both[0], self.quantized_kept, async_op=True)
         self._came = True
         if self.whole_values:
             self._fill_values()
@@ -187,7 +189,7 @@ class CodedBucket(FlatBucket):
         if self._came:
             self._came = False
             for m in self.matrices:
-                turn_(m.turned, m.straight, self.triton)
+                turn_(m.transposed, m.straight, self.triton)
 
     def free(self) -> None:
         if self.weight_comes:
@@ -233,39 +235,39 @@ class Family:
         self.buckets, self.seen = buckets, torch.zeros(len(numbers), device=device)
         self.counts = torch.zeros(len(numbers), SLOTS, COUNTS, dtype=torch.int64, device=device)
         self.rooms = sizes = [m.blocks.room for _, m in pairs]
-        which = [numbers[m.low.name] for _, m in pairs]
+        which = [numbers[m.quantizer.name] for _, m in pairs]
         self.bits = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.multiplier, self.scales, self.turned_scales = (torch.ones(sum(sizes), device=device) for _ in range(3))
+        self.multiplier, self.scales, self.transposed_scales = (torch.ones(sum(sizes), device=device) for _ in range(3))
         self.linear_of_block = torch.tensor(which, device=device).repeat_interleave(torch.tensor(sizes, device=device))
-        numbers_of = (self.bits, self.multiplier, self.scales, self.turned_scales)
-        bits, multiplier, scales, turned = (
+        numbers_of = (self.bits, self.multiplier, self.scales, self.transposed_scales)
+        bits, multiplier, scales, transposed = (
             [room[: m.blocks.count] for room, (_, m) in zip(t.split(sizes), pairs)] for t in numbers_of
         )
         numbered = map(Numbers, bits, multiplier, (self.counts[i] for i in which))
         self.all = [(f, m, n) for (f, m), n in zip(pairs, numbered)]
         self.by_matrix = [
-            (a.view(m.blocks.shape), b.view(m.blocks.shape[::-1])) for (_, m), a, b in zip(pairs, scales, turned)
+            (a.view(m.blocks.shape), b.view(m.blocks.shape[::-1])) for (_, m), a, b in zip(pairs, scales, transposed)
         ]
         for (_, m), both in zip(pairs, self.by_matrix):
-            straight, other = (codes.view(m.low.format.dtype) for codes in (m.straight, m.turned))
-            m.low.hold(straight, other, *both)
+            straight, other = (quantized.view(m.quantizer.format.dtype) for quantized in (m.straight, m.transposed))
+            m.quantizer.hold(straight, other, *both)
         self._current = False  # whether scales were those of the weights as they are, whatever the recipe is
 
     @property
-    def low(self) -> LowWeight:
+    def quantizer(self) -> WeightQuantizer:
         """Any one: they have one recipe and one way."""
-        return self.all[0][1].low
+        return self.all[0][1].quantizer
 
     @torch.no_grad()
     def renew(self) -> None:
         """Make codes of the masters where these, or what scales them, are others than the last time, and start
         sending them."""
-        if not any(f.changed for f in self.buckets) and self._current == self.low.current:
+        if not any(f.changed for f in self.buckets) and self._current == self.quantizer.current:
             return
-        self._current = self.low.current
+        self._current = self.quantizer.current
         if self.buckets[0].parts is not None:
             self.buckets[0].parts.open()
-        given = [scale for _, m, _ in self.all if (scale := m.low.given_scale()) is not None]
+        given = [scale for _, m, _ in self.all if (scale := m.quantizer.given_scale()) is not None]
         known = len(given) == len(self.all)
         self.bits.zero_()
         self.counts.zero_()
@@ -284,9 +286,9 @@ class Family:
         for f, m, n in self.all:
             f.note_largest(m, n)
         self._compare()
-        if self.low.shared is not None:
-            self.low.shared.all_reduce(self.bits, "max").wait()
-        self._scale_by([multipliers(self.bits.view(torch.float32), self.low.format, self.low.recipe.scale)])
+        if self.quantizer.shared is not None:
+            self.quantizer.shared.all_reduce(self.bits, "max").wait()
+        self._scale_by([multipliers(self.bits.view(torch.float32), self.quantizer.format, self.quantizer.recipe.scale)])
 
     def _compare(self) -> None:
         """The amaxes of all parts of the weights."""
@@ -299,8 +301,8 @@ class Family:
     def _scale_by(self, multiplier: list[Tensor]) -> None:
         torch.cat(multiplier, out=self.multiplier)
         torch.reciprocal(self.multiplier, out=self.scales)
-        for scales, turned in self.by_matrix:
-            turned.copy_(scales.t())
+        for scales, transposed in self.by_matrix:
+            transposed.copy_(scales.t())
 
 
 def families(buckets: Sequence[FlatBucket], numbers: dict[str, int]) -> list[Family]:

@@ -19,7 +19,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import ranks_text
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
-from phalanx.ops.dense.optional_kernels import WHEELS, unusable
+from phalanx.ops.dense.optional_kernels import PACKAGES, unusable
 from phalanx.ops.op import use_triton
 from phalanx.ops.quantized import cublaslt
 from phalanx.planning.plan import Plan
@@ -44,13 +44,13 @@ class LocalFacts:
 
     memory       bytes of its GPU; None on a CPU
     triton       whether Triton kernels run
-    no_wheels    ops whose kernels from optional packages do not run
+    no_optional_kernels    ops whose kernels from optional packages do not run
     """
 
     device: str = "CPU"
     memory: int | None = None
     triton: bool = False
-    no_wheels: tuple[str, ...] = tuple(WHEELS)
+    no_optional_kernels: tuple[str, ...] = tuple(PACKAGES)
     cublaslt: bool = False
     nccl: str = ""
     driver: str = ""
@@ -92,7 +92,7 @@ def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
         device=torch.cuda.get_device_name(device),
         memory=torch.cuda.mem_get_info(device)[1],
         triton=use_triton("auto", torch.empty(0, device=device)),
-        no_wheels=tuple(op for op in WHEELS if unusable(op, device.index or 0) is not None),
+        no_optional_kernels=tuple(op for op in PACKAGES if unusable(op, device.index or 0) is not None),
         cublaslt=cublaslt.library() is not None,
         nccl=".".join(map(str, version)),
         driver=driver_version(),
@@ -110,7 +110,7 @@ def driver_version() -> str:
 def collect(world: Axis, mine: LocalFacts) -> list[LocalFacts]:
     """Everyone's facts, by rank."""
     rows = (json.loads(text) for text in world.all_gather_text(json.dumps(asdict(mine))))
-    return [LocalFacts(**{**row, "no_wheels": tuple(row["no_wheels"])}) for row in rows]
+    return [LocalFacts(**{**row, "no_optional_kernels": tuple(row["no_optional_kernels"])}) for row in rows]
 
 
 def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
@@ -160,7 +160,7 @@ def with_kernels(plan: Plan, everyone: Sequence[LocalFacts]) -> Plan:
         return plan
     if len({facts.triton for facts in everyone}) > 1:
         chosen: Any = "plain"
-    elif len({facts.no_wheels for facts in everyone}) > 1 and everyone[0].triton:
+    elif len({facts.no_optional_kernels for facts in everyone}) > 1 and everyone[0].triton:
         chosen = "triton"
     else:
         return plan
@@ -169,7 +169,7 @@ def with_kernels(plan: Plan, everyone: Sequence[LocalFacts]) -> Plan:
 
 def runs_triton(plan: Plan, everyone: Sequence[LocalFacts]) -> bool:
     kernels = plan.run.train.kernels
-    return all(facts.triton for facts in everyone) if kernels == "auto" else kernels in ("triton", "wheels")
+    return all(facts.triton for facts in everyone) if kernels == "auto" else kernels in ("triton", "optional")
 
 
 def differences(everyone: Sequence[LocalFacts]) -> list[str]:
@@ -220,7 +220,9 @@ def uncaptured_ops(plan: Plan, triton: bool) -> frozenset[str]:
     """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where
     the host waits for the device."""
     experts = plan.waits_for_sizes or counts_rows(plan, triton)
-    return frozenset(name for name, apart in (("attention", plan.grid.dynamic), ("experts", experts)) if apart)
+    return frozenset(
+        name for name, uncaptured in (("attention", plan.grid.dynamic), ("experts", experts)) if uncaptured
+    )
 
 
 def counts_rows(plan: Plan, triton: bool) -> bool:

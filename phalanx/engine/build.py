@@ -18,22 +18,22 @@ from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.engine.deterministic import be_deterministic
-from phalanx.engine.fp8_state import LowState
+from phalanx.engine.fp8_state import Fp8State
 from phalanx.engine.guard import Guard
-from phalanx.forecast.check import unfit_for_wheels
+from phalanx.forecast.check import unfit_for_optional_kernels
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.layout.shards import Sharding
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
-from phalanx.ops.dense.optional_kernels import WHEELS, unusable
+from phalanx.ops.dense.optional_kernels import PACKAGES, unusable
 from phalanx.optim.adamw import AdamW, moment_dtype
 from phalanx.optim.scaler import LossScaler
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
-from phalanx.planning.plan import Plan, low_names, low_precision
+from phalanx.planning.plan import Plan, fp8_linears, fp8_names
 from phalanx.schedule.actions import Backward, Instruction, Ready
 
 
@@ -55,8 +55,8 @@ class State:
     handlers: Handlers
     agreed: Agreed
     routed: tuple[MoE, ...] = ()
-    ahead: tuple[MultiTokenPrediction, ...] = ()
-    low: LowState | None = None  # of runs in low precision (train.fp8)
+    mtp: tuple[MultiTokenPrediction, ...] = ()
+    fp8: Fp8State | None = None  # of runs in low precision (train.fp8)
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
     before_update: Callable[[], None] = lambda: None
 
@@ -129,10 +129,13 @@ def build(plan: Plan, mesh: Mesh) -> State:
         leaves=plan.leaves,
         sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0),
-        places=plan.places[mesh.at.pp] if plan.places else None,
+        slots=plan.slots[mesh.at.pp] if plan.slots else None,
     )
     optimizer = AdamW(
-        buffers.shards(moment_dtype(plan.run.optim)), plan.run.optim, mesh.device, plan.env(mesh.at).twin("adamw")
+        buffers.shards(moment_dtype(plan.run.optim)),
+        plan.run.optim,
+        mesh.device,
+        plan.env(mesh.at).kernels_for("adamw"),
     )
     scaler = LossScaler(
         mesh.device,
@@ -146,27 +149,27 @@ def build(plan: Plan, mesh: Mesh) -> State:
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
-    low = low_state(plan, buffers, params, mesh.device)
+    fp8 = fp8_state(plan, buffers, params, mesh.device)
 
     def ready(i: Ready) -> None:
         buffers.flat[i.bucket].ready()
-        if low is not None:
-            low.refresh(i.bucket)
+        if fp8 is not None:
+            fp8.refresh(i.bucket)
 
     handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
     if plan.leaves:
         handlers[Backward] = backward_in_order(stages, buffers)
     mesh.warm_up()
-    routed, ahead = routed_layers(blocks, mesh.device), ahead_blocks(blocks, mesh.device)
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, ahead, low)
+    routed, mtp = routed_layers(blocks, mesh.device), mtp_blocks(blocks, mesh.device)
+    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, mtp, fp8)
 
 
-def low_state(plan: Plan, buffers: Buffers, params: list[nn.Parameter], device: torch.device) -> LowState | None:
+def fp8_state(plan: Plan, buffers: Buffers, params: list[nn.Parameter], device: torch.device) -> Fp8State | None:
     """Of a run with train.fp8: its linears in low precision count into it."""
-    config, low = plan.run.train.fp8, low_precision(plan.run)
-    if config is None or low is None:
+    config, fp8 = plan.run.train.fp8, fp8_linears(plan.run)
+    if config is None or fp8 is None:
         return None
-    state = LowState(low_names(plan.run), low.recipe, config, device)
+    state = Fp8State(fp8_names(plan.run), fp8.recipe, config, device)
     for flat in buffers.flat:
         state.attach(flat.bucket.id, (params[slot.param] for slot in flat.bucket.slots))
     state.keep(buffers.flat)
@@ -200,7 +203,7 @@ def close_memory(agreed: Agreed, mesh: Mesh, opened: dict[str, str]) -> None:
         if name in (TP, EXPERTS):
             mesh.without_overlap(mesh.tp if name == TP else mesh.model.experts, agreed.memory[name])
         else:
-            mesh.without_sharing(name, agreed.memory[name])  # type: ignore[arg-type]
+            mesh.without_exchange(name, agreed.memory[name])  # type: ignore[arg-type]
 
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
@@ -211,7 +214,7 @@ def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.devi
     return found
 
 
-def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MultiTokenPrediction, ...]:
+def mtp_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MultiTokenPrediction, ...]:
     """The block that predicts further tokens, if it is here, with its tally at zero."""
     found = tuple(block for run in blocks.values() for block in run if isinstance(block, MultiTokenPrediction))
     for block in found:
@@ -221,7 +224,7 @@ def ahead_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.devic
 
 def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
     """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
-    plan, between, tape = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.tape
+    plan, between, recompute = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.recompute
     hosts = (
         mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
     )
@@ -229,7 +232,7 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
         mesh.prepare_pp_hosts()
     return Graphs(
         Cuda(mesh.device, loose=bool(between)),
-        tape,
+        recompute,
         mesh.memories,
         between,
         hosts,
@@ -241,7 +244,7 @@ def choices(state: State) -> str:
     """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
     run, mesh, agreed = state.plan.run, state.mesh, state.agreed
     plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
-    wheels = wheels_chosen(state.plan, mesh.device) if agreed.triton else ""
+    optional = optional_kernels_chosen(state.plan, mesh.device) if agreed.triton else ""
     graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
     dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
     beside = agreed.memory.get(EXPERTS)
@@ -256,9 +259,9 @@ def choices(state: State) -> str:
     overlap = f"; tp exchanges in matmuls {agreed.memory[TP]}" if mesh.tp.size > 1 else ""
     overlap += shared_text(state)
     no_cublaslt = run.train.fp8 is not None and mesh.device.type == "cuda" and not agreed.cublaslt
-    low = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if no_cublaslt else ""
+    fp8 = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if no_cublaslt else ""
     return (
-        f"kernels {'triton' + plain if agreed.triton else 'plain'}{wheels}{low}; CUDA graphs "
+        f"kernels {'triton' + plain if agreed.triton else 'plain'}{optional}{fp8}; CUDA graphs "
         f"{graphs or 'off'}{overlap}{dispatch}{order}"
     )
 
@@ -266,20 +269,24 @@ def choices(state: State) -> str:
 def shared_text(state: State) -> str:
     """How what is sharded is exchanged, by axis, where there is anything to exchange."""
     mesh, memory = state.mesh, state.agreed.memory
-    found = [(axis, memory[axis]) for axis in sorted(mesh.sharing) if mesh.groups(axis).inner.size > 1]
+    found = [(axis, memory[axis]) for axis in sorted(mesh.exchanges) if mesh.groups(axis).inner.size > 1]
     return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
 
 
-def wheels_chosen(plan: Plan, device: torch.device) -> str:
+def optional_kernels_chosen(plan: Plan, device: torch.device) -> str:
     """Which ops run twins from optional packages, and why others do not."""
     train, said = plan.run.train, []
-    for op, unfit in unfit_for_wheels(plan.run).items():
-        wheel = WHEELS[op]
+    for op, unfit in unfit_for_optional_kernels(plan.run).items():
+        package = PACKAGES[op]
         if train.kernels == "triton" or op in train.plain_ops:
             continue
         why = unusable(op, device.index or 0) if device.type == "cuda" else "not a GPU"
         why = why or (f"not for {', '.join(f'{k}={v}' for k, v in unfit.items())}" if unfit else None)
-        said.append(f"{op} from {wheel.package} {wheel.version}" if why is None else f"{op} not from a wheel ({why})")
+        said.append(
+            f"{op} from {package.package} {package.version}"
+            if why is None
+            else f"{op} not from an optional package ({why})"
+        )
     return "".join(f"; {text}" for text in said)
 
 
@@ -293,7 +300,7 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     mesh.prepare(plan.replicas(mesh.at.tp))
     to_device(params, mesh.device)
     for p in params:
-        p.low = None  # type: ignore[attr-defined]  # a few tokens at a time make no whole blocks of scales
+        p.quantizer = None  # type: ignore[attr-defined]  # a few tokens at a time make no whole blocks of scales
     kind = precision(plan.run.train.precision)
     for run in blocks.values():
         for block in run:
@@ -305,12 +312,12 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
 def to_device(params: list[nn.Parameter], device: torch.device) -> None:
     """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
     for p in params:
-        spec, low, further = p.spec, getattr(p, "low", None), getattr(p, "further", [])  # type: ignore[attr-defined]
+        spec, quantizer, further = p.spec, getattr(p, "quantizer", None), getattr(p, "further", [])  # type: ignore[attr-defined]
         for each in (p, *further):
             torch.utils.swap_tensors(
                 each, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns)
             )
-            each.low = low  # type: ignore[attr-defined]
+            each.quantizer = quantizer  # type: ignore[attr-defined]
         p.spec, p.further = spec, further  # type: ignore[attr-defined]
 
 

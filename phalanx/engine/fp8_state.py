@@ -18,13 +18,13 @@ from phalanx.comm.axis import Axis
 from phalanx.config.run import Fp8Config
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.quantized import CodedBucket, Family, families
-from phalanx.ops.quantized.linear import DY, TENSORS, LowWeight, W
+from phalanx.ops.quantized.linear import DY, TENSORS, W, WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
 
-TOLD = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
+TOTALS = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
 
 
-class LowState:
+class Fp8State:
     """`names`: all linears of the model in the recipe; `here`: those of this rank's parameters, by bucket."""
 
     def __init__(self, names: Sequence[str], recipe: Recipe | None, config: Fp8Config | None, device: torch.device):
@@ -39,7 +39,7 @@ class LowState:
         self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
         self._gone: set[str] = set()
         self.over = False  # whether the run's last steps have come, which are in train.precision
-        self.lows: dict[int, list[tuple[LowWeight, nn.Parameter]]] = {}  # by bucket
+        self.lows: dict[int, list[tuple[WeightQuantizer, nn.Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
         self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
         self.kept: list[Family] = []
@@ -54,17 +54,17 @@ class LowState:
         """Let this rank's linears of a bucket count into the state."""
         found = self.lows.setdefault(bucket, [])
         for p in params:
-            low: LowWeight | None = getattr(p, "low", None)
-            if low is None:
+            fp8: WeightQuantizer | None = getattr(p, "quantizer", None)
+            if fp8 is None:
                 continue
-            i = self.names.index(low.name)
-            low.counts, low.amax, self.mine[i] = self.counts[i], self.amax[i], 1.0
+            i = self.names.index(fp8.name)
+            fp8.counts, fp8.amax, self.mine[i] = self.counts[i], self.amax[i], 1.0
             if self.history.numel():
-                low.multiplier = self.multiplier[i]
-            found.append((low, p))
+                fp8.multiplier = self.multiplier[i]
+            found.append((fp8, p))
 
     @property
-    def here(self) -> Iterator[tuple[LowWeight, nn.Parameter]]:
+    def here(self) -> Iterator[tuple[WeightQuantizer, nn.Parameter]]:
         for found in self.lows.values():
             yield from found
 
@@ -88,37 +88,37 @@ class LowState:
         """A bucket's weights are here: make their codes, once per step."""
         if bucket in self._stale:
             self._stale.remove(bucket)
-            for low, p in self.lows[bucket]:
-                if low.on:
-                    low.refresh(p)
+            for fp8, p in self.lows[bucket]:
+                if fp8.on:
+                    fp8.refresh(p)
 
     @contextmanager
     def without(self) -> Iterator[None]:
         """Inside, every product is in train.precision."""
-        on = [low for low, _ in self.here if low.on]
-        for low in on:
-            low.on = False
+        on = [fp8 for fp8, _ in self.here if fp8.on]
+        for fp8 in on:
+            fp8.on = False
         try:
             self._keep_values()
             yield
         finally:
-            for low in on:
-                low.on = True
+            for fp8 in on:
+                fp8.on = True
             self._keep_values()
 
     def _keep_values(self) -> None:
         """The weights themselves wherever a product is to use them."""
         for f in self.coded:
-            f.keep_values(not all(m.low.on for m in f.matrices))
+            f.keep_values(not all(m.quantizer.on for m in f.matrices))
 
-    def told(self) -> Tensor:
+    def totals(self) -> Tensor:
         """(L, 3, 5) float64, as TOLD: of this rank, in this step. The counts begin anew."""
         seen = self.counts[..., -1].amax(2).int().view(torch.float32)
         self.amax.copy_(torch.maximum(self.amax, seen))
         ranks = self.mine.to(self.amax.device).expand(-1, 3)
-        told = torch.cat((torch.stack((self.amax.double(), ranks), -1), self.counts[..., :-1].sum(2).double()), -1)
+        totals = torch.cat((torch.stack((self.amax.double(), ranks), -1), self.counts[..., :-1].sum(2).double()), -1)
         self.counts.zero_()
-        return told
+        return totals
 
     # ---- delayed scaling -------------------------------------------------------------------------
 
@@ -131,13 +131,13 @@ class LowState:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Inside, scales are those of each tensor as it is, and its amax is noted."""
-        for low, _ in self.here:
-            low.current = True
+        for fp8, _ in self.here:
+            fp8.current = True
         try:
             yield
         finally:
-            for low, _ in self.here:
-                low.current = False
+            for fp8, _ in self.here:
+                fp8.current = False
 
     def settle(self, world: Axis, grown: Tensor | None = None) -> None:
         """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before
@@ -186,8 +186,8 @@ class LowState:
         self._leave_out_gone()
 
     def _leave_out_gone(self) -> None:
-        for low, _ in self.here:
-            low.on = self.is_on(low.name)
+        for fp8, _ in self.here:
+            fp8.on = self.is_on(fp8.name)
         self._keep_values()
 
     # ---- falling back ----------------------------------------------------------------------------
@@ -214,12 +214,12 @@ class LowState:
 
 
 def was_cast(tally: Sequence[Sequence[Sequence[float]]]) -> bool:
-    """Whether a step had casts at all, of rows as in LowState.told."""
-    return any(values[TOLD.index("values")] for tensors in tally for values in tensors)
+    """Whether a step had casts at all, of rows as in Fp8State.totals."""
+    return any(values[TOTALS.index("values")] for tensors in tally for values in tensors)
 
 
 def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:
-    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in LowState.told."""
+    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in Fp8State.totals."""
     found = (0.0, "")
     for name, tensors in zip(names, tally):
         for tensor, values in zip(TENSORS, tensors):
@@ -229,16 +229,16 @@ def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> t
 
 def lost_part(values: Sequence[float]) -> float:
     """Of a tensor's values, those that became zero or were cut."""
-    counted = dict(zip(TOLD, values))
+    counted = dict(zip(TOTALS, values))
     return (counted["zeros"] + counted["cut"]) / counted["values"] if counted["values"] else 0.0
 
 
-def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
+def fp8_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
     """By linear, three numbers each (activations, weights, gradients): the step's amax (mean over ranks), the part
     of values that became zero, the part that was cut to the largest."""
     found: dict[str, list[list[float]]] = {}
     for name, tensors in zip(names, tally):
-        rows = [dict(zip(TOLD, values)) for values in tensors]
+        rows = [dict(zip(TOTALS, values)) for values in tensors]
         found[name] = [
             [r["amax"] / r["ranks"] if r["ranks"] else 0.0 for r in rows],
             *([r[key] / r["values"] if r["values"] else 0.0 for r in rows] for key in ("zeros", "cut")),
@@ -246,8 +246,8 @@ def low_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]])
     return found
 
 
-def low_scalars(values: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
-    """Of `low_values`, each number by its name: fp8/amax/weights/NAME."""
+def fp8_scalars(values: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Of `fp8_values`, each number by its name: fp8/amax/weights/NAME."""
     return {
         f"fp8/{what}/{tensor}/{name}": number
         for name, rows in values.items()
@@ -260,8 +260,8 @@ def shadow_scalars(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Of a shadow step, each number by its name: fp8_shadow/cosine/NAME."""
     return {
         f"fp8_shadow/{what}/{name}": number
-        for name, apart in values.items()
-        for what, number in zip(("cosine", "error"), apart)
+        for name, distances in values.items()
+        for what, number in zip(("cosine", "error"), distances)
     }
 
 
@@ -269,7 +269,7 @@ def unsafe(
     names: Sequence[str],
     config: Fp8Config,
     tally: Sequence[Sequence[Sequence[float]]],
-    apart: Sequence[Sequence[float]] | None,
+    distances: Sequence[Sequence[float]] | None,
 ) -> dict[str, str]:
     """Linears that train.fp8's limits do not allow to go on in low precision, and why: of what a step told."""
     found: dict[str, str] = {}
@@ -277,7 +277,7 @@ def unsafe(
         part, tensor = max((lost_part(values), tensor) for tensor, values in zip(TENSORS, tensors))
         if config.max_lost is not None and part > config.max_lost:
             found[name] = f"casts lost {100 * part:.1f} % of its {tensor} (train.fp8.max_lost={config.max_lost})"
-    for name, (cosine, _) in zip(names, apart or ()):
+    for name, (cosine, _) in zip(names, distances or ()):
         if config.min_cosine is not None and cosine < config.min_cosine:
             found[name] = (
                 f"the cosine of its weight's gradient is {cosine:.4f} (train.fp8.min_cosine={config.min_cosine})"
@@ -285,7 +285,7 @@ def unsafe(
     return found
 
 
-def shadow_text(names: Sequence[str], apart: Sequence[Sequence[float]]) -> list[str]:
+def shadow_text(names: Sequence[str], distances: Sequence[Sequence[float]]) -> list[str]:
     """Lines for the log: the worst first."""
-    rows = sorted(zip(names, apart), key=lambda row: row[1][0])
+    rows = sorted(zip(names, distances), key=lambda row: row[1][0])
     return [f"shadow {name}: cosine {cosine:.5f}, relative error {error:.4f}" for name, (cosine, error) in rows]

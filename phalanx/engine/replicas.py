@@ -76,10 +76,10 @@ def _peers(state: State, bucket: int, what: str) -> Axis:
     return flat.axis if what == "weight" and not flat.cut.cuts_weights else flat.groups.outer
 
 
-def _odd(told: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...], list[int]]:
+def _odd(reports: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...], list[int]]:
     """Peers -> those of them that differ from most; told[rank] holds (peers, what, fold)."""
     groups: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
-    for rank, folds in enumerate(told):
+    for rank, folds in enumerate(reports):
         for members, what, number in folds:
             groups.setdefault((tuple(members), what), {})[rank] = number
     odd: dict[tuple[int, ...], set[int]] = {}

@@ -1,5 +1,5 @@
-"""Shadow steps: a step's gradients in train.precision beside those in low precision, and how far apart they are,
-linear by linear.
+"""Shadow steps: a step's gradients in train.precision beside those in low precision, and how far apart they
+are, linear by linear.
 
 The reference is the same batches through the same weights with every product in train.precision. What it leaves
 behind (gradients, counts) goes; the step itself is done as if it had not been. It costs a step's time and one more
@@ -28,51 +28,51 @@ def aside(state: State) -> Iterator[None]:
     finally:
         for layer in state.routed:
             layer.tally.zero_()  # type: ignore[union-attr]
-        if state.low is not None:
-            state.low.told()
+        if state.fp8 is not None:
+            state.fp8.totals()
         state.buffers.zero_grads()
 
 
 def begin_history(state: State, forward_backward: Callable[[], None]) -> None:
     """Before the first step of delayed scaling: the amaxes of its tensors, by doing it with scales of their own."""
-    if state.low is None:
+    if state.fp8 is None:
         return
-    with state.low.measuring(), aside(state):
+    with state.fp8.measuring(), aside(state):
         # as in the step itself: all-to-all weighs elsewhere, so its amaxes are others; rows without room only miss here
         for layer in state.routed:
             layer.dispatch = layer.env.dispatch
         forward_backward()
-    state.low.settle(state.mesh.world)
+    state.fp8.settle(state.mesh.world)
 
 
 def reference(state: State, forward_backward: Callable[[], None]) -> dict[int, Tensor]:
     """The step's reduced gradients in train.precision, this rank's part of each bucket that has linears in low
     precision."""
-    low = state.low
-    if low is None:
+    fp8 = state.fp8
+    if fp8 is None:
         return {}
     kept = {}
     with aside(state):
-        with low.without():
+        with fp8.without():
             forward_backward()
         for flat in state.buffers.flat:
-            if low.lows.get(flat.bucket.id):
+            if fp8.lows.get(flat.bucket.id):
                 kept[flat.bucket.id] = flat.own_grad.clone()
     return kept
 
 
-def apart(state: State, kept: dict[int, Tensor] | None) -> Tensor | None:
+def gradient_distance(state: State, kept: dict[int, Tensor] | None) -> Tensor | None:
     """(L, 2) float64, the same on all ranks: cosine between the two gradients of each linear's weight, and
     |difference| / |reference|.
 
     `kept` as of `reference` (empty on a rank without linears in low precision, which adds nothing), None in a step
     without a shadow. NaN where a linear has no gradient. Parts that several ranks hold count several times in both.
     """
-    low = state.low
-    if low is None or kept is None:
+    fp8 = state.fp8
+    if fp8 is None or kept is None:
         return None
-    sums = torch.zeros(len(low.names), 4, dtype=torch.float64, device=state.mesh.device)
-    numbers = {id(spec_of(p)): low.names.index(lw.name) for lw, p in low.here}
+    sums = torch.zeros(len(fp8.names), 4, dtype=torch.float64, device=state.mesh.device)
+    numbers = {id(spec_of(p)): fp8.names.index(lw.name) for lw, p in fp8.here}
     for flat in (f for f in state.buffers.flat if f.bucket.id in kept):
         lo, hi, own = flat.lo, flat.hi, flat.own_grad
         for slot in flat.bucket.slots:

@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.engine.build import State
 from phalanx.engine.guard import NOT_FINITE
-from phalanx.engine.shadow import apart, begin_history, reference
+from phalanx.engine.shadow import begin_history, gradient_distance, reference
 from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
 from phalanx.sequence.batch import IGNORE, Batch
@@ -28,8 +28,8 @@ class StepResult:
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
     ahead      mean loss per token of what predicts further tokens, if there is such a block
-    low        (L, 3, 5) what casts of low precision lost, as LowState.told, of all ranks; None without train.fp8
-    apart      (L, 2) of steps with a shadow, as shadow.apart
+    low        (L, 3, 5) what casts of low precision lost, as Fp8State.totals, of all ranks; None without train.fp8
+    gradient_distance      (L, 2) of steps with a shadow, as shadow.gradient_distance
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     """
 
@@ -39,9 +39,9 @@ class StepResult:
     tokens: Tensor
     stop: Tensor
     routing: Tensor | None = None
-    ahead: Tensor | None = None
-    low: Tensor | None = None
-    apart: Tensor | None = None
+    mtp_loss: Tensor | None = None
+    fp8: Tensor | None = None
+    gradient_distance: Tensor | None = None
 
 
 def train_step(
@@ -51,8 +51,8 @@ def train_step(
     `shadow`: compare the gradients with those in train.precision (train.fp8.shadow_interval)."""
     kept = shadow_of(state, batches) if shadow else None
     tokens = accumulate(state, batches)
-    distance = apart(state, kept)
-    return replace(update(state, tokens, lr, stop), apart=distance)
+    distance = gradient_distance(state, kept)
+    return replace(update(state, tokens, lr, stop), gradient_distance=distance)
 
 
 def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
@@ -63,7 +63,7 @@ def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
     tokens = count_tokens(state, batches)
-    if state.low is not None and state.low.needs_history:
+    if state.fp8 is not None and state.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
     forward_backward(state, batches, tokens)
     if state.plan.room_may_lack and lacked_room(state):
@@ -73,11 +73,11 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
 
 
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
-    for block in state.ahead:
+    for block in state.mtp:
         block.tally.zero_()  # type: ignore[union-attr]
     state.buffers.begin(len(batches))
-    if state.low is not None:
-        state.low.begin()
+    if state.fp8 is not None:
+        state.fp8.begin()
     state.stages.begin(batches, seed=state.scaler.scale / tokens)
     execute(state.program(len(batches)), state.handlers)
     state.stages.end()
@@ -104,8 +104,8 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
-    told = tell(state, stop)
-    verdict = state.guard.judge(told.loss / tokens, norm)
+    totals = reduce_step_totals(state, stop)
+    verdict = state.guard.judge(totals.loss / tokens, norm)
     skip = (verdict > 0).float()
     factor = 1.0 / scaler.scale
     if clip > 0:
@@ -117,36 +117,36 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     before = scaler.scale.clone()
     scaler.update((verdict == NOT_FINITE).float())
     for layer in state.routed:
-        layer.settle(told.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
-    if state.low is not None:
-        state.low.settle(state.mesh.world, scaler.scale / before)
-        state.low.renew()
+        layer.settle(totals.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
+    if state.fp8 is not None:
+        state.fp8.settle(state.mesh.world, scaler.scale / before)
+        state.fp8.renew()
     depths = state.plan.run.model.predict_layers
     return StepResult(
-        told.loss / tokens,
+        totals.loss / tokens,
         norm,
         verdict,
         tokens,
-        told.stop,
-        told.routing,
-        told.ahead / (depths * tokens) if depths else None,
-        told.low,
+        totals.stop,
+        totals.routing,
+        totals.mtp_loss / (depths * tokens) if depths else None,
+        totals.fp8,
     )
 
 
 @dataclass(frozen=True)
-class Told:
-    """What ranks tell each other at the end of a step: () float64 summed loss, number of ranks that want to stop,
-    summed loss of what predicts further tokens; routing and low as of StepResult."""
+class StepTotals:
+    """What ranks reduce_step_totals each other at the end of a step: () float64 summed loss, number of ranks that want
+    to stop, summed loss of what predicts further tokens; routing and low as of StepResult."""
 
     loss: Tensor
     stop: Tensor
-    ahead: Tensor
+    mtp_loss: Tensor
     routing: Tensor | None = None
-    low: Tensor | None = None
+    fp8: Tensor | None = None
 
 
-def tell(state: State, stop: bool = False) -> Told:
+def reduce_step_totals(state: State, stop: bool = False) -> StepTotals:
     """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its
     own tokens' routing.
 
@@ -159,27 +159,27 @@ def tell(state: State, stop: bool = False) -> Told:
         model.routed_experts + len(TALLIED) if model.routed_experts else 0,
     )
     parts = state.mesh.data.size
-    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.low is None else state.low.told()
-    told = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
-    told[0:1].fill_(float(stop))
-    losses, routing = told[2 : 2 + parts], told[2 + parts : 2 + parts + layers * width].view(layers, width)
-    told[2 + parts + layers * width :] = lost.flatten()
+    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.fp8 is None else state.fp8.totals()
+    totals = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
+    totals[0:1].fill_(float(stop))
+    losses, routing = totals[2 : 2 + parts], totals[2 + parts : 2 + parts + layers * width].view(layers, width)
+    totals[2 + parts + layers * width :] = lost.flatten()
     if state.mesh.at.tp == 0:
-        told[1:2] += sum(block.tally for block in state.ahead)  # type: ignore[misc]
+        totals[1:2] += sum(block.tally for block in state.mtp)  # type: ignore[misc]
         losses[state.mesh.data.index].copy_(state.stages.loss_sum)
     for layer in state.routed:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
-    state.mesh.world.all_reduce(told).wait()
-    low = None if state.low is None else told[2 + parts + layers * width :].view(lost.shape)
+    state.mesh.world.all_reduce(totals).wait()
+    fp8 = None if state.fp8 is None else totals[2 + parts + layers * width :].view(lost.shape)
     loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.grid.cp)))
-    return Told(loss, told[0], told[1], routing if width else None, low)
+    return StepTotals(loss, totals[0], totals[1], routing if width else None, fp8)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
     """The first two things told."""
-    told = tell(state, stop)
-    return told.loss, told.stop
+    totals = reduce_step_totals(state, stop)
+    return totals.loss, totals.stop
 
 
 @torch.no_grad()
@@ -187,13 +187,13 @@ def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tenso
     """(summed loss, tokens) over all data-parallel ranks of forward-only micro-batches."""
     state.train(False)
     tokens = count_tokens(state, batches)
-    if state.low is not None:
-        state.low.begin()
+    if state.fp8 is not None:
+        state.fp8.begin()
     state.stages.begin(batches, seed=None)
     execute(state.program(len(batches), backward=False), state.handlers)
     state.stages.end()
     state.train(True)
     loss = loss_and_stops(state)[0]
-    if state.low is not None:
-        state.low.amax.zero_()  # no history of evaluations
+    if state.fp8 is not None:
+        state.fp8.amax.zero_()  # no history of evaluations
     return loss, tokens

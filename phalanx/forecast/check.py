@@ -39,17 +39,17 @@ from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.nn.tape import OPS as RECOMPUTED
+from phalanx.nn.recompute import OPS as RECOMPUTED
 from phalanx.ops.attention.flash import flash_fits
 from phalanx.ops.dense.gated_mlp import gated_mlp_fits
-from phalanx.ops.dense.optional_kernels import EXTRA, WHEELS
+from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES
 from phalanx.ops.op import OPS
 from phalanx.optim.check import check as check_optim
 from phalanx.planning.deterministic_check import check_deterministic
 from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
 from phalanx.planning.plan import Plan
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Facts:
     device_count  GPUs of this machine; None: unknown. local_ranks: ranks that share them
     env           problems already found in the environment or in options
     missing       optional packages that are not installed
-    no_wheels     (op, why): ops whose twin from phalanx[wheels] cannot run
+    no_optional_kernels     (op, why): ops whose kernels from phalanx[kernels] cannot run
     capability    compute capability of NVIDIA GPUs; None: of the CPU, where narrow formats are emulated
     files         look whether paths exist
     """
@@ -73,7 +73,7 @@ class Facts:
     fp16_ok: bool = True
     triton_ok: bool = True
     capability: tuple[int, int] | None = None
-    no_wheels: tuple[tuple[str, str], ...] = ()
+    no_optional_kernels: tuple[tuple[str, str], ...] = ()
     env: tuple[Problem, ...] = ()
     missing: tuple[str, ...] = ()
     files: bool = True
@@ -314,7 +314,7 @@ def check_sequences(run: Run) -> list[Problem]:
             )
         ]
     unit = tp // math.gcd(tp, c.micro_batch)
-    if all(part.size(c.seq_length) % unit == 0 for part in Part(0, cp).all):
+    if all(part.size(c.seq_length) % unit == 0 for part in SequenceShard(0, cp).all):
         return []
     because = {"train.micro_batch": c.micro_batch, "layout.tp": tp}
     if cp == 1:
@@ -396,9 +396,9 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
     if c.cuda_graphs == "on" and no_gpu:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
-    if c.kernels == "wheels":
-        found += check_wheels(run, facts, no_gpu)
-    known = (*OPS, *WHEELS)
+    if c.kernels == "optional":
+        found += check_optional_kernels(run, facts, no_gpu)
+    known = (*OPS, *PACKAGES)
     unknown = [op for op in c.plain_ops if op not in known]
     if unknown:
         found.append(
@@ -420,29 +420,29 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
     return found
 
 
-def check_wheels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem]:
+def check_optional_kernels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem]:
     """Kernels of optional packages, asked for by name: they are here, run on this device, and have this run's dtype
     and shapes."""
     c, others = run.train, ("auto", "triton")
-    absent = {op: why for op, why in facts.no_wheels if op not in c.plain_ops}
+    absent = {op: why for op, why in facts.no_optional_kernels if op not in c.plain_ops}
     if no_gpu or absent:
-        rule = f"kernels of wheels need an NVIDIA GPU of compute capability 9.0 and their packages: {EXTRA}"
+        rule = f"optional kernels need an NVIDIA GPU of compute capability 9.0 and their packages: {EXTRA}"
         device = {"device": "CPU" if no_gpu else facts.device_name, **({} if no_gpu else absent)}
         return [problem("train", c, "kernels", rule, device, others)]
     unfit = {
         name: value
-        for op, names in unfit_for_wheels(run).items()
+        for op, names in unfit_for_optional_kernels(run).items()
         if op not in c.plain_ops
         for name, value in names.items()
     }
     if not unfit:
         return []
-    rule = "kernels of wheels must have the dtype and the shapes of the run (or their op must be in train.plain_ops)"
+    rule = "optional kernels must have the dtype and the shapes of the run (or their op must be in train.plain_ops)"
     return [problem("train", c, "kernels", rule, unfit, others)]
 
 
-def unfit_for_wheels(run: Run) -> dict[str, dict[str, Any]]:
-    """By op of the model that has a twin from a wheel, what that twin cannot do in this run."""
+def unfit_for_optional_kernels(run: Run) -> dict[str, dict[str, Any]]:
+    """By op of the model that has a kernel from an optional package, what that kernel cannot do in this run."""
     c, m, tp = run.train, run.model, run.layout.tp
     inner, gated, dropout = (
         m.intermediate_size or 0,

@@ -16,7 +16,7 @@ from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader
 from phalanx.data.sources import Source
 from phalanx.planning.order import eval_samples, global_batch_at, total_samples, work_of
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import find_text
 from phalanx.text.tokenizers import Tokenizer
 
@@ -108,7 +108,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Row:
+class SequenceRow:
     """One sequence of a micro-batch: where it comes from. `file` is None for made-up tokens; `first` is a token of
     the file: of a packed sequence that of its first document. `filled`: places that are no padding."""
 
@@ -127,7 +127,7 @@ class MicroBatch:
     """Data-parallel rank."""
     number: int
     batch: Batch
-    rows: tuple[Row, ...]
+    rows: tuple[SequenceRow, ...]
 
 
 @dataclass(frozen=True)
@@ -167,18 +167,18 @@ def consumed_before(run: Run, step: int) -> tuple[int, str]:
     return total_samples(run, stop=step - 1), "the config"
 
 
-def row_of(loader: Loader, place: Place) -> Row:
+def row_of(loader: Loader, place: Place) -> SequenceRow:
     source = loader.sources[place.source]
     epoch = place.number // source.windows if source.windows else 0
     origin, filled = source.origin(place.window), source.filled(place.window)
     if origin is None:
-        return Row(place, source.name, epoch, None, None, (), filled)
+        return SequenceRow(place, source.name, epoch, None, None, (), filled)
     corpus, runs = origin
     passages, at = list[Passage](), 0
     for first, count in runs:
         passages += [replace(p, at=at + p.at) for p in passages_of(corpus, first, count)]
         at += count
-    return Row(place, source.name, epoch, corpus.prefix, runs[0][0], tuple(passages), filled)
+    return SequenceRow(place, source.name, epoch, corpus.prefix, runs[0][0], tuple(passages), filled)
 
 
 def passages_of(corpus: Corpus, first: int, count: int) -> tuple[Passage, ...]:
@@ -206,7 +206,7 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
         lines.append(f"\ndata-parallel rank {micro.rank}, micro-batch {micro.number}")
         if run.layout.cp > 1:
             pairs = pairs_read(
-                micro.batch, Part(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses)
+                micro.batch, SequenceShard(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses)
             )
             most = max(pairs) * len(pairs) / sum(pairs)
             lines.append(
@@ -228,7 +228,7 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
     return "\n".join(lines)
 
 
-def where_from(row: Row, length: int) -> str:
+def where_from(row: SequenceRow, length: int) -> str:
     padding = f", {length - row.filled:,} of padding" if row.filled < length else ""
     if row.first is None:
         return f"made up{padding}"
@@ -239,7 +239,7 @@ def where_from(row: Row, length: int) -> str:
     return f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
 
 
-def pairs_read(batch: Batch, like: Part) -> list[int]:
+def pairs_read(batch: Batch, like: SequenceShard) -> list[int]:
     """How many keys the queries of each part, cut like one of them, of a batch of whole sequences read, summed over
     queries: those before in the document, and its own."""
     return [int((batch.cut(replace(like, index=i)).positions + 1).sum()) for i in range(like.count)]

@@ -12,4 +12,4 @@ from phalanx.planning.plan import Plan, plan_of
 def make_plan(run: Run, world: int) -> Plan:
     """Decide everything of a checked config on `world` ranks. Pure: the same on every rank and on a laptop."""
     plan, budget_gib = plan_of(run, world), run.train.recompute_budget_gib
-    return plan if budget_gib is None else replace(plan, again=within_budget(plan, budget_gib * 2**30))
+    return plan if budget_gib is None else replace(plan, recomputed=within_budget(plan, budget_gib * 2**30))

@@ -27,15 +27,15 @@ from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Coords
 from phalanx.nn.dry_run import FusedAttention, KnownShapes, Use, bucket_bytes, measure, summed_bytes
 from phalanx.nn.module import Block
-from phalanx.nn.recompute import run_block
-from phalanx.nn.tape import Tape
+from phalanx.nn.recompute import Recompute
+from phalanx.nn.run_block import run_block
 from phalanx.optim.adamw import moment_bytes
-from phalanx.planning.plan import BlockFacts, Plan, low_names
+from phalanx.planning.plan import BlockFacts, Plan, fp8_names
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
-from phalanx.schedule.simulate import Costs, LiveChange, Trace, simulate
+from phalanx.schedule.simulate import Costs, LiveChange, ScheduleTrace, simulate
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -77,7 +77,7 @@ class RankUse:
 
 def rank_uses(
     plan: Plan, num_micro_batches: int, blocks: Sequence[BlockUse] | None = None
-) -> tuple[list[RankUse], Trace]:
+) -> tuple[list[RankUse], ScheduleTrace]:
     """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not
     change it).
 
@@ -95,10 +95,10 @@ def step_costs(plan: Plan) -> Costs:
     """
     facts = plan.facts
     unmixed = tuple(replace(f, flops=f.alone) for f in facts)  # without attention over tokens
-    again = [facts if "block" in names else unmixed if "layer" in names else None for names in plan.again]
+    recomputed = [facts if "block" in names else unmixed if "layer" in names else None for names in plan.recomputed]
     forward = [sum(facts[b].flops + 2.0 * facts[b].loss_flops for b in stage) for stage in plan.stages]
     backward = [
-        sum(2.0 * _passed(facts[b]) + (_passed(of[b]) if (of := again[b]) else 0.0) for b in stage)
+        sum(2.0 * _passed(facts[b]) + (_passed(of[b]) if (of := recomputed[b]) else 0.0) for b in stage)
         for stage in plan.stages
     ]
     return Costs(tuple(forward), tuple(backward))
@@ -112,17 +112,17 @@ def _passed(facts: BlockFacts) -> float:
 def block_uses(plan: Plan) -> list[BlockUse]:
     """Of every block of the model; of blocks that are alike one is measured."""
     found: dict[tuple[BlockFacts, frozenset[str], frozenset[str]], BlockUse] = {}
-    kinds = list(zip(plan.facts, plan.again, (low_of_block(plan, number) for number in range(len(plan.facts)))))
+    kinds = list(zip(plan.facts, plan.recomputed, (fp8_of_block(plan, number) for number in range(len(plan.facts)))))
     for number, kind in enumerate(kinds):
         if kind not in found:
             found[kind] = block_use(plan, number)
     return [found[kind] for kind in kinds]
 
 
-def low_of_block(plan: Plan, number: int) -> frozenset[str]:
+def fp8_of_block(plan: Plan, number: int) -> frozenset[str]:
     """Names, without the layer's number, of its linears in low precision."""
     layer = str(number - 1)
-    return frozenset(name.replace(f".{layer}.", ".", 1) for name in low_names(plan.run) if layer in name.split("."))
+    return frozenset(name.replace(f".{layer}.", ".", 1) for name in fp8_names(plan.run) if layer in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class DryBlock:
     known: KnownShapes = field(default_factory=KnownShapes)
 
     @staticmethod
-    def of(plan: Plan, number: int, tape: Tape | None = None) -> DryBlock:
+    def of(plan: Plan, number: int, recompute: Recompute | None = None) -> DryBlock:
         run, grid, batch = plan.run, plan.grid, _batch(plan)
         keys, heads = divmod(batch.part.index, grid.ulysses)
         axes = ModelAxes(
@@ -150,7 +150,7 @@ class DryBlock:
             DryAxis("tp x cp", grid.tp * grid.cp),
         )
         env = replace(
-            plan.env(Coords(), axes), kernels="plain", tape=tape or Tape()
+            plan.env(Coords(), axes), kernels="plain", recompute=recompute or Recompute()
         )  # kernels cannot run here; they need no more than their twins
         (block,) = plan.make_blocks(env, range(number, number + 1))
         dtype = precision(run.train.precision).compute
@@ -158,9 +158,9 @@ class DryBlock:
         dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
         with torch.no_grad(), dry.known, FusedAttention():
             for p in block.parameters():
-                low = getattr(p, "low", None)
-                if low is not None:
-                    low.refresh(p)  # counted with the weights
+                fp8 = getattr(p, "quantizer", None)
+                if fp8 is not None:
+                    fp8.refresh(p)  # counted with the weights
             run_block(
                 block, dry.new_input(), batch
             )  # makes what all layers share of a batch, so that it does not count as this block's
@@ -170,14 +170,14 @@ class DryBlock:
         """With nothing sent or run again yet."""
         for axis in (a for group in self._axes.values() for a in group):
             axis.sent.clear()  # type: ignore[attr-defined]
-        self.block.env.tape.reran.clear()
+        self.block.env.recompute.reran.clear()
         return self
 
     @property
     def _axes(self) -> dict[str, tuple[Axis, ...]]:
         axes = self.axes
         return {
-            "tp": (axes.tp, axes.sharing),
+            "tp": (axes.tp, axes.batch_group),
             "cp": (axes.cp, axes.heads, axes.keys),
             "ep": (axes.ep, axes.etp, axes.experts),
         }
@@ -191,7 +191,7 @@ class DryBlock:
             use = measure(
                 lambda x: run_block(self.block, x, self.batch), self.new_input, self.block.parameters(), grad_dtype
             )
-        return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.tape.reran))
+        return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.recompute.reran))
 
 
 def block_use(plan: Plan, number: int) -> BlockUse:
@@ -213,13 +213,13 @@ def _batch(plan: Plan) -> Batch:
     )
     parts = [
         batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses))
-        for part in Part(0, plan.grid.cp).all
+        for part in SequenceShard(0, plan.grid.cp).all
     ]
     return max(reversed(parts), key=lambda b: b.num_tokens)
 
 
 def _rank_use(
-    plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: Trace, program: Program, num_micro_batches: int
+    plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: ScheduleTrace, program: Program, num_micro_batches: int
 ) -> RankUse:
     run, kind, grid = plan.run, precision(plan.run.train.precision), plan.grid
     blocks_here = plan.blocks_of(Coords(pp=pp))
@@ -238,13 +238,13 @@ def _rank_use(
         shared += 4 * plan.expert_exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
     lows = [
-        (p.low, p.spec)  # type: ignore[attr-defined]
+        (p.quantizer, p.spec)  # type: ignore[attr-defined]
         for run in blocks_here.values()
         for b in run
         for p in b.parameters()
-        if getattr(p, "low", None) is not None
+        if getattr(p, "quantizer", None) is not None
     ]
-    codes = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
+    quantized = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(
         buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim)
     )
@@ -267,7 +267,7 @@ def _rank_use(
     )
     memory = {
         **held,
-        **({"codes": codes} if codes else {}),
+        **({"codes": quantized} if quantized else {}),
         **({"shadow": shadow} if shadow else {}),
         "activations": activations,
         "working": working,
@@ -275,7 +275,7 @@ def _rank_use(
     }
     for name, nbytes in passing.items():
         memory[name] += nbytes
-    for_scales = scale_sends(plan, ((low, spec) for low, spec in lows if spec.coded))
+    for_scales = scale_sends(plan, ((fp8, spec) for fp8, spec in lows if spec.coded))
     sent = {
         "ep": for_scales["ep"] + num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
         "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),

@@ -2,7 +2,7 @@
 before anything runs.
 
 Knows what blocks keep and what their ops cost (measured on the meta device, forecast.memory); how ops are made again
-is nn.tape's. A choice for a rank is exact over all sets of its blocks' ops, unless there are very many (see
+is nn.recompute's. A choice for a rank is exact over all sets of its blocks' ops, unless there are very many (see
 `cheapest`).
 """
 
@@ -24,8 +24,8 @@ from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.forecast.memory import OVERHEAD, BlockUse, DryBlock, block_uses, fixed_bytes, rank_uses
 from phalanx.nn.dry_run import FusedAttention
-from phalanx.nn.recompute import run_block
-from phalanx.nn.tape import Tape
+from phalanx.nn.recompute import Recompute
+from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import BlockFacts, Plan
 
 # A byte read or written, and a byte sent to another rank, in FLOPs: an H100's bf16 rate over that of its memory and of
@@ -67,7 +67,7 @@ class _Ran:
     wrote: tuple[int, ...] = ()
 
 
-class _Trace(Tape):
+class _Trace(Recompute):
     """A tape that notes what each op costs and which tensors are saved inside which ops, for `kept_of`; it keeps all
     of them alive."""
 
@@ -135,15 +135,17 @@ class _Trace(Tape):
 @dataclass(frozen=True)
 class Traced:
     """One forward of a block: prices of its named ops (of one that is there more than once, the mean), and how what
-    is kept follows from the ops that are made again (the rules of nn.tape, without running anything)."""
+    is kept follows from the ops that are made again (the rules of nn.recompute, without running anything)."""
 
     trace: _Trace
     prices: dict[str, Price]
     given: frozenset[int]  # storages that are there anyway
 
-    def kept_of(self, again: Set[str]) -> int:
+    def kept_of(self, recomputed: Set[str]) -> int:
         """Bytes that forward leaves for backward."""
-        active = {id(r) for r in self.trace.ran if r.name in again and not any(o.name in again for o in r.within)}
+        active = {
+            id(r) for r in self.trace.ran if r.name in recomputed and not any(o.name in recomputed for o in r.within)
+        }
         makers = {key: r for r in self.trace.ran if id(r) in active for key in r.wrote}
         stays: set[int] = set()
         held: set[int] = set()
@@ -166,7 +168,7 @@ class Traced:
 def traced(plan: Plan, number: int) -> Traced:
     """A block of tp rank 0 and one micro-batch."""
     trace = _Trace()
-    dry = DryBlock.of(replace(plan, again=(frozenset(),) * len(plan.again)), number, trace)
+    dry = DryBlock.of(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed)), number, trace)
     trace.ran.clear()
     trace.sent = lambda: sum(dry.sent.values())
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]
@@ -199,7 +201,7 @@ class Option:
     """A set of a block's ops to make again: bytes kept of a micro-batch, bytes at work, and what it costs per
     micro-batch."""
 
-    again: frozenset[str]
+    recomputed: frozenset[str]
     kept: int
     working: int
     price: Price
@@ -223,20 +225,20 @@ def options(plan: Plan, number: int) -> list[Option]:
     sets = [frozenset(c) for n in range(len(names) + 1) for c in combinations(names, n)]
     if "block" in each:
         sets.append(frozenset({"block"}))
-    dry, found = DryBlock.of(replace(plan, again=(frozenset(),) * len(plan.again)), number), []
-    for again in _least({a: trace.kept_of(a) for a in sets}, {a: sum(each[n].cost for n in a) for a in sets}):
-        dry.block.again = again
+    dry, found = DryBlock.of(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed)), number), []
+    for recomputed in _least({a: trace.kept_of(a) for a in sets}, {a: sum(each[n].cost for n in a) for a in sets}):
+        dry.block.recomputed = recomputed
         use = dry.forgetting().use(precision(plan.run.train.precision).master)
-        found.append(Option(again, use.bytes.kept, use.bytes.working, price_of(use, each)))
+        found.append(Option(recomputed, use.bytes.kept, use.bytes.working, price_of(use, each)))
     return found
 
 
 def _least(kept: dict[frozenset[str], int], cost: dict[frozenset[str], float]) -> list[frozenset[str]]:
     """Those that no other beats: for each number of bytes the cheapest, if nothing that keeps less is as cheap."""
     stay: list[frozenset[str]] = []
-    for again in sorted(kept, key=lambda a: (kept[a], cost[a], len(a), sorted(a))):
-        if not stay or cost[again] < cost[stay[-1]]:
-            stay.append(again)
+    for recomputed in sorted(kept, key=lambda a: (kept[a], cost[a], len(a), sorted(a))):
+        if not stay or cost[recomputed] < cost[stay[-1]]:
+            stay.append(recomputed)
     return stay
 
 
@@ -269,8 +271,8 @@ def _fill(
     if spare < 0:
         return None
     sums, costs, steps = np.zeros(1), np.zeros(1), []
-    for block, n, low in zip(blocks, in_flight, least):
-        total = (sums[:, None] + [o.kept * n - low for o in block]).ravel()
+    for block, n, fp8 in zip(blocks, in_flight, least):
+        total = (sums[:, None] + [o.kept * n - fp8 for o in block]).ravel()
         cost = (costs[:, None] + [o.cost for o in block]).ravel()
         order = np.lexsort((cost, total))
         order = order[total[order] <= spare]
@@ -295,10 +297,10 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
     Where a rank holds several stages, each counts with its own most micro-batches in flight. Raises ConfigError if
     no choice fits.
     """
-    again: list[frozenset[str]] = [frozenset()] * len(plan.facts)
+    recomputed: list[frozenset[str]] = [frozenset()] * len(plan.facts)
     found: dict[BlockFacts, list[Option]] = {}
     micro_batches = plan.num_micro_batches(plan.run.train.global_batch)
-    plan = replace(plan, again=tuple(again))
+    plan = replace(plan, recomputed=tuple(recomputed))
     blocks_kept = block_uses(plan)
     uses, trace = rank_uses(plan, micro_batches, blocks_kept)
     lacking: dict[int, float] = {}
@@ -319,10 +321,10 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
         if chosen is None:
             lacking[pp] = other + _fewest(blocks, in_flight)
         for (b, _), option in zip(mine, chosen or ()):
-            again[b] = option.again
+            recomputed[b] = option.recomputed
     if lacking:
         raise ConfigError([_too_small(plan, lacking)])
-    return tuple(again)
+    return tuple(recomputed)
 
 
 def _fewest(blocks: Sequence[Sequence[Option]], in_flight: Sequence[int]) -> float:
@@ -355,7 +357,7 @@ class Saving:
 def savings_of(plan: Plan, uses: Sequence[BlockUse]) -> list[Saving]:
     """Of every block of the model, given `block_uses` of the plan."""
     stored, each = (
-        block_uses(replace(plan, again=(frozenset(),) * len(plan.again))),
+        block_uses(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed))),
         dict[BlockFacts, dict[str, Price]](),
     )
     found = []

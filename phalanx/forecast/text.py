@@ -21,11 +21,11 @@ from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
 from phalanx.planning.order import total_samples
-from phalanx.planning.plan import Plan, global_numel, low_names, make_blocks, spec_of
+from phalanx.planning.plan import Plan, fp8_names, global_numel, make_blocks, spec_of
 from phalanx.schedule.draw import draw
-from phalanx.schedule.simulate import Trace
+from phalanx.schedule.simulate import ScheduleTrace
 from phalanx.sequence.balance import degrees_of
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 WIDTH = 100
 FITS_ON = ("L4", "L40S", "A100", "H100", "H200", "B200")
@@ -62,7 +62,7 @@ def plan_report(run: Run, world: int, device: Device | None = None) -> PlanRepor
         ),
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
         f"Memory per rank ({memory.name})": memory_table(plan, uses, memory) + "\n" + fits(plan, uses, device),
-        "Made again in backward (of each stage's micro-batch and rank)": again_text(plan, blocks),
+        "Made again in backward (of each stage's micro-batch and rank)": recomputed_text(plan, blocks),
         "In host memory, per rank": host_text(uses),
         f"Sent by each rank per step ({sent.name})": sent_table(plan, uses, sent),
     }
@@ -70,7 +70,7 @@ def plan_report(run: Run, world: int, device: Device | None = None) -> PlanRepor
     return PlanReport(text, device is None or demand_of(uses, device).fits)
 
 
-def summary(plan: Plan, m: int, trace: Trace) -> str:
+def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
     run, grid, train = plan.run, plan.grid, plan.run.train
     step_tokens = train.global_batch * train.seq_length
     samples = total_samples(run)
@@ -83,7 +83,7 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
         + (f", {frozen:,} of them frozen" if (frozen := num_frozen(plan)) else ""),
         "ranks": f"{grid.world:,} = {grid.text}, sharding level {sharding_text(run)}{expert_view(run, grid)}",
         **({"context": context_text(plan)} if grid.cp > 1 else {}),
-        "precision": f"{train.precision}{low_text(run)}, recompute {recompute_text(run)}",
+        "precision": f"{train.precision}{fp8_text(run)}, recompute {recompute_text(run)}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble "
         f"{100 * trace.bubble:.1f} %",
@@ -96,8 +96,8 @@ def summary(plan: Plan, m: int, trace: Trace) -> str:
     return "\n".join(f"{name:<16}{text}" for name, text in rows.items())
 
 
-def low_text(run: Run) -> str:
-    fp8, count = run.train.fp8, len(low_names(run))
+def fp8_text(run: Run) -> str:
+    fp8, count = run.train.fp8, len(fp8_names(run))
     return f", {count} linears in train.fp8.recipe={fp8.recipe}" if fp8 else ""
 
 
@@ -110,7 +110,7 @@ def sharding_text(run: Run) -> str:
 def context_text(plan: Plan) -> str:
     """How many tokens of a sequence a rank has, and how it reads the others."""
     grid, length = plan.grid, plan.run.train.seq_length
-    sizes = {part.size(length) for part in Part(0, grid.cp).all}
+    sizes = {part.size(length) for part in SequenceShard(0, grid.cp).all}
     tokens = f"{max(sizes):,}" if len(sizes) == 1 else f"{min(sizes):,} to {max(sizes):,}"
     parts = grid.cp // grid.ulysses
     how = [f"heads exchanged among {grid.ulysses}"] if grid.ulysses > 1 else []
@@ -162,11 +162,11 @@ def contents(plan: Plan, blocks: range) -> str:
     """Such as "embedding, layers 0-17"."""
     model, last = plan.run.model, len(plan.facts) - 1
     layers = range(max(blocks.start, 1) - 1, min(blocks.stop - 1, model.num_hidden_layers))
-    ahead = "predicts further tokens" if model.predict_layers and last - 1 in blocks else ""
+    mtp = "predicts further tokens" if model.predict_layers and last - 1 in blocks else ""
     between = (
         f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}" if layers else ""
     )
-    names = ("embedding" if 0 in blocks else "", between, ahead, "head" if last in blocks else "")
+    names = ("embedding" if 0 in blocks else "", between, mtp, "head" if last in blocks else "")
     return ", ".join(n for n in names if n)
 
 
@@ -213,9 +213,9 @@ def recompute_text(run: Run) -> str:
     return ", ".join(names[1:] if len(names) > 1 and train.recompute == "none" else names)
 
 
-def again_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
+def recomputed_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
     """What is made again where, what that saves and costs; nothing where all is stored."""
-    if not any(plan.again):
+    if not any(plan.recomputed):
         return ""
     savings = savings_of(plan, blocks)
     unit = unit_for(max(sum(savings[b].bytes for b in stage) for stage in plan.stages))
@@ -245,7 +245,7 @@ def again_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
 def runs_alike(plan: Plan, stage: int, savings: Sequence[Saving]) -> list[str]:
     """Such as "layers 0-5: activation, norm"; blocks without any of the ops are not named."""
     found, blocks = [], plan.stages[stage]
-    for names, run in groupby(blocks, key=lambda b: plan.again[b] if savings[b].price.cost else frozenset()):
+    for names, run in groupby(blocks, key=lambda b: plan.recomputed[b] if savings[b].price.cost else frozenset()):
         numbers = list(run)
         if names:
             found.append(f"{contents(plan, range(numbers[0], numbers[-1] + 1))}: {', '.join(sorted(names))}")

@@ -11,7 +11,7 @@ from phalanx.comm.dry import ring_bytes
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import ParamSpec
 from phalanx.layout.shards import Cut
-from phalanx.ops.quantized.linear import LowWeight
+from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.planning.plan import Plan
 from phalanx.schedule.actions import Gather, Instruction, Reduce
 from phalanx.schedule.buckets import fullest
@@ -22,7 +22,7 @@ def passing_bytes(
 ) -> dict[str, int]:
     """Weights gathered and gradients open at the moment when together they are most (sharding levels 2 and 3); with
     fixed places none."""
-    if plan.fixed_places:
+    if plan.fixed_slots:
         return {"weights": 0, "gradients": 0}
     flows = {b.id: plan.flow(b) for b in buckets}
     here = {
@@ -43,27 +43,29 @@ def value_bytes(plan: Plan, bucket: Bucket, kind: Precision) -> int:
 
 def staying_values(plan: Plan, buckets: Sequence[Bucket], kind: Precision) -> int:
     """Bytes of those that do not come and go."""
-    return sum(b.numel * value_bytes(plan, b, kind) for b in buckets if plan.fixed_places or not plan.flow(b).gathers)
+    return sum(b.numel * value_bytes(plan, b, kind) for b in buckets if plan.fixed_slots or not plan.flow(b).gathers)
 
 
-def shadow_bytes(plan: Plan, buckets: Sequence[Bucket], lows: Iterable[ParamSpec], kind: Precision) -> int:
+def shadow_bytes(plan: Plan, buckets: Sequence[Bucket], quantizers: Iterable[ParamSpec], kind: Precision) -> int:
     """The copy of gradients that a step with a shadow keeps: of buckets with linears in low precision, what this
     rank updates."""
-    fp8, low = plan.run.train.fp8, {id(spec) for spec in lows}
+    fp8, quantizer = plan.run.train.fp8, {id(spec) for spec in quantizers}
     if fp8 is None or fp8.shadow_interval is None:
         return 0
-    cuts = [(b, plan.sharding.cut(b, plan.grid)) for b in buckets if any(id(slot.spec) in low for slot in b.slots)]
+    cuts = [
+        (b, plan.sharding.cut(b, plan.grid)) for b in buckets if any(id(slot.spec) in quantizer for slot in b.slots)
+    ]
     return sum(b.numel // (cut.inner * (cut.outer if cut.outside else 1)) * kind.master.itemsize for b, cut in cuts)
 
 
 def placed_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
     """Of fixed places, which are always there."""
-    if not plan.fixed_places:
+    if not plan.fixed_slots:
         return {"weights": 0, "gradients": 0}
-    places = plan.places[pp]
+    slots = plan.slots[pp]
     return {
-        "weights": sum(places.weight_sizes) * kind.compute.itemsize,
-        "gradients": sum(places.gradient_sizes) * kind.master.itemsize,
+        "weights": sum(slots.weight_sizes) * kind.compute.itemsize,
+        "gradients": sum(slots.gradient_sizes) * kind.master.itemsize,
     }
 
 
@@ -94,18 +96,18 @@ def bucket_sends(
     return sent
 
 
-def scale_sends(plan: Plan, lows: Iterable[tuple[LowWeight, ParamSpec]]) -> dict[str, float]:
+def scale_sends(plan: Plan, quantizers: Iterable[tuple[WeightQuantizer, ParamSpec]]) -> dict[str, float]:
     """Bytes that a rank sends in a step to compare the amaxes of weights that are kept as codes, 4 of each block, by
     axis: over the ranks that update parts of them, and, where scales are not known before, over those that hold
     other parts of what shares one."""
     sent = dict.fromkeys(("dp", "tp", "ep"), 0.0)
-    for low, spec in lows:
-        axis, nbytes = spec.summed_over, 4 * low.blocks(spec.shape).room
+    for quantizer, spec in quantizers:
+        axis, nbytes = spec.summed_over, 4 * quantizer.blocks(spec.shape).room
         inner = plan.sharding.group_size(axis, plan.grid)
         sent["dp"] += ring_bytes("all_reduce", nbytes, inner)
         if plan.sharding.outside and inner > 1:
             sent["dp"] += ring_bytes("all_reduce", nbytes, plan.grid.sum_size(axis) // inner)
-        if low.shared is not None and not low.recipe.delayed:
+        if quantizer.shared is not None and not quantizer.recipe.delayed:
             sent["ep" if axis == "edp" else "tp"] += ring_bytes(
                 "all_reduce", nbytes, plan.grid.etp if axis == "edp" else plan.grid.tp
             )

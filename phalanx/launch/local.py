@@ -72,7 +72,7 @@ def _note_end(folder: Path, failed: RankFailed) -> None:
         note_end(Taken(**json.loads(run.read_text(encoding="utf-8"))), kind, describe(failed), began)
 
 
-class Alone(Word):
+class SingleRank(Word):
     """Of a rank without this launcher, the only one or one that others started: what it must do itself when it dies
     of a bus error."""
 
@@ -143,7 +143,7 @@ class Ranks:
         )  # told of each rank that a signal killed which was not sent here
         self._processes: list[subprocess.Popen[bytes]] = []
         self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
-        self._told: set[int] = set()  # to end, by this launcher, because another one failed
+        self._reported: set[int] = set()  # to end, by this launcher, because another one failed
         self._deadlines: dict[int, float] = {}  # of those, until they are killed
 
     @property
@@ -194,11 +194,11 @@ class Ranks:
                 self._kill_late()
                 continue
             self._deadlines.pop(rank, None)
-            ended.append(Ended(rank, status, when, by_launcher=rank in self._told and status in BY_LAUNCHER))
+            ended.append(Ended(rank, status, when, by_launcher=rank in self._reported and status in BY_LAUNCHER))
             if status < 0 and not ended[-1].by_launcher:
                 self.died(rank, f"was killed by {signal_name(-status)}")
             stopped_early = (self.folder / f"rank-{rank}.early").exists()  # the others would wait for it
-            if (status != 0 or stopped_early) and not self._told:
+            if (status != 0 or stopped_early) and not self._reported:
                 self._end_others({e.rank for e in ended})
         return ended
 
@@ -207,7 +207,7 @@ class Ranks:
         for rank in range(self._count):
             if rank in ended:
                 continue
-            self._told.add(rank)
+            self._reported.add(rank)
             grace = GRACE_S if (self.folder / f"rank-{rank}.unsaved").exists() else SHORT_GRACE_S
             self._deadlines[rank] = time.monotonic() + grace
             with contextlib.suppress(
@@ -245,16 +245,16 @@ def forwarded_signals(folder: Path) -> Iterator[Stops]:
     stops = Stops()
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        again, now = stops.first is not None, time.monotonic()
-        if again and signum != signal.SIGINT and now < stops.first + SAME_S:  # type: ignore[operator]
+        repeated, now = stops.first is not None, time.monotonic()
+        if repeated and signum != signal.SIGINT and now < stops.first + SAME_S:  # type: ignore[operator]
             return
-        stops.at_once = signum if again else 0
-        stops.first = stops.first if again else now
+        stops.at_once = signum if repeated else 0
+        stops.first = stops.first if repeated else now
         (folder / "stop").touch()
         for path in folder.glob("rank-*.pid"):
             with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if again else signal.SIGTERM)
-        if not again:
+                os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if repeated else signal.SIGTERM)
+        if not repeated:
             print("stopping: waiting for the ranks to save (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
 
     if threading.current_thread() is not threading.main_thread():

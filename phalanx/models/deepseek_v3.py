@@ -91,7 +91,7 @@ def router(config: DeepseekV3Config) -> Router:
     )
 
 
-def predict_ahead(config: DeepseekV3Config, env: Env, embedding: nn.Parameter | None) -> MultiTokenPrediction:
+def make_mtp(config: DeepseekV3Config, env: Env, embedding: nn.Parameter | None) -> MultiTokenPrediction:
     """The modules that predict tokens further ahead, numbered as layers after the last one."""
     c = config
     embed = Embedding(
@@ -122,5 +122,5 @@ def predict_ahead(config: DeepseekV3Config, env: Env, embedding: nn.Parameter | 
 
 def make_blocks(config: DeepseekV3Config, env: Env, which: Sequence[int]) -> list[Block]:
     """Blocks number `which`: embedding, layers, what predicts tokens further ahead (if anything), head."""
-    ahead = predict_ahead if config.num_nextn_predict_layers else None
-    return llama.make_blocks(config, env, which, make_attention=attention, make_mlp=mlp, make_ahead=ahead)
+    mtp = make_mtp if config.num_nextn_predict_layers else None
+    return llama.make_blocks(config, env, which, make_attention=attention, make_mlp=mlp, make_mtp=mtp)

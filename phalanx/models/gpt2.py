@@ -29,7 +29,7 @@ class _Dropping(Block):
             return x
         a, b = self.env.cut(batch.num_tokens)
         rows = (batch.samples[a:b], batch.places[a:b])
-        return x * self.env.tape.op(
+        return x * self.env.recompute.op(
             "dropout", lambda: dropout_mask(p, self.env.seed, layer, site, rows, x.shape[-1], x.dtype)
         )
 

@@ -23,7 +23,7 @@ from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.sequence.batch import Batch
 
 MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
-MakeAhead = Callable[
+MakeMtp = Callable[
     [Any, Env, nn.Parameter | None], MultiTokenPrediction
 ]  # (config, env, the embedding's weight if it is on this rank)
 
@@ -31,13 +31,13 @@ MakeAhead = Callable[
 def embedding_replicas(config: LlamaConfig, env: Env) -> tuple[Replica, ...]:
     """Who else holds the input embedding: a tied head, and what predicts tokens further ahead."""
     first, last = env.tied_stages
-    return env.shared(first, last if config.tie_word_embeddings else None, env.ahead_stage)
+    return env.shared(first, last if config.tie_word_embeddings else None, env.mtp_stage)
 
 
 def make_head(config: LlamaConfig, env: Env, weight: nn.Parameter | None) -> Head:
     """`weight`: the head's (of a tied model the embedding's) where another block on this rank has it."""
     c, tied = config, config.tie_word_embeddings
-    replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.ahead_stage)
+    replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.mtp_stage)
     return Head(
         env,
         "model.embed_tokens.weight" if tied else "lm_head.weight",
@@ -135,7 +135,7 @@ def make_blocks(
     which: Sequence[int],
     make_attention: MakePart | None = None,
     make_mlp: MakePart | None = None,
-    make_ahead: MakeAhead | None = None,
+    make_mtp: MakeMtp | None = None,
 ) -> list[Block]:
     """Blocks number `which`, those of one rank: embedding, layers, what predicts tokens further ahead (if anything),
     head.
@@ -152,9 +152,9 @@ def make_blocks(
             head = embedding if config.tie_word_embeddings else None
         elif i <= config.num_hidden_layers:
             made.append(LlamaLayer(config, env, i - 1, make_attention, make_mlp))
-        elif make_ahead is not None and i == config.num_hidden_layers + 1:
-            made.append(ahead := make_ahead(config, env, embedding))
-            head = ahead.head.weight
+        elif make_mtp is not None and i == config.num_hidden_layers + 1:
+            made.append(mtp := make_mtp(config, env, embedding))
+            head = mtp.head.weight
         else:
-            made.append(LlamaHead(config, env, head, normed=make_ahead is not None))
+            made.append(LlamaHead(config, env, head, normed=make_mtp is not None))
     return made

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
-from phalanx.nn.module import Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.nn.module import Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import attention as ops
@@ -40,9 +40,9 @@ class Heads:
         q0, q1 = env.cut(heads)
         if kv_heads >= env.grid.tp:
             return Heads(q0, q1, *env.cut(kv_heads), ())
-        sharing = env.grid.tp // kv_heads
-        k = env.at.tp // sharing
-        return Heads(q0, q1, k, k + 1, (Replica("tp", tuple(range(k * sharing, (k + 1) * sharing))),))
+        ranks_per_head = env.grid.tp // kv_heads
+        k = env.at.tp // ranks_per_head
+        return Heads(q0, q1, k, k + 1, (Replica("tp", tuple(range(k * ranks_per_head, (k + 1) * ranks_per_head))),))
 
 
 class Attention(Module):
@@ -85,17 +85,19 @@ class Attention(Module):
         self.out = self.matrix(
             row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed), cut=1
         )
-        biases = [Rows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
+        biases = [OutputRows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
         self.qkv_bias = self.param(bias_spec(biases)) if bias != "none" else None
         self.out_bias = (
             self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias == "all" else None
         )
-        self.sinks = self.param(bias_spec([Rows(sinks, heads, own.q0, own.q1)], Init("normal", std))) if sinks else None
+        self.sinks = (
+            self.param(bias_spec([OutputRows(sinks, heads, own.q0, own.q1)], Init("normal", std))) if sinks else None
+        )
         self.q_norm = RMSNorm(env, head_norm[0], head_dim, head_norm[2]) if head_norm else None
         self.k_norm = RMSNorm(env, head_norm[1], head_dim, head_norm[2]) if head_norm else None
         self.num_weights = width * (2 * heads + 2 * kv_heads) * head_dim
 
-    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[Rows]:
+    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
         fused = names[0] == names[1]
         sizes = (q_size, kv_size, kv_size)
         runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
@@ -103,30 +105,30 @@ class Attention(Module):
         for i, (first, last, replicas) in enumerate(runs):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
-            rows.append(Rows(names[i], size, base + first * self.head_dim, base + last * self.head_dim, replicas))
+            rows.append(OutputRows(names[i], size, base + first * self.head_dim, base + last * self.head_dim, replicas))
         return rows
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
-        tape = self.env.tape
-        qkv = tape.op("qkv", lambda x: gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias), x)
-        q, k, v = tape.op("rope", partial(self._turned, batch), qkv)
-        mixed = tape.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
+        recompute = self.env.recompute
+        qkv = recompute.op("qkv", lambda x: gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias), x)
+        q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
+        mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:
-        return None if any(map(self.env.tape.makes_again, ("norm", "qkv"))) else nan_for(self.qkv, x)
+        return None if any(map(self.env.recompute.recomputes, ("norm", "qkv"))) else nan_for(self.qkv, x)
 
-    def _turned(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+    def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normed and turned."""
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         if self.q_norm is not None and self.k_norm is not None:
-            twin = "plain" if self.env.twin("norm") == "plain" else self.env.twin("rope")
+            twin = "plain" if self.env.kernels_for("norm") == "plain" else self.env.kernels_for("rope")
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
             return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, twin)
         nan = nan_for(self.qkv, qkv) if self.qkv_bias is None else None  # a bias sums the gradient
-        return rope(qkv, *shape, table, self.env.twin("rope"), nan)
+        return rope(qkv, *shape, table, self.env.kernels_for("rope"), nan)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
@@ -139,8 +141,8 @@ class Attention(Module):
             self.env.cp_attention,
             self.kind,
             self.sinks,
-            self.env.twin("attention"),
-            self.env.tape.keep,
+            self.env.kernels_for("attention"),
+            self.env.recompute.keep,
         )
         return context.attention(q, k, v, batch, *how)
 

@@ -14,17 +14,17 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
-from phalanx.nn.tape import Tape
+from phalanx.nn.recompute import Recompute
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.exchange import Dispatch
 from phalanx.ops.op import Kernels
-from phalanx.ops.quantized.experts import LowExperts
-from phalanx.ops.quantized.linear import Accumulate, LowWeight
+from phalanx.ops.quantized.experts import ExpertQuantizer
+from phalanx.ops.quantized.linear import Accumulate, WeightQuantizer
 from phalanx.ops.quantized.recipes import Recipe
 
 
 @dataclass(frozen=True)
-class LowPrecision:
+class Fp8Linears:
     """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`:
     their weights are kept as codes, where the recipe allows it."""
 
@@ -42,7 +42,7 @@ class LowPrecision:
 @dataclass(frozen=True)
 class Env:
     """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and
-    the head, `ahead_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
+    the head, `mtp_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
     `sources` is that of ops.experts.exchange."""
 
     grid: Grid = field(default_factory=Grid)
@@ -51,16 +51,16 @@ class Env:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     tied_stages: tuple[int, int] = (0, 0)
-    ahead_stage: int | None = None
+    mtp_stage: int | None = None
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
     expert_room: float = math.inf
     sources: int = 0
-    low: LowPrecision | None = None
+    fp8: Fp8Linears | None = None
     cp_attention: Form = "ring"
     freeze: tuple[str, ...] = ()
-    tape: Tape = field(default_factory=Tape, compare=False, repr=False)
+    recompute: Recompute = field(default_factory=Recompute, compare=False, repr=False)
 
     @property
     def tp(self) -> Axis:
@@ -76,7 +76,7 @@ class Env:
             and all(any(fnmatchcase(name, glob) for glob in self.freeze) for name in names)
         )
 
-    def twin(self, op: str) -> Kernels:
+    def kernels_for(self, op: str) -> Kernels:
         """Which twin of an op (a name of ops.kernels.OPS or ops.dense.optional_kernels.WHEELS) its callers ask for.
 
         The whole MLP as one op has an activation inside: it is not taken where that is to be plain.
@@ -84,24 +84,26 @@ class Env:
         parts = {op, "swiglu"} if op == "mlp" else {op}
         return "plain" if parts & set(self.plain_ops) else self.kernels
 
-    def low_weight(self, names: Iterable[str], cut: int) -> LowWeight | None:
+    def weight_quantizer(self, names: Iterable[str], cut: int) -> WeightQuantizer | None:
         """What a linear with these global matrices keeps beside its weight, whose dim `cut` is cut over tp; None: it
         is in `dtype`."""
         once = list(dict.fromkeys(names))
-        if self.low is None or not all(self.low.takes(name) for name in once):
+        if self.fp8 is None or not all(self.fp8.takes(name) for name in once):
             return None
-        return LowWeight(
-            self.low.recipe, _together(once), cut, self.axes, self.twin("quant"), self.low.accumulate, self.seed
+        return WeightQuantizer(
+            self.fp8.recipe, _together(once), cut, self.axes, self.kernels_for("quant"), self.fp8.accumulate, self.seed
         )
 
-    def low_experts(self, names: Iterable[str], count: int, cut: int) -> LowExperts | None:
+    def expert_quantizer(self, names: Iterable[str], count: int, cut: int) -> ExpertQuantizer | None:
         """The same of a stack of `count` experts' matrices (`{}` in a name stands for their number), of which dim
         `cut` is cut over etp. All or none are in low precision, so that all ranks of ep agree."""
         once = list(dict.fromkeys(names))
-        if self.low is None or not all(self.low.takes(name.format(e)) for name in once for e in range(count)):
+        if self.fp8 is None or not all(self.fp8.takes(name.format(e)) for name in once for e in range(count)):
             return None
         name = _together([name.replace("{}.", "") for name in once])
-        return LowExperts(self.low.recipe, name, cut, self.axes, self.twin("quant"), self.low.accumulate, self.seed)
+        return ExpertQuantizer(
+            self.fp8.recipe, name, cut, self.axes, self.kernels_for("quant"), self.fp8.accumulate, self.seed
+        )
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""

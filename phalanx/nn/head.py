@@ -40,7 +40,7 @@ class Head(Module):
         """x (T / tp, D) -> summed cross entropy of the batch's labels, the same on every tp rank."""
         seed = batch.loss_seed if self.training and not batch.late else None
         return linear_cross_entropy(
-            x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.twin("loss")
+            x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.kernels_for("loss")
         )
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
-from phalanx.nn.module import Module, Rows, column_spec, row_spec
+from phalanx.nn.module import Module, OutputRows, column_spec, row_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import attention as ops
@@ -79,12 +79,12 @@ class LatentAttention(Module):
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
         self.rotary, self.kind, self.interleaved = Rotary(rotation), kind, interleaved
         init, s = Init("normal", std), sizes
-        kv_down = Rows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
-        q_down = [Rows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []
+        kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
+        q_down = [OutputRows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []
         self.down = self.param(column_spec([*q_down, kv_down], width, init))
         self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
         self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
-        q_up = Rows(
+        q_up = OutputRows(
             f"{at}.q_b_proj.weight" if s.q_rank else f"{at}.q_proj.weight",
             heads * s.query,
             first * s.query,
@@ -93,7 +93,9 @@ class LatentAttention(Module):
         self.q_up = self.matrix(column_spec([q_up], s.q_rank or width, init), cut=0)
         each = s.nope + s.value
         self.kv_up = self.matrix(
-            column_spec([Rows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init),
+            column_spec(
+                [OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init
+            ),
             cut=0,
         )
         self.out = self.matrix(
@@ -103,27 +105,34 @@ class LatentAttention(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
-        tape = self.env.tape
-        q, k, v = tape.op("rope", partial(self._turned, batch), *tape.op("qkv", self._project, x))
-        mixed = tape.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
+        recompute = self.env.recompute
+        q, k, v = recompute.op("rope", partial(self._rotated, batch), *recompute.op("qkv", self._project, x))
+        mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        how = (self.env.axes, self.env.cp_attention, self.kind, None, self.env.twin("attention"), self.env.tape.keep)
+        how = (
+            self.env.axes,
+            self.env.cp_attention,
+            self.kind,
+            None,
+            self.env.kernels_for("attention"),
+            self.env.recompute.keep,
+        )
         return context.attention(q, k, v, batch, *how)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,
         rope)."""
-        s, tp, tape = self.sizes, self.env.tp, self.env.tape
+        s, tp, recompute = self.sizes, self.env.tp, self.env.recompute
         q_latent, kv_latent, k_rope = local_matmul(x, self.down).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
-        q_from = x if self.q_norm is None else tape.op("norm", self.q_norm, q_latent.contiguous())
+        q_from = x if self.q_norm is None else recompute.op("norm", self.q_norm, q_latent.contiguous())
         q = gather_matmul(q_from, self.q_up, tp).unflatten(-1, (self.heads, s.query))
-        kv_from = tape.op("norm", self.kv_norm, kv_latent.contiguous())
+        kv_from = recompute.op("norm", self.kv_norm, kv_latent.contiguous())
         kv = gather_matmul(kv_from, self.kv_up, tp).unflatten(-1, (self.heads, s.nope + s.value))
         return q, kv, gather(k_rope.contiguous(), tp).unsqueeze(1)
 
-    def _turned(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
+    def _rotated(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
         """What `_project` makes -> q, k, v (sequences, heads, S, ...)."""
         s, table = self.sizes, self.rotary.table(batch, q.dtype)
         k, v = kv.split((s.nope, s.value), -1)

@@ -8,18 +8,18 @@ from torch import Tensor
 
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
-from phalanx.nn.module import ZEROS, Module, Rows, bias_spec, column_spec, row_spec
+from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.ops.dense.activation import gelu, swiglu
 from phalanx.ops.dense.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.quantized.linear import low_gated_mlp, low_of, nan_for, use_low_gated_mlp
+from phalanx.ops.quantized.linear import nan_for, quantized_gated_mlp, quantizer_of, use_quantized_gated_mlp
 from phalanx.sequence.batch import Batch
 
 
 def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
     """make(x), by some of the tokens at a time where "mlp" is made again; not in low precision, whose scales are of
     all tokens."""
-    return make(x) if any(map(low_of, weights)) else mlp.env.tape.in_pieces(make, x, mlp.parameters())
+    return make(x) if any(map(quantizer_of, weights)) else mlp.env.recompute.in_pieces(make, x, mlp.parameters())
 
 
 class SwiGLU(Module):
@@ -29,11 +29,16 @@ class SwiGLU(Module):
         super().__init__(env)
         a, b = env.cut(inner)
         self.gate_up = self.matrix(
-            column_spec([Rows(names[0], inner, a, b), Rows(names[1], inner, a, b)], width, Init("normal", std)), cut=0
+            column_spec(
+                [OutputRows(names[0], inner, a, b), OutputRows(names[1], inner, a, b)], width, Init("normal", std)
+            ),
+            cut=0,
         )
         self.down = self.matrix(row_spec(names[2], width, inner, a, b, Init("normal", std)), cut=1)
         biases = [name.replace(".weight", ".bias") for name in names]
-        self.gate_up_bias = self.param(bias_spec([Rows(name, inner, a, b) for name in biases[:2]])) if bias else None
+        self.gate_up_bias = (
+            self.param(bias_spec([OutputRows(name, inner, a, b) for name in biases[:2]])) if bias else None
+        )
         self.down_bias = self.replicated(biases[2], width, ZEROS) if bias else None
         self.num_weights = 3 * width * inner
 
@@ -44,28 +49,30 @@ class SwiGLU(Module):
     def _of_rows(self, x: Tensor) -> Tensor:
         if self.gate_up_bias is not None:
             return self._in_ops(x)
-        low, twin, again = (
-            low_of(self.gate_up) or low_of(self.down),
-            self.env.twin("swiglu"),
-            self.env.tape.makes_again,
+        quantizer, twin, recomputes = (
+            quantizer_of(self.gate_up) or quantizer_of(self.down),
+            self.env.kernels_for("swiglu"),
+            self.env.recompute.recomputes,
         )  # of one op, no half can be
-        if low is None and not again("up") and use_gated_mlp(self.env.twin("mlp"), x, self.down):
+        if quantizer is None and not recomputes("up") and use_gated_mlp(self.env.kernels_for("mlp"), x, self.down):
             return gated_mlp(x, self.gate_up, self.down, self.env.tp)
         if (
-            low is not None
-            and not (again("up") or again("activation"))
-            and use_low_gated_mlp(self.gate_up, self.down, twin, x)
+            quantizer is not None
+            and not (recomputes("up") or recomputes("activation"))
+            and use_quantized_gated_mlp(self.gate_up, self.down, twin, x)
         ):
-            return low_gated_mlp(x, self.gate_up, self.down, self.env.tp, twin)
+            return quantized_gated_mlp(x, self.gate_up, self.down, self.env.tp, twin)
         return self._in_ops(x)
 
     def _in_ops(self, x: Tensor) -> Tensor:
-        gate_up = self.env.tape.op("up", lambda x: gather_matmul(x, self.gate_up, self.env.tp, self.gate_up_bias), x)
-        hidden = self.env.tape.op("activation", lambda x: swiglu(x, self.env.twin("swiglu")), gate_up)
+        gate_up = self.env.recompute.op(
+            "up", lambda x: gather_matmul(x, self.gate_up, self.env.tp, self.gate_up_bias), x
+        )
+        hidden = self.env.recompute.op("activation", lambda x: swiglu(x, self.env.kernels_for("swiglu")), gate_up)
         return matmul_scatter(hidden, self.down, self.env.tp, self.down_bias)
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:
-        return None if any(map(self.env.tape.makes_again, ("norm", "up", "mlp"))) else nan_for(self.gate_up, x)
+        return None if any(map(self.env.recompute.recomputes, ("norm", "up", "mlp"))) else nan_for(self.gate_up, x)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
@@ -90,9 +97,10 @@ class GeluMLP(Module):
         super().__init__(env)
         a, b = env.cut(inner)
         self.expand = self.matrix(
-            column_spec([Rows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True), cut=0
+            column_spec([OutputRows(f"{names[0]}.weight", inner, a, b)], width, Init("normal", std), transposed=True),
+            cut=0,
         )
-        self.expand_bias = self.param(bias_spec([Rows(f"{names[0]}.bias", inner, a, b)]))
+        self.expand_bias = self.param(bias_spec([OutputRows(f"{names[0]}.bias", inner, a, b)]))
         self.project = self.matrix(
             row_spec(f"{names[1]}.weight", width, inner, a, b, Init("normal", std_out), transposed=True), cut=1
         )
@@ -105,8 +113,10 @@ class GeluMLP(Module):
         return run_mlp(self, self._of_rows, x, self.expand, self.project)
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        expanded = self.env.tape.op("up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x)
-        hidden = self.env.tape.op("activation", lambda x: gelu(x, self.exact), expanded)
+        expanded = self.env.recompute.op(
+            "up", lambda x: gather_matmul(x, self.expand, self.env.tp, self.expand_bias), x
+        )
+        hidden = self.env.recompute.op("activation", lambda x: gelu(x, self.exact), expanded)
         return matmul_scatter(hidden, self.project, self.env.tp, self.project_bias)
 
     def flops(self, seq_length: int) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
-from phalanx.ops.quantized.linear import LowWeight
+from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.sequence.batch import Batch
 
 ZEROS, ONES = Init("zeros"), Init("ones")
@@ -33,19 +33,19 @@ class Module(nn.Module):
     def matrix(self, spec: ParamSpec, cut: int) -> nn.Parameter:
         """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision as
         `.low` (or None)."""
-        return self.in_low(self.param(spec), self.env.low_weight((p.name for p in spec.pieces), cut))
+        return self.with_quantizer(self.param(spec), self.env.weight_quantizer((p.name for p in spec.pieces), cut))
 
-    def in_low(self, made: nn.Parameter, low: LowWeight | None) -> nn.Parameter:
+    def with_quantizer(self, made: nn.Parameter, quantizer: WeightQuantizer | None) -> nn.Parameter:
         """The parameter with what it keeps beside it in low precision."""
         spec: ParamSpec = made.spec  # type: ignore[attr-defined]
         kept = (
-            low is not None
-            and self.env.low is not None
-            and self.env.low.kept
+            quantizer is not None
+            and self.env.fp8 is not None
+            and self.env.fp8.kept
             and spec.learns
-            and low.keeps_codes(spec.shape)
+            and quantizer.keeps_quantized(spec.shape)
         )
-        made.low, made.spec = low, replace(spec, coded=kept)  # type: ignore[attr-defined]
+        made.quantizer, made.spec = quantizer, replace(spec, coded=kept)  # type: ignore[attr-defined]
         return made
 
     def replicated(self, name: str, size: int, init: Init) -> nn.Parameter:
@@ -57,8 +57,8 @@ class Module(nn.Module):
         return self.param(ParamSpec((size,), (whole,)))
 
     def nan_for_input(self, x: Tensor) -> Tensor | None:
-        """(), if a stand-in (ops.quantized.lazy) of a tensor like x can be the input: all that reads it are casts to
-        8 bits."""
+        """(), if a stand-in (ops.quantized.lazy_tensor) of a tensor like x can be the input: all that reads it are
+        casts to 8 bits."""
         return None
 
     def flops(self, seq_length: int) -> float:
@@ -76,7 +76,9 @@ class Block(Module):
     loss."""
 
     recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
-    again: frozenset[str] = frozenset()  # names of nn.tape.OPS that are made again in backward; set by the plan
+    recomputed: frozenset[str] = (
+        frozenset()
+    )  # names of nn.recompute.OPS that are made again in backward; set by the plan
     offloaded = False  # whether what it saves waits in host memory; set by the plan
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -84,7 +86,7 @@ class Block(Module):
 
 
 @dataclass(frozen=True)
-class Rows:
+class OutputRows:
     """A run of output features of one global matrix: `start..stop` of `size`, held by `replicas` too."""
 
     name: str
@@ -94,7 +96,7 @@ class Rows:
     replicas: tuple[Replica, ...] = ()
 
 
-def column_spec(rows: list[Rows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
+def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
     """Storage (sum of rows, inputs) stacking runs of output features. `transposed`: the global matrices are (inputs,
     outputs)."""
     pieces, at = [], 0
@@ -110,7 +112,7 @@ def column_spec(rows: list[Rows], inputs: int, init: Init, transposed: bool = Fa
     return ParamSpec((at, inputs), tuple(pieces))
 
 
-def bias_spec(rows: list[Rows], init: Init = ZEROS) -> ParamSpec:
+def bias_spec(rows: list[OutputRows], init: Init = ZEROS) -> ParamSpec:
     """Storage of numbers per output feature, such as the biases that belong to `column_spec(rows)`; no weight decay."""
     pieces, at = [], 0
     for r in rows:

@@ -29,8 +29,13 @@ from phalanx.ops.experts.exchange import EXCHANGES, Dispatch
 from phalanx.ops.experts.grouped import Later, grouped_matmul
 from phalanx.ops.experts.route import BalanceSums, Choice
 from phalanx.ops.experts.router import Router
-from phalanx.ops.quantized.experts import LowExperts, low_grouped_matmul, low_grouped_mlp, use_low_grouped_mlp
-from phalanx.ops.quantized.linear import low_of, nan_for
+from phalanx.ops.quantized.experts import (
+    ExpertQuantizer,
+    quantized_grouped_matmul,
+    quantized_grouped_mlp,
+    use_quantized_grouped_mlp,
+)
+from phalanx.ops.quantized.linear import nan_for, quantizer_of
 from phalanx.sequence.batch import IGNORE, Batch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
@@ -78,7 +83,7 @@ class ExpertNames:
         """Names of the matrices stored as gate and up, and as down."""
         return (self.gate, self.up), (self.down,)
 
-    def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, None]:
+    def matrices(self, part: ExpertShard, std: float) -> tuple[ParamSpec, ParamSpec, None]:
         """Storage of this part of gate and up, (N, 2F, D), all gates of an expert before its ups, and of down, (N,
         D, F)."""
         a, b, width, inner = part.first, part.stop, part.width, part.inner
@@ -116,7 +121,7 @@ class StackedNames:
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (self.gate_up,), (self.down,)
 
-    def matrices(self, part: Part, std: float) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
+    def matrices(self, part: ExpertShard, std: float) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
         """Storage of this part of gate and up, (N, 2F, D) with rows in pairs, of down, (N, D, F), and of the bias of
         gate and up, (N, 2F)."""
         (e, f), (a, b), width, count = (
@@ -139,7 +144,7 @@ class StackedNames:
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpertShard:
     """What a rank holds of a layer's `count` experts: which of them, and of their `inner` features first .. stop."""
 
     experts: range
@@ -150,9 +155,11 @@ class Part:
     inner: int
 
     @staticmethod
-    def of(env: Env, count: int, width: int, inner: int) -> Part:
+    def of(env: Env, count: int, width: int, inner: int) -> ExpertShard:
         at = env.grid.expert_coords(env.at)
-        return Part(range(*cut(count, env.grid.ep)[at.ep]), *cut(inner, env.grid.etp)[at.etp], count, width, inner)
+        return ExpertShard(
+            range(*cut(count, env.grid.ep)[at.ep]), *cut(inner, env.grid.etp)[at.etp], count, width, inner
+        )
 
 
 class Experts(Module):
@@ -161,12 +168,12 @@ class Experts(Module):
 
     def __init__(self, env: Env, names: ExpertNames | StackedNames, count: int, width: int, inner: int, std: float):
         super().__init__(env)
-        gate_up, down, bias = names.matrices(Part.of(env, count, width, inner), std)
+        gate_up, down, bias = names.matrices(ExpertShard.of(env, count, width, inner), std)
         self.gate_up, self.down = self.param(gate_up), self.param(down)
         for dim, (stack, matrices) in enumerate(
             zip((self.gate_up, self.down), names.stacks)
         ):  # gate and up by outputs, down by inputs
-            self.in_low(stack, env.low_experts(matrices, count, dim))
+            self.with_quantizer(stack, env.expert_quantizer(matrices, count, dim))
         self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
         for p in self.parameters():
             p.further = further_gradients(p, env.sources - 1)  # type: ignore[attr-defined]
@@ -180,25 +187,27 @@ class Experts(Module):
 
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
-        tape, inputs = self.env.tape, () if weights is None else (weights,)
+        recompute, inputs = self.env.recompute, () if weights is None else (weights,)
         up, down, bias = (
             self._of(self.gate_up, source),
             self._of(self.down, source),
             None if self.bias is None else self._of(self.bias, source),
         )
         if self._one_op(x):
-            return low_grouped_mlp(x, up, down, ends, weights, self.activation, self.env.twin("swiglu"), later)
-        gate_up = tape.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
-        hidden = tape.op("activation", partial(self._activate, ends), gate_up, *inputs)
+            return quantized_grouped_mlp(
+                x, up, down, ends, weights, self.activation, self.env.kernels_for("swiglu"), later
+            )
+        gate_up = recompute.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
+        hidden = recompute.op("activation", partial(self._activate, ends), gate_up, *inputs)
         return self._multiply(hidden, down, ends)
 
     def _one_op(self, x: Tensor) -> bool:
-        again = self.env.tape.makes_again  # of one op, no part can be
-        fits = self.bias is None and not (again("up") or again("activation"))
-        return fits and use_low_grouped_mlp(self.gate_up, self.down, self.env.twin("swiglu"), x)
+        recomputes = self.env.recompute.recomputes  # of one op, no part can be
+        fits = self.bias is None and not (recomputes("up") or recomputes("activation"))
+        return fits and use_quantized_grouped_mlp(self.gate_up, self.down, self.env.kernels_for("swiglu"), x)
 
     def nan_for_rows(self, x: Tensor) -> Tensor | None:
-        """For stand-ins of the rows that come, and of the gradient of those that go (ops.quantized.lazy)."""
+        """For stand-ins of the rows that come, and of the gradient of those that go (ops.quantized.lazy_tensor)."""
         return nan_for(self.gate_up, x) if self._one_op(x) else None
 
     def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
@@ -207,13 +216,13 @@ class Experts(Module):
     def _multiply(
         self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None
     ) -> Tensor:
-        low = low_of(weight)
-        if isinstance(low, LowExperts):
-            return low_grouped_matmul(x, weight, ends, low, bias, later)
-        return grouped_matmul(x, weight, ends, self.env.twin("grouped"), bias, later)
+        quantizer = quantizer_of(weight)
+        if isinstance(quantizer, ExpertQuantizer):
+            return quantized_grouped_matmul(x, weight, ends, quantizer, bias, later)
+        return grouped_matmul(x, weight, ends, self.env.kernels_for("grouped"), bias, later)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
-        return gated_rows(gate_up, ends, weights, self.activation, self.env.twin("swiglu"))
+        return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for("swiglu"))
 
 
 def further_gradients(p: nn.Parameter, count: int) -> list[nn.Parameter]:
@@ -221,7 +230,7 @@ def further_gradients(p: nn.Parameter, count: int) -> list[nn.Parameter]:
     memory (FlatBucket.attach)."""
     made = [nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad) for _ in range(count)]
     for further in made:
-        further.low = getattr(p, "low", None)  # type: ignore[attr-defined]
+        further.quantizer = getattr(p, "quantizer", None)  # type: ignore[attr-defined]
     return made
 
 
@@ -283,12 +292,14 @@ class MoE(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
         room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
-        tape, experts = self.env.tape, self.router.num_experts
+        recompute, experts = self.env.recompute, self.router.num_experts
         begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources)
-        early = None if tape.makes_again("experts") or tape.cuts_at("experts") else begin(self._filled(x, batch))
+        early = (
+            None if recompute.recomputes("experts") or recompute.cuts_at("experts") else begin(self._filled(x, batch))
+        )
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted, real = (
-            ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.twin("route")),
+            ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.kernels_for("route")),
             self._real(batch),
         )
         if real is not None:  # padding goes to no expert
@@ -296,20 +307,20 @@ class MoE(Module):
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
         chosen = self._filled(choice.experts_TK, batch, experts)
         if early is not None:
-            early.send(chosen, experts, self.env.twin("permute"))
+            early.send(chosen, experts, self.env.kernels_for("permute"))
         shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel
 
         def routed(batch: Batch, x: Tensor, weights_TK: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
             exchange = early
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
-                exchange.send(chosen, experts, self.env.twin("permute"))
+                exchange.send(chosen, experts, self.env.kernels_for("permute"))
             nan = self.experts.nan_for_rows(x)
-            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.twin("permute"), nan)
+            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for("permute"), nan)
             return y if len(y) == len(x) else y[: len(x)], missing
 
         likes = ((x.shape, x.dtype), ((), torch.int64))
-        y, missing = tape.by_batch("experts", routed, batch, likes, x, choice.weights_TK, chosen)
+        y, missing = recompute.by_batch("experts", routed, batch, likes, x, choice.weights_TK, chosen)
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
         if self.training:
@@ -380,7 +391,7 @@ class MoE(Module):
 
     def _everyones(self, x: Tensor, batch: Batch) -> Tensor:
         """x of this rank's tokens (T, ...) -> of all tokens of the micro-batch, in order."""
-        everyones = self.env.axes.sharing.all_gather(self._filled(x, batch)).wait()
+        everyones = self.env.axes.batch_group.all_gather(self._filled(x, batch)).wait()
         return batch.join(everyones.chunk(batch.part.count), batch.part.all)
 
     def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
@@ -404,7 +415,7 @@ class MoE(Module):
         sequence = self.env.tp.own_rows(batch.runs[0]) if by_sequence else None
         local = ops.balance_sums(choice, sequence, batch.runs[1] if by_sequence else 1, self._real(batch))
         packed = torch.cat((local.counts_SE, local.scores_SE.detach(), local.tokens_S.unsqueeze(1)), 1)
-        counts, scores, tokens = self.env.axes.sharing.all_reduce(packed).wait().split((count, count, 1), 1)
+        counts, scores, tokens = self.env.axes.batch_group.all_reduce(packed).wait().split((count, count, 1), 1)
         if self.load is not None:
             counts = self.load.to(counts.dtype).unsqueeze(0)
         losses = ops.balance_loss(local, BalanceSums(counts, scores, tokens.squeeze(1)))

@@ -16,7 +16,7 @@ from phalanx.layout.param import Init
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
-from phalanx.nn.module import Block, Module, Rows, column_spec
+from phalanx.nn.module import Block, Module, OutputRows, column_spec
 from phalanx.nn.moe import Attach
 from phalanx.nn.norm import RMSNorm
 from phalanx.ops.dense.matmul import local_matmul
@@ -31,14 +31,16 @@ class Depth(Module):
         super().__init__(env)
         self.enorm, self.hnorm = RMSNorm(env, f"{at}.enorm", width, eps), RMSNorm(env, f"{at}.hnorm", width, eps)
         self.project = self.param(
-            column_spec([Rows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)], 2 * width, Init("normal", std))
+            column_spec(
+                [OutputRows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)], 2 * width, Init("normal", std)
+            )
         )
         self.layer = layer
         self.norm = RMSNorm(env, f"{at}.shared_head.norm", width, eps)
 
-    def forward(self, h: Tensor, ahead: Tensor, batch: Batch) -> Tensor:
+    def forward(self, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
         """h, ahead (T / tp, D) -> (T / tp, D)."""
-        x = local_matmul(torch.cat((self.enorm(ahead), self.hnorm(h)), -1), self.project)
+        x = local_matmul(torch.cat((self.enorm(next_embedding), self.hnorm(h)), -1), self.project)
         return self.norm(self.layer(x, batch))
 
     def flops(self, seq_length: int) -> float:
@@ -75,8 +77,8 @@ class MultiTokenPrediction(Block):
             loss = loss + self.head.loss(state, further)
         return Attach.apply(h, loss, share, partial(self._count, loss.detach()))
 
-    def _hidden(self, depth: nn.Module, h: Tensor, ahead: Tensor, batch: Batch) -> Tensor:
-        return self.env.tape.whole(partial(depth, batch=batch), h, ahead)
+    def _hidden(self, depth: nn.Module, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
+        return self.env.recompute.whole(partial(depth, batch=batch), h, next_embedding)
 
     def _count(self, loss: Tensor) -> None:
         if self.tally is not None:

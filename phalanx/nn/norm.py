@@ -16,13 +16,13 @@ class RMSNorm(Module):
         self.weight = self.replicated(f"{name}.weight", width, ONES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.env.twin("norm"))
+        return rms_norm(x, self.weight, self.eps, self.env.kernels_for("norm"))
 
     def add(self, x: Tensor, delta: Tensor | None = None, nan: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads, of which `nan` is the
         `nan_for_input`."""
-        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.twin("norm"), nan)
-        self.env.tape.output("norm", normed, self.forward, x)
+        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.kernels_for("norm"), nan)
+        self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed
 
 
@@ -34,10 +34,10 @@ class LayerNorm(Module):
         self.bias = self.replicated(f"{name}.bias", width, ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.env.twin("norm"))
+        return layer_norm(x, self.weight, self.bias, self.eps, self.env.kernels_for("norm"))
 
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
-        x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.twin("norm"))
-        self.env.tape.output("norm", normed, self.forward, x)
+        x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.kernels_for("norm"))
+        self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed

@@ -17,7 +17,7 @@ import torch
 from phalanx.base.log import Log
 from phalanx.comm.health.pace import Slow
 from phalanx.comm.health.waits import Waited
-from phalanx.engine.fp8_state import low_values, was_cast, worst
+from phalanx.engine.fp8_state import fp8_values, was_cast, worst
 from phalanx.engine.step import StepResult
 from phalanx.observe.routing import routing_text, routing_values
 from phalanx.observe.trackers import Trackers
@@ -26,7 +26,7 @@ WIDTH = 120  # columns of a step line, at most
 SOON_S, LATER_S = 2.0, 10.0  # between two step lines on a terminal: in the first minute, and from then on
 FIRST_S = 60.0
 MEDIAN_OF = 51  # steps whose median gives the time that is left
-LOW_EVERY = 50  # steps between two whole tables of what casts of low precision lost
+FP8_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
 
 class Moment:
@@ -55,22 +55,24 @@ class Pending:
 
     def __init__(self, step: int, lr: float, result: StepResult, waited: Waited | None = None):
         self.step, self.lr, self.waited = step, lr, waited
-        self._ahead = result.ahead is not None
-        ahead = torch.zeros_like(result.loss) if result.ahead is None else result.ahead
-        fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop, ahead)
-        told = torch.stack([f.double() for f in fields])
+        self._has_mtp = result.mtp_loss is not None
+        mtp_loss = torch.zeros_like(result.loss) if result.mtp_loss is None else result.mtp_loss
+        fields = (result.loss, result.grad_norm, result.skipped, result.tokens, result.stop, mtp_loss)
+        packed = torch.stack([f.double() for f in fields])
         self._routing = None if result.routing is None else result.routing.shape
         if result.routing is not None:
-            told = torch.cat((told, result.routing.flatten()))
-        self._low = None if result.low is None else result.low.shape
-        self._apart = None if result.apart is None else result.apart.shape
-        self._low_at, self._apart_at = len(told), len(told) + (0 if result.low is None else result.low.numel())
-        told = torch.cat([told, *(t.flatten().double() for t in (result.low, result.apart) if t is not None)])
-        self._host = told
-        if told.is_cuda:
-            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            self._host.copy_(told, non_blocking=True)
-        self.moment = Moment(told.device)
+            packed = torch.cat((packed, result.routing.flatten()))
+        self._fp8 = None if result.fp8 is None else result.fp8.shape
+        self._distance = None if result.gradient_distance is None else result.gradient_distance.shape
+        self._fp8_at, self._distance_at = len(packed), len(packed) + (0 if result.fp8 is None else result.fp8.numel())
+        packed = torch.cat(
+            [packed, *(t.flatten().double() for t in (result.fp8, result.gradient_distance) if t is not None)]
+        )
+        self._host = packed
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+        self.moment = Moment(packed.device)
 
     def read(self) -> tuple[float, float, int, int, bool]:
         """(loss, gradient norm, why the step was skipped, tokens with a loss, stop)."""
@@ -78,9 +80,9 @@ class Pending:
         loss, norm, skipped, tokens, stop = self._host[:5].tolist()
         return loss, norm, int(skipped), int(tokens), stop > 0
 
-    def ahead(self) -> float | None:
+    def mtp_loss(self) -> float | None:
         """Mean loss of what predicts further tokens, after `read`; None where nothing does."""
-        return self._host[5].item() if self._ahead else None
+        return self._host[5].item() if self._has_mtp else None
 
     def routing(self) -> dict[str, list[Any]] | None:
         """Per layer, after `read`; None without experts."""
@@ -88,13 +90,13 @@ class Pending:
             return None
         return routing_values(self._host[6 : 6 + self._routing.numel()].view(self._routing).tolist())
 
-    def low(self) -> list[Any] | None:
-        """What casts of low precision lost, as LowState.told, after `read`; None without train.fp8."""
-        return None if self._low is None else self._host[self._low_at : self._apart_at].view(self._low).tolist()
+    def fp8(self) -> list[Any] | None:
+        """What casts of low precision lost, as Fp8State.totals, after `read`; None without train.fp8."""
+        return None if self._fp8 is None else self._host[self._fp8_at : self._distance_at].view(self._fp8).tolist()
 
-    def apart(self) -> list[list[float]] | None:
+    def gradient_distance(self) -> list[list[float]] | None:
         """(cosine, relative error) of each linear's gradient, after `read`; None of a step without a shadow."""
-        return None if self._apart is None else self._host[self._apart_at :].view(self._apart).tolist()
+        return None if self._distance is None else self._host[self._distance_at :].view(self._distance).tolist()
 
 
 @dataclass
@@ -185,7 +187,7 @@ def duration(seconds: float) -> str:
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
 
 
-class Pace:
+class ConsolePace:
     """When a line is due on a terminal: the first at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -215,12 +217,12 @@ class Reporter:
         total_steps: int,
         interval: int | None,
         device: torch.device,
-        low_names: tuple[str, ...] = (),
+        fp8_names: tuple[str, ...] = (),
     ):
-        self.low_names = low_names
+        self.fp8_names = fp8_names
         self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
         self.total_steps, self.interval, self.device = total_steps, interval, device
-        self._pace = Pace()
+        self._pace = ConsolePace()
         self._sample_s: deque[float] = deque(maxlen=MEDIAN_OF)  # seconds per sequence of the last steps
         self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
         self.mark = Moment(device)
@@ -284,7 +286,7 @@ class Reporter:
 
     def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
         rate = samples * self.speed.seq_length / seconds
-        routing, ahead = pending.routing(), pending.ahead()
+        routing, mtp_loss = pending.routing(), pending.mtp_loss()
         flops, slow = rate * self.speed.flops_per_token / self.speed.ranks, self.slow()
         return {
             "step": pending.step,
@@ -301,25 +303,25 @@ class Reporter:
             "skipped": self.counters.skipped,
             "step_s": seconds,
             "eta_s": self._left_s(seconds, samples),
-            **self._low_values(pending),
+            **self._fp8_values(pending),
             **({"slow": {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
-            **({} if ahead is None else {"mtp_loss": ahead}),
+            **({} if mtp_loss is None else {"mtp_loss": mtp_loss}),
             **({} if routing is None else {"experts": routing}),
         }
 
-    def _low_values(self, pending: Pending) -> dict[str, Any]:
+    def _fp8_values(self, pending: Pending) -> dict[str, Any]:
         """What casts lost: the worst tensor at every step, all of them now and then."""
-        tally = pending.low()
+        tally = pending.fp8()
         if tally is None or not was_cast(tally):
             return {}
-        part, whose = worst(self.low_names, tally)
-        every = pending.step == 1 or pending.step % LOW_EVERY == 0 or pending.step == self.total_steps
+        part, whose = worst(self.fp8_names, tally)
+        every = pending.step == 1 or pending.step % FP8_EVERY == 0 or pending.step == self.total_steps
         values: dict[str, Any] = {
             "fp8_lost": part,
             "fp8_worst": whose,
-            **({"fp8": low_values(self.low_names, tally)} if every else {}),
+            **({"fp8": fp8_values(self.fp8_names, tally)} if every else {}),
         }
-        apart = pending.apart()
-        if apart is not None:
-            values["fp8_shadow"] = dict(zip(self.low_names, apart))
+        gradient_distance = pending.gradient_distance()
+        if gradient_distance is not None:
+            values["fp8_shadow"] = dict(zip(self.fp8_names, gradient_distance))
         return values

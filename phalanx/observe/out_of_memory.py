@@ -176,7 +176,7 @@ def held(state: State) -> dict[str, int]:
     kinds = {
         "weights": [t for f in flat for t in f.held],
         "gradients": gradients,
-        "masters": [f.master for f in flat if f.apart],
+        "masters": [f.master for f in flat if f.separate_masters],
         "moments": [t for s in shards for t in s.moments],
     }
     return {

@@ -58,10 +58,10 @@ def write_report(folder: Path, sample: str | None = None) -> Path:
     steps, starts = [r for r in rows if "loss" in r], read_starts(folder)
     config = redacted((folder / "config.yaml").read_text(encoding="utf-8"))
     page = Environment(autoescape=True).from_string(PAGE)
-    told = [*facts(rows, steps), *circumstances(starts, folder)]
+    shown = [*facts(rows, steps), *circumstances(starts, folder)]
     text = page.render(
         title=f"Run {folder}",
-        facts=told,
+        facts=shown,
         pictures=[draw(p) for p in plots(rows, steps)],
         data=starts[-1]["data"] if starts else "",
         sample=sample,

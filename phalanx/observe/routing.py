@@ -44,10 +44,10 @@ def routing_text(values: dict[str, list[Any]]) -> str:
     full = max(layers, key=lambda i: values["load_max"][i])
     sure = min(layers, key=lambda i: values["entropy"][i])
     dropped, missing = (sum(int(values[k][i]) for i in layers) for k in ("dropped", "missing"))
-    again = f" again={missing}" if missing else ""
+    rerun = f" again={missing}" if missing else ""
     return (
         f" load={values['load_max'][full]:.2f}@layer{full} "
-        f"entropy={values['entropy'][sure]:.3g}@layer{sure} dropped={dropped}{again}"
+        f"entropy={values['entropy'][sure]:.3g}@layer{sure} dropped={dropped}{rerun}"
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from phalanx.engine.fp8_state import low_scalars, shadow_scalars
+from phalanx.engine.fp8_state import fp8_scalars, shadow_scalars
 from phalanx.observe.routing import routing_scalars
 
 # Tables whose entries have no names in the row.
 TABLES: dict[str, Callable[[Any], dict[str, float]]] = {
     "experts": routing_scalars,
-    "fp8": low_scalars,
+    "fp8": fp8_scalars,
     "fp8_shadow": shadow_scalars,
 }
 

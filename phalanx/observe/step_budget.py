@@ -78,7 +78,7 @@ NAMES = (  # the first row with one of these parts in a kernel's (or operator's)
 )
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A stretch of time [start, end) in microseconds that belongs to `row`. `call` tells one collective from
     another."""
 
@@ -156,7 +156,7 @@ def read_budget(path: str | Path, plain_s: float | None = None) -> Budget:
 
 def budget_of(events: Iterable[Mapping[str, Any]], plain_s: float | None = None) -> Budget:
     """The same from the events of a Chrome trace."""
-    trace = Trace([e for e in events if e.get("ph") == "X" and "dur" in e])
+    trace = ProfileTrace([e for e in events if e.get("ph") == "X" and "dur" in e])
     spans, unknown = trace.gpu_spans() if trace.kernels else (trace.cpu_spans(), {})
     count = len(trace.steps)
     rows, calls = sweep(spans, trace.steps)
@@ -171,7 +171,7 @@ def budget_of(events: Iterable[Mapping[str, Any]], plain_s: float | None = None)
     return Budget(step, profiled, plain_s, rows, step - sum(rows.values()), unknown, pointwise)
 
 
-class Trace:
+class ProfileTrace:
     """The events of a trace, sorted by what they are."""
 
     def __init__(self, events: list[Mapping[str, Any]]):
@@ -199,10 +199,10 @@ class Trace:
         step)."""
         return _within(self.instructions, ts)
 
-    def gpu_spans(self) -> tuple[list[Span], dict[str, float]]:
+    def gpu_spans(self) -> tuple[list[TimeSpan], dict[str, float]]:
         """A span per kernel; and microseconds by name of those that belong to no known kind."""
         ours = triton_names()
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         unknown: dict[str, float] = defaultdict(float)
         for number, kernel in enumerate(self.kernels):
             row, counts = (
@@ -215,7 +215,7 @@ class Trace:
                 name = f"{kernel.get('args', {}).get('grid', '')} {kernel['name']}"
                 us, calls = self.pointwise.get(name, (0.0, 0))
                 self.pointwise[name] = us + kernel["dur"], calls + 1
-            spans.append(Span(kernel["ts"], kernel["ts"] + kernel["dur"], row, number))
+            spans.append(TimeSpan(kernel["ts"], kernel["ts"] + kernel["dur"], row, number))
         return spans, unknown
 
     def _kernel_row(self, kernel: Mapping[str, Any], ours: set[str]) -> str:
@@ -233,9 +233,9 @@ class Trace:
             return OPTIMIZER
         return row_of(name) or (POINTWISE if kernel["name"] in ours else UNKNOWN)
 
-    def cpu_spans(self) -> list[Span]:
+    def cpu_spans(self) -> list[TimeSpan]:
         """The main thread's time, cut where its innermost event changes."""
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         stack: list[tuple[float, str, int]] = []  # (end, row, call)
         at = self.main[0]["ts"] if self.main else 0.0
 
@@ -244,14 +244,14 @@ class Trace:
             while stack and stack[-1][0] <= until:
                 end, row, call = stack.pop()
                 if end > now:
-                    spans.append(Span(now, end, row, call))
+                    spans.append(TimeSpan(now, end, row, call))
                     now = end
             return now
 
         for number, e in enumerate(self.main):
             at = close(e["ts"])
             if stack and e["ts"] > at:
-                spans.append(Span(at, e["ts"], *stack[-1][1:]))
+                spans.append(TimeSpan(at, e["ts"], *stack[-1][1:]))
             at = e["ts"]
             row, call = self._operator_row(e, stack[-1][1:] if stack else (HOST, -1), number)
             stack.append((e["ts"] + e["dur"], row, call))
@@ -291,7 +291,7 @@ def triton_names() -> set[str]:
     return {getattr(thing, "__name__", name) for name, thing in things if type(thing).__module__.startswith("triton.")}
 
 
-def sweep(spans: list[Span], windows: list[tuple[float, float]]) -> tuple[dict[str, float], dict[int, float]]:
+def sweep(spans: list[TimeSpan], windows: list[tuple[float, float]]) -> tuple[dict[str, float], dict[int, float]]:
     """Give each moment of the windows to one row: (microseconds by row, microseconds of exposed communication by
     call)."""
     cuts = sorted(
@@ -321,7 +321,7 @@ def sweep(spans: list[Span], windows: list[tuple[float, float]]) -> tuple[dict[s
     return dict(rows), dict(calls)
 
 
-def with_bubble(rows: dict[str, float], calls: dict[int, float], spans: list[Span]) -> dict[str, float]:
+def with_bubble(rows: dict[str, float], calls: dict[int, float], spans: list[TimeSpan]) -> dict[str, float]:
     """Split waiting for other stages from moving bytes: what a transfer between stages takes beyond the fastest of
     its kind.
 

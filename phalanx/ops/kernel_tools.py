@@ -1,4 +1,4 @@
-"""What the Triton twins share: dtypes of their arithmetic, sizes of grids, the order of tiles."""
+"""What the Triton implementations share: dtypes of their arithmetic, sizes of grids, the order of tiles."""
 
 from __future__ import annotations
 

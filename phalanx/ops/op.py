@@ -1,9 +1,9 @@
-"""Triton twins of the ops. Whether they run is decided here: `auto` takes Triton on a GPU and plain PyTorch
+"""Triton implementations of the ops. Whether they run is decided here: `auto` takes Triton on a GPU and plain PyTorch
 elsewhere. The few twins that come in optional packages are chosen in ops/dense/optional_kernels.py.
 
 The `*_kernel` modules beside the definitions import triton, so they are imported only when a kernel is to run. On
 the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests compare
-them with the plain twins.
+them with the reference implementations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kernels = Literal["auto", "plain", "triton", "wheels"]
+Kernels = Literal["auto", "plain", "triton", "optional"]
 OPS = (
     "norm",
     "swiglu",
@@ -25,7 +25,7 @@ OPS = (
     "permute",
     "grouped",
     "quant",
-)  # the ops that have a Triton twin
+)  # the ops that have a Triton implementation
 
 
 @cache
@@ -34,11 +34,11 @@ def has_triton() -> bool:
 
 
 def use_triton(kernels: Kernels, x: Tensor) -> bool:
-    """Whether the op on `x` is to run its Triton twin. `auto`: on a GPU of compute capability 8.0 or newer, where
-    triton is installed."""
+    """Whether the op on `x` is to run its Triton implementation. `auto`: on a GPU of compute capability 8.0 or newer,
+    where triton is installed."""
     if kernels == "auto":
         return x.is_cuda and has_triton() and capable(x.device.index or 0)
-    return kernels in ("triton", "wheels")
+    return kernels in ("triton", "optional")
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
 from phalanx.ops.op import Kernels
-from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_
+from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_
 from phalanx.ops.optimizer.moments import BLOCK
 from phalanx.ops.optimizer.shard import Shard
 from phalanx.optim.config import OptimConfig
@@ -59,11 +59,11 @@ class AdamW:
     def __init__(self, shards: list[Shard], config: OptimConfig, device: torch.device, kernels: Kernels = "auto"):
         self.config, self.shards, self.kernels = config, shards, kernels
         self.step = torch.zeros((), dtype=torch.float32, device=device)
-        self.groups: dict[tuple[float, float], list[Part]] = {}
+        self.groups: dict[tuple[float, float], list[ParamRange]] = {}
         for s in shards:
             for a, b, group in group_ranges(s.bucket, s.lo, s.hi, config):
                 own = slice(a - s.lo, b - s.lo)
-                part = Part(s.master[own], s.grad[own], s.m[own], s.v[own], None if s.out is None else s.out[own])
+                part = ParamRange(s.master[own], s.grad[own], s.m[own], s.v[own], None if s.out is None else s.out[own])
                 self.groups.setdefault(group, []).append(part)
 
     @torch.no_grad()

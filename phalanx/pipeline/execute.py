@@ -15,7 +15,7 @@ from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
 from phalanx.nn.offload import Held, Mover, hollow
-from phalanx.nn.recompute import run_block
+from phalanx.nn.run_block import run_block
 from phalanx.pipeline.graphs import Eager
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Recv, Send, Value, Wait
 from phalanx.sequence.batch import Batch

@@ -27,16 +27,16 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, Overlap
 from phalanx.nn.offload import Held, Places
-from phalanx.nn.tape import Tape
+from phalanx.nn.recompute import Recompute
 from phalanx.pipeline.root import backward_from
-from phalanx.pipeline.segments import Cuda, Cuts, Row, uncollected
+from phalanx.pipeline.segments import CapturedSegment, Cuda, GraphCuts, uncollected
 from phalanx.schedule.actions import Schedule
 from phalanx.sequence.batch import Batch, usual_documents
 
 Compute = Callable[[Tensor, Batch, Held | None], Tensor]
 """(input, batch, what holds activations that are to wait on the host) -> output."""
 Where = tuple[int, int]
-SELDOM, DEALT, PLAIN, OF_DOCUMENTS = range(4)
+SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
 """Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a
 pool of memory; whose documents are dealt to ranks; without documents; with them."""
 T = TypeVar("T")
@@ -45,13 +45,13 @@ T = TypeVar("T")
 def _kind(batch: Batch) -> int:
     if batch.most_documents > usual_documents(batch.all_tokens):
         return SELDOM
-    if batch.dealt is not None:
-        return DEALT
+    if batch.balanced is not None:
+        return BALANCED
     return PLAIN if batch.documents is None else OF_DOCUMENTS
 
 
 class Eager:
-    """Runs blocks as they are: what graphs are the fast twin of.
+    """Runs blocks as they are: what graphs are the fast implementation of.
 
     `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long
     takes a copy. `captures`: whether graphs may be made in this step. CUDA may wait then for all that the device is
@@ -136,10 +136,10 @@ class _Captured:
 
     x: Tensor
     y: Tensor
-    forward: Row
+    forward: CapturedSegment
     held: Held | None = None
     dy: Tensor | None = None
-    backward: Row | None = None
+    backward: CapturedSegment | None = None
     away: _Away | None = None
 
     def reset(self) -> None:
@@ -174,14 +174,20 @@ class Graphs(Eager):
     def __init__(
         self,
         device: Cuda,
-        tape: Tape,
+        recompute: Recompute,
         memories: tuple[Overlap, ...] = (),
         between: Set[str] = frozenset(),
         hosts: Axis | None = None,
         schedule: Callable[[int], Schedule] | None = None,
     ):
         super().__init__()
-        self.device, self.memories, self._tape, self._cuts, self._hosts = device, memories, tape, Cuts(between), hosts
+        self.device, self.memories, self._recompute, self._cuts, self._hosts = (
+            device,
+            memories,
+            recompute,
+            GraphCuts(between),
+            hosts,
+        )
         self._passing = device.pool()  # what backward makes
         self._warm = False
         self._seed: Tensor | None = None
@@ -411,8 +417,8 @@ class Graphs(Eager):
         graph = self._capture(slot.pool, run)
         return _Captured(x, made[0], graph, held)
 
-    def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> Row:
-        row = Row(self.device, pool, late)
+    def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> CapturedSegment:
+        row = CapturedSegment(self.device, pool, late)
         with uncollected(), self.device.aside(), self._cutting(row):
             row.begin()
             try:
@@ -422,10 +428,10 @@ class Graphs(Eager):
         return row
 
     @contextmanager
-    def _cutting(self, row: Row) -> Iterator[None]:
+    def _cutting(self, row: CapturedSegment) -> Iterator[None]:
         """What the tape runs meanwhile stands in this row, if it is of the sort that runs as it is."""
-        self._tape.cuts, self._cuts.row = self._cuts, row
+        self._recompute.cuts, self._cuts.row = self._cuts, row
         try:
             yield
         finally:
-            self._tape.cuts = self._cuts.row = None
+            self._recompute.cuts = self._cuts.row = None

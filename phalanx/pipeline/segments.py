@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.nn.offload import Held
-from phalanx.nn.tape import Like
+from phalanx.nn.recompute import Like
 from phalanx.sequence.batch import Batch
 
 
@@ -92,7 +92,7 @@ class Cuda:
         torch.cuda.empty_cache()
 
 
-class Row:
+class CapturedSegment:
     """Graphs of a run's forward or backward in order, and between them what runs as it is."""
 
     def __init__(self, device: Cuda, pool: Any, late: bool = False):
@@ -125,13 +125,13 @@ class Row:
         self.parts.clear()
 
 
-class Cuts:
+class GraphCuts:
     """Stands in a Tape while a run is captured: ends the graph before an op of these names, and begins the next one
     behind it."""
 
     def __init__(self, names: Set[str]) -> None:
         self.names = names
-        self.row: Row | None = None
+        self.row: CapturedSegment | None = None
         self._places: dict[tuple, Tensor] = {}
 
     def place(self, name: str | int, like: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class _Site:
     too. `kept`: the inputs of its last run and where backward begins, at the first output; outputs themselves may
     go: their copies stay."""
 
-    def __init__(self, cuts: Cuts, make: Callable[..., Any], likes: Sequence[Like]):
+    def __init__(self, cuts: GraphCuts, make: Callable[..., Any], likes: Sequence[Like]):
         self.cuts, self.make, self.likes, self.late, self.goes_back = (
             cuts,
             make,
@@ -169,7 +169,7 @@ class _Site:
         return outs if len(self.likes) > 1 else outs[0]
 
     @contextmanager
-    def between(self) -> Iterator[Row]:
+    def between(self) -> Iterator[CapturedSegment]:
         """The graph ends here, and the next one begins behind what is added to the row."""
         row = self.cuts.row
         if row is None:

@@ -13,9 +13,9 @@ from phalanx.base.rules import at_least, multiples, no_effect, problem, within
 from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.models.config import GPT2Config, LlamaConfig
-from phalanx.nn.env import Env, LowPrecision
+from phalanx.nn.env import Env, Fp8Linears
 from phalanx.ops.quantized.recipes import RECIPES
-from phalanx.planning.plan import low_precision, make_blocks, num_blocks, spec_of
+from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks, spec_of
 
 AT = "train.fp8"
 CAPABILITY = {
@@ -77,15 +77,15 @@ def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> 
 
 def check_linears(run: Run) -> list[Problem]:
     """There is something to do, every glob fits something, and no block of a scale is cut by a size."""
-    c, low = run.train.fp8, low_precision(run)
-    if c is None or low is None:
+    c, fp8 = run.train.fp8, fp8_linears(run)
+    if c is None or fp8 is None:
         return []
     key, layers = repr(run.model), run.model.num_hidden_layers
     if 2 * c.end_layers >= layers:
         because = {"model.num_hidden_layers": layers}
         return [problem(AT, c, "end_layers", "must leave layers between the ends", because, (0, (layers - 1) // 2))]
     cuts = (run.layout.tp, run.layout.etp)
-    every = local_shapes(key, run.model, cuts, replace(low, layers=range(layers), exclude=()))
+    every = local_shapes(key, run.model, cuts, replace(fp8, layers=range(layers), exclude=()))
     idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for names, _ in every for name in names)]
     if idle:
         return [
@@ -98,7 +98,7 @@ def check_linears(run: Run) -> list[Problem]:
                 ([g for g in c.exclude if g not in idle],),
             )
         ]
-    linears = local_shapes(key, run.model, cuts, low)
+    linears = local_shapes(key, run.model, cuts, fp8)
     if not linears:
         return [problem(AT, c, "exclude", "must leave a linear", {"linears": 0}, ([],))]
     return check_sizes(run, linears)
@@ -136,15 +136,15 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 
 @lru_cache(maxsize=16)
 def local_shapes(
-    key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int], low: LowPrecision
+    key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int], fp8: Fp8Linears
 ) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
     """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the
     first and the last rank of each of the `cuts`, tp and etp."""
     found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
     for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
         for rank in {0, grid.world - 1}:
-            for block in make_blocks(model, Env(grid=grid, at=grid.coords(rank), low=low), range(num_blocks(model))):
+            for block in make_blocks(model, Env(grid=grid, at=grid.coords(rank), fp8=fp8), range(num_blocks(model))):
                 for p in block.parameters():
-                    if getattr(p, "low", None) is not None and p.dim() == dims:
+                    if getattr(p, "quantizer", None) is not None and p.dim() == dims:
                         found[(tuple(piece.name for piece in spec_of(p).pieces), (p.shape[-2], p.shape[-1]))] = None
     return tuple(found)

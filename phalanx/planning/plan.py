@@ -21,18 +21,18 @@ from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
-from phalanx.nn.env import Env, LowPrecision
+from phalanx.nn.env import Env, Fp8Linears
 from phalanx.nn.module import Block
-from phalanx.nn.tape import PRESETS
+from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.exchange import Dispatch, room_for
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
-from phalanx.schedule.memory_slots import Places, fits, make_places, prove
+from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
 
@@ -58,28 +58,28 @@ def num_blocks(model: LlamaConfig | GPT2Config) -> int:
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
 
-def low_precision(run: Run) -> LowPrecision | None:
+def fp8_linears(run: Run) -> Fp8Linears | None:
     """Which linears of a run use train.fp8's recipe."""
     c, layers = run.train.fp8, run.model.num_hidden_layers
     if c is None:
         return None
     kept = run.layout.sharding > 0  # at level 0 anybody's optimizer may update the weights themselves
-    return LowPrecision(
+    return Fp8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
 
 
 @lru_cache(maxsize=8)
-def _low_names(key: str, model: LlamaConfig | GPT2Config, low: LowPrecision) -> tuple[str, ...]:
-    blocks = make_blocks(model, Env(low=low), range(num_blocks(model)))
-    lows = (getattr(p, "low", None) for block in blocks for p in block.parameters())
-    return tuple(dict.fromkeys(low.name for low in lows if low is not None))
+def _fp8_names(key: str, model: LlamaConfig | GPT2Config, fp8: Fp8Linears) -> tuple[str, ...]:
+    blocks = make_blocks(model, Env(fp8=fp8), range(num_blocks(model)))
+    lows = (getattr(p, "quantizer", None) for block in blocks for p in block.parameters())
+    return tuple(dict.fromkeys(fp8.name for fp8 in lows if fp8 is not None))
 
 
-def low_names(run: Run) -> tuple[str, ...]:
+def fp8_names(run: Run) -> tuple[str, ...]:
     """Names of all linears of the model that use train.fp8's recipe, in order."""
-    low = low_precision(run)
-    return () if low is None else _low_names(repr(run.model), run.model, low)
+    fp8 = fp8_linears(run)
+    return () if fp8 is None else _fp8_names(repr(run.model), run.model, fp8)
 
 
 def grid_of(run: Run, world: int) -> Grid:
@@ -144,14 +144,14 @@ def global_numel(spec: ParamSpec) -> int:
 @dataclass(frozen=True)
 class Plan:
     """The decisions of a run. `stages[s]` are block numbers, `runs[s]` groups of them that share a bucket.
-    `again[b]` names the ops (nn.tape.OPS) of block b that are made again in backward."""
+    `again[b]` names the ops (nn.recompute.OPS) of block b that are made again in backward."""
 
     run: Run
     grid: Grid
     facts: tuple[BlockFacts, ...]
     stages: tuple[range, ...]
     runs: tuple[tuple[range, ...], ...]
-    again: tuple[frozenset[str], ...]
+    recomputed: tuple[frozenset[str], ...]
 
     @property
     def schedule_name(self) -> str:
@@ -228,7 +228,7 @@ class Plan:
     @property
     def most_tokens(self) -> int:
         """Of a micro-batch, on the ranks that have the largest part of it."""
-        return self.run.train.micro_batch * Part(0, self.grid.cp).most(self.run.train.seq_length)
+        return self.run.train.micro_batch * SequenceShard(0, self.grid.cp).most(self.run.train.seq_length)
 
     @property
     def dispatch(self) -> Dispatch:
@@ -319,7 +319,7 @@ class Plan:
         return self.exchange_bytes // self.grid.tp * self.grid.ep * self.grid.etp
 
     @property
-    def ahead_stage(self) -> int | None:
+    def mtp_stage(self) -> int | None:
         """The pipeline rank that predicts tokens further ahead, with the block before the last."""
         if not self.run.model.predict_layers:
             return None
@@ -334,8 +334,8 @@ class Plan:
             dtype=precision(train.precision).compute,
             seed=train.seed,
             tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
-            ahead_stage=self.ahead_stage,
-            low=low_precision(self.run),
+            mtp_stage=self.mtp_stage,
+            fp8=fp8_linears(self.run),
             kernels=train.kernels,
             plain_ops=tuple(train.plain_ops),
             dispatch=self.dispatch,
@@ -349,7 +349,7 @@ class Plan:
         """Blocks with these numbers on the meta device, told what to make again in backward."""
         blocks = make_blocks(self.run.model, env, numbers)
         for block, number in zip(blocks, numbers):
-            block.again, block.offloaded = self.again[number], number in self.offloaded
+            block.recomputed, block.offloaded = self.recomputed[number], number in self.offloaded
         return blocks
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
@@ -381,24 +381,24 @@ class Plan:
         hang)."""
         program = self.lowered(num_micro_batches, backward)
         simulate(program)
-        prove(program.lists, self.places)
+        prove(program.lists, self.slots)
         return program
 
     @property
-    def fixed_places(self) -> bool:
+    def fixed_slots(self) -> bool:
         """Whether buckets that come and go always come to the same place, as CUDA graphs need it."""
         return self.buckets_come_and_go and self.run.train.cuda_graphs == "on"
 
     @cached_property
-    def places(self) -> tuple[Places, ...]:
+    def slots(self) -> tuple[MemorySlots, ...]:
         """With fixed places, those of each pipeline rank: they do for steps of every size that the run has."""
-        if not self.fixed_places:
+        if not self.fixed_slots:
             return ()
         programs = [self._lowered(m, True, self.run.layout.prefetch) for m in sorted(self.step_sizes)]
         numel = [
             {b.id: b.numel for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)
         ]
-        return tuple(make_places([p.lists[pp] for p in programs], numel[pp]) for pp in range(self.grid.pp))
+        return tuple(make_slots([p.lists[pp] for p in programs], numel[pp]) for pp in range(self.grid.pp))
 
     @property
     def step_sizes(self) -> set[int]:
@@ -410,14 +410,14 @@ class Plan:
     def lowered(self, num_micro_batches: int, backward: bool = True) -> Program:
         """The instruction lists of all pipeline ranks. Where places are fixed, others than steps gather only as far
         ahead as places allow."""
-        ahead = self.run.layout.prefetch
-        program = self._lowered(num_micro_batches, backward, ahead)
-        while ahead > 0 and not all(map(fits, program.lists, self.places)):
-            ahead -= 1
-            program = self._lowered(num_micro_batches, backward, ahead)
+        bucket_prefetch = self.run.layout.prefetch
+        program = self._lowered(num_micro_batches, backward, bucket_prefetch)
+        while bucket_prefetch > 0 and not all(map(fits, program.lists, self.slots)):
+            bucket_prefetch -= 1
+            program = self._lowered(num_micro_batches, backward, bucket_prefetch)
         return program
 
-    def _lowered(self, num_micro_batches: int, backward: bool, ahead: int) -> Program:
+    def _lowered(self, num_micro_batches: int, backward: bool, bucket_prefetch: int) -> Program:
         blocks = [self.blocks_of(Coords(pp=pp)) for pp in range(self.grid.pp)]
         buckets = [self.buckets_of(of_rank)[0] for of_rank in blocks]
         early = {
@@ -437,7 +437,7 @@ class Plan:
             users,
             flows_of_rank=flows,
             early=early,
-            ahead=ahead,
+            bucket_prefetch=bucket_prefetch,
             keep=not layout.reshard_after_forward,
             offloaded=self.offloaded_runs,
         )
@@ -478,14 +478,14 @@ def plan_of(run: Run, world: int) -> Plan:
         )
         runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
     if run.train.deterministic:
-        runs = [with_users_apart(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in runs]
-    return Plan(run, grid, facts, tuple(stages), tuple(runs), (ops_again(run.train),) * len(facts))
+        runs = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in runs]
+    return Plan(run, grid, facts, tuple(stages), tuple(runs), (recomputed_ops(run.train),) * len(facts))
 
 
-def with_users_apart(runs: tuple[range, ...], blocks: int, ahead: bool) -> tuple[range, ...]:
+def with_users_alone(runs: tuple[range, ...], blocks: int, bucket_prefetch: bool) -> tuple[range, ...]:
     """The runs of a stage, with the embedding, the head and what predicts further tokens in different ones: where
     they share a weight, gradients of each are told apart."""
-    users = {0, blocks - 1, blocks - 2} if ahead else {0, blocks - 1}
+    users = {0, blocks - 1, blocks - 2} if bucket_prefetch else {0, blocks - 1}
     made = []
     for run in runs:
         mine = sorted(users & set(run))
@@ -494,7 +494,7 @@ def with_users_apart(runs: tuple[range, ...], blocks: int, ahead: bool) -> tuple
     return tuple(made)
 
 
-def ops_again(train: TrainConfig) -> frozenset[str]:
+def recomputed_ops(train: TrainConfig) -> frozenset[str]:
     """What is made again in backward, by name: a preset, and ops beside it."""
     return frozenset((*PRESETS[train.recompute], *train.recompute_ops))
 

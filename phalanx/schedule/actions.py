@@ -2,7 +2,7 @@
 list order.
 
 Who decides the order of actions is `generators`; how they become instructions is `lower`; what running them means is
-`simulate` (the slow twin) and `pipeline.execute` (the real one).
+`simulate` (the reference) and `pipeline.execute` (the real one).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Compute = Forward | Backward
 
 
 @dataclass
-class _Places:
+class _Moments:
     """What goes between compute instruction number k - 1 and number k, in this order.
 
     After k: frees first (the memory serves the next gather), then reductions, which others wait for, then the ends
@@ -57,7 +57,7 @@ def with_buckets(
     buckets: Buckets,
     flows: Mapping[int, Flow],
     early: Set[tuple[int, int]] = frozenset(),
-    ahead: int = 1,
+    bucket_prefetch: int = 1,
     keep: bool = False,
 ) -> tuple[Instruction, ...]:
     """The instructions of a rank with those of its buckets added.
@@ -67,7 +67,7 @@ def with_buckets(
     """
     compute = [x for x in program if isinstance(x, Forward | Backward)]
     trains = any(isinstance(x, Backward) for x in compute)
-    places, numbers = _Places(), defaultdict[tuple[int, int], list[int]](list)
+    moments, numbers = _Moments(), defaultdict[tuple[int, int], list[int]](list)
     for k, x in enumerate(compute):
         numbers[x.stage, x.run].append(k)
     for bucket, users in buckets.items():  # the mapping's order, the same on every data-parallel peer
@@ -75,25 +75,27 @@ def with_buckets(
         uses = sorted(k for user in users for k in numbers.get(user, ()))
         if not uses:
             continue
-        _place_weights(places, bucket, flow, uses, ahead, keep)
+        _place_weights(moments, bucket, flow, uses, bucket_prefetch, keep)
         adds = (
             [k for k in uses if isinstance(compute[k], Backward) or (compute[k].stage, compute[k].run) in early]
             if trains
             else []
         )
         if adds:
-            _place_gradients(places, bucket, flow, adds, compute, ahead)
-    return tuple(_woven(program, places))
+            _place_gradients(moments, bucket, flow, adds, compute, bucket_prefetch)
+    return tuple(_woven(program, moments))
 
 
-def _place_weights(places: _Places, bucket: int, flow: Flow, uses: list[int], ahead: int, keep: bool) -> None:
+def _place_weights(
+    moments: _Moments, bucket: int, flow: Flow, uses: list[int], bucket_prefetch: int, keep: bool
+) -> None:
     if not flow.gathers:
-        places.needs[uses[0]].append(Ready(bucket))
+        moments.needs[uses[0]].append(Ready(bucket))
         return
-    for first, last in _spans(uses, uses[-1] if keep else max(ahead, 1)):
-        places.gathers[max(-1, first - 1 - ahead)].append((first, Gather(bucket)))
-        places.needs[first].append(Ready(bucket))
-        places.frees[last].append(Free(bucket))
+    for first, last in _spans(uses, uses[-1] if keep else max(bucket_prefetch, 1)):
+        moments.gathers[max(-1, first - 1 - bucket_prefetch)].append((first, Gather(bucket)))
+        moments.needs[first].append(Ready(bucket))
+        moments.frees[last].append(Free(bucket))
 
 
 def _spans(uses: list[int], near: int) -> Iterator[tuple[int, int]]:
@@ -109,7 +111,7 @@ def _spans(uses: list[int], near: int) -> Iterator[tuple[int, int]]:
 
 
 def _place_gradients(
-    places: _Places, bucket: int, flow: Flow, adds: list[int], compute: Sequence[Compute], ahead: int
+    moments: _Moments, bucket: int, flow: Flow, adds: list[int], compute: Sequence[Compute], bucket_prefetch: int
 ) -> None:
     """Reduce after the last add of the step, or of each micro-batch; what other micro-batches have added by then
     goes with it."""
@@ -117,33 +119,33 @@ def _place_gradients(
     is_open = False
     for n, k in enumerate(adds):
         if flow.opens and not is_open:
-            places.needs[k].append(Open(bucket))
+            moments.needs[k].append(Open(bucket))
             is_open = True
         final = n == len(adds) - 1
         if final or (flow.opens and last_of_mb[compute[k].mb] == k):
-            places.reduces[k].append(Reduce(bucket))
+            moments.reduces[k].append(Reduce(bucket))
             is_open = False
             if flow.closes or flow.opens:
                 latest = len(compute) - 1 if final else adds[n + 1] - 1
-                places.closes[min(k + ahead, latest)].append((k, Close(bucket, final)))
+                moments.closes[min(k + bucket_prefetch, latest)].append((k, Close(bucket, final)))
 
 
-def _woven(program: Sequence[Instruction], places: _Places) -> Iterator[Instruction]:
+def _woven(program: Sequence[Instruction], moments: _Moments) -> Iterator[Instruction]:
     """The program with the places filled. What comes after compute comes after the sends of its result, which peers
     wait for."""
-    yield from places.after(-1)
+    yield from moments.after(-1)
     k, due = -1, False
     for instruction in program:
         if due and not isinstance(instruction, Send):
-            yield from places.after(k)
+            yield from moments.after(k)
             due = False
         if isinstance(instruction, Forward | Backward):
             k += 1
-            yield from places.needs.get(k, ())
+            yield from moments.needs.get(k, ())
             due = True
         yield instruction
     if due:
-        yield from places.after(k)
+        yield from moments.after(k)
 
 
 def fullest(

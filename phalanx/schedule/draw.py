@@ -6,10 +6,10 @@ from __future__ import annotations
 from statistics import median_low
 
 from phalanx.schedule.actions import Forward, Schedule
-from phalanx.schedule.simulate import Trace
+from phalanx.schedule.simulate import ScheduleTrace
 
 
-def draw(trace: Trace, width: int = 100, max_rows: int = 32) -> str:
+def draw(trace: ScheduleTrace, width: int = 100, max_rows: int = 32) -> str:
     """At most `max_rows` rows of `width` characters, and two lines of legend.
 
     F0 is the forward of micro-batch 0, B0=== its backward, dots are bubbles. With virtual stages a0, b0, ... are
@@ -33,7 +33,7 @@ Cell = tuple[float, float, str, str]
 """Start and end in seconds, label, filling."""
 
 
-def _cells(trace: Trace, rank: int) -> list[Cell]:
+def _cells(trace: ScheduleTrace, rank: int) -> list[Cell]:
     """The actions of a rank: runs of one stage and micro-batch that follow each other are one cell."""
     schedule = trace.program.schedule
     cells: list[Cell] = []
@@ -98,7 +98,7 @@ def _cut(row: str, room: int) -> str:
     return row[:head] + "…" + row[len(row) - (room - 1 - head) :]
 
 
-def _legend(trace: Trace) -> str:
+def _legend(trace: ScheduleTrace) -> str:
     schedule = trace.program.schedule
     v = schedule.num_stages // schedule.pp
     size = [_count(schedule.pp, "rank"), _count(schedule.num_micro_batches, "micro-batch", "micro-batches")]

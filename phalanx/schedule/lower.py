@@ -35,7 +35,7 @@ def lower(
     prefetch: int = 1,
     flows_of_rank: Sequence[Mapping[int, Flow]] = (),
     early: Set[tuple[int, int]] = frozenset(),
-    ahead: int = 1,
+    bucket_prefetch: int = 1,
     keep: bool = False,
     offloaded: Set[tuple[int, int]] = frozenset(),
 ) -> Program:
@@ -53,8 +53,8 @@ def lower(
     runs = tuple(runs_per_stage) if runs_per_stage is not None else (1,) * schedule.num_stages
     buckets = tuple(buckets_of_rank) if buckets_of_rank is not None else ({},) * schedule.pp
     _check(schedule, runs, buckets, prefetch)
-    if ahead < 0:
-        raise ScheduleError(f"ahead={ahead} must not be negative")
+    if bucket_prefetch < 0:
+        raise ScheduleError(f"ahead={bucket_prefetch} must not be negative")
     edges = _edges(schedule)
     lists = []
     for rank in range(schedule.pp):
@@ -65,7 +65,9 @@ def lower(
             _compute_and_messages(schedule, rank, runs, receives),
             flows_of_rank[rank] if flows_of_rank else {},
         )
-        lists.append(with_offload(with_buckets(instructions, buckets[rank], flows, early, ahead, keep), offloaded))
+        lists.append(
+            with_offload(with_buckets(instructions, buckets[rank], flows, early, bucket_prefetch, keep), offloaded)
+        )
     return Program(schedule, runs, buckets, tuple(lists), tuple(flows_of_rank), early)
 
 

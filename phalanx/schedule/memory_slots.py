@@ -18,7 +18,7 @@ Go = type[Free] | type[Close]
 
 
 @dataclass(frozen=True)
-class Places:
+class MemorySlots:
     """Of one rank: the number of each bucket's place, for gathered weights and for open gradients, and the elements
     of each place."""
 
@@ -28,7 +28,7 @@ class Places:
     gradient_sizes: tuple[int, ...]
 
 
-def make_places(lists: Iterable[Sequence[Instruction]], numel: Mapping[int, int]) -> Places:
+def make_slots(lists: Iterable[Sequence[Instruction]], numel: Mapping[int, int]) -> MemorySlots:
     """Places that do for all these instruction lists of a rank, given the elements of each of its buckets."""
     weights: Pairs = set()
     gradients: Pairs = set()
@@ -36,7 +36,7 @@ def make_places(lists: Iterable[Sequence[Instruction]], numel: Mapping[int, int]
         weights |= together(instructions, Gather, Free)
         gradients |= together(instructions, Open, Close)
     one, two = share(numel, weights), share(numel, gradients)
-    return Places(one, two, sizes(one, numel), sizes(two, numel))
+    return MemorySlots(one, two, sizes(one, numel), sizes(two, numel))
 
 
 def lives(instructions: Sequence[Instruction], come: Come, go: Go) -> Iterator[frozenset[int]]:
@@ -73,7 +73,7 @@ def sizes(place: Mapping[int, int], numel: Mapping[int, int]) -> tuple[int, ...]
     return tuple(max(numel[b] for b, n in place.items() if n == number) for number in range(len(set(place.values()))))
 
 
-def fits(instructions: Sequence[Instruction], places: Places) -> bool:
+def fits(instructions: Sequence[Instruction], places: MemorySlots) -> bool:
     """Whether each bucket has a place whenever it comes, which no other has then."""
     kinds: tuple[tuple[Mapping[int, int], Come, Go], ...] = (
         (places.weights, Gather, Free),
@@ -86,7 +86,7 @@ def fits(instructions: Sequence[Instruction], places: Places) -> bool:
     return True
 
 
-def prove(lists: Iterable[Sequence[Instruction]], places: Sequence[Places]) -> None:
+def prove(lists: Iterable[Sequence[Instruction]], places: Sequence[MemorySlots]) -> None:
     """ScheduleError if two buckets of a rank would meet at one place."""
     for rank, (instructions, of_rank) in enumerate(zip(lists, places)):
         if not fits(instructions, of_rank):

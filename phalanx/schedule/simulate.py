@@ -1,7 +1,7 @@
 """Runs the instruction lists of all ranks on paper: proves that they finish and compute the right thing, and says
 how long and how full.
 
-The slow twin of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order,
+The reference of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order,
 as one communicator per edge does; what the instructions mean is written in `actions`, how they were made does not
 matter here.
 """
@@ -50,7 +50,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """One run of blocks at work on one rank."""
 
     rank: int
@@ -69,14 +69,14 @@ class LiveChange:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ScheduleTrace:
     """What a simulation saw. Times are seconds since the start of the step; tuples go by rank unless the name says
     otherwise."""
 
     program: Program
     makespan: float
     busy: tuple[float, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     live: tuple[tuple[LiveChange, ...], ...]
     peak_live: tuple[int, ...]
     """Most (stage, micro-batch) activations alive at once, over all stages of a rank."""
@@ -99,7 +99,7 @@ class Trace:
         return self.makespan * len(self.busy) / busy - 1 if busy else 0.0
 
 
-def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool = False) -> Trace:
+def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool = False) -> ScheduleTrace:
     """Run all lists to their end. With `host_rendezvous` a Send also stops its host until the receiver has posted.
 
     Raises ScheduleError, naming ranks and instructions, when a list reads a value that is not there, computes
@@ -255,7 +255,7 @@ class _Rank:
     sent_at: list[tuple[int, int, float]] = field(default_factory=list)
     sending: bool = False
     away: set[tuple[int, int, int]] = field(default_factory=set)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ActionSpan] = field(default_factory=list)
     live: Counter[int] = field(default_factory=Counter)
     live_changes: list[LiveChange] = field(default_factory=list)
     peak_live: int = 0
@@ -379,7 +379,7 @@ class _Rank:
     def work(self, do: Forward | Backward, stage_cost: float) -> None:
         start = self.time
         self.time += stage_cost / self.program.runs_per_stage[do.stage]
-        self.spans.append(Span(self.rank, start, self.time, do))
+        self.spans.append(ActionSpan(self.rank, start, self.time, do))
         self.done.add(do)
 
     def change_live(self, stage: int, by: int) -> None:
@@ -480,11 +480,11 @@ def _deadlock(ranks: list[_Rank]) -> NoReturn:
     raise ScheduleError("deadlock:\n" + "\n".join(f"  rank {rank.rank} {rank.state()}" for rank in culprits))
 
 
-def _trace(program: Program, ranks: list[_Rank], edges: dict[tuple[int, int], _Edge]) -> Trace:
+def _trace(program: Program, ranks: list[_Rank], edges: dict[tuple[int, int], _Edge]) -> ScheduleTrace:
     peak_of_stage: Counter[int] = Counter()
     for change in (change for rank in ranks for change in rank.live_changes):
         peak_of_stage[change.stage] = max(peak_of_stage[change.stage], change.live)
-    return Trace(
+    return ScheduleTrace(
         program=program,
         makespan=max(rank.time for rank in ranks),
         busy=tuple(sum(span.end - span.start for span in rank.spans) for rank in ranks),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 # Pairs whose attention takes as long as ...
 EXCHANGE = 512  # a token's keys and values take to another rank (32 heads, 8 of keys, of 128; 200 GB/s, 400 TFLOP/s)
@@ -36,8 +36,8 @@ class Share:
     sizes: tuple[int, ...] = ()
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part.of_sizes(self.sizes) if self.sizes else Part(0, self.degree)).all
+    def parts(self) -> tuple[SequenceShard, ...]:
+        return (SequenceShard.of_sizes(self.sizes) if self.sizes else SequenceShard(0, self.degree)).all
 
 
 def degrees_of(count: int, heads: int = 1) -> tuple[int, ...]:
@@ -46,17 +46,17 @@ def degrees_of(count: int, heads: int = 1) -> tuple[int, ...]:
     return tuple(d for d in range(1, count + 1) if count % d == 0 and (d % heads == 0 or heads % d == 0))
 
 
-def pairs(part: Part, length: int) -> float:
+def pairs(part: SequenceShard, length: int) -> float:
     """Of query and key that a part of a document reads."""
     return sum((run.start + run.stop + 1) * len(run) / 2 for run in part.runs(length))
 
 
-def exchange(part: Part, length: int) -> float:
+def exchange(part: SequenceShard, length: int) -> float:
     """What it takes to get the other parts."""
     return EXCHANGE * (length - part.size(length)) + MEETING * (part.count - 1)
 
 
-def deal(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int]) -> list[Share] | None:
+def assign(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int]) -> list[Share] | None:
     """A share of each document, such that rank i has at most sizes[i] tokens of all of them together.
 
     The longest document chooses first. It takes the fewest ranks with which none of them has more attention to do
@@ -138,7 +138,7 @@ class _Table:
         for degree in (d for d in self.degrees if d > 1):
             if length < LEAST * degree:
                 break
-            parts = Part(0, degree).all
+            parts = SequenceShard(0, degree).all
             each = [part.size(length) for part in parts]
             firsts = [f for f in self._groups(degree) if all(self.room[f + k] >= n for k, n in enumerate(each))]
             if not firsts:

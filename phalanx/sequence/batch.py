@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.sequence.balance import deal, degrees_of
-from phalanx.sequence.shard import WHOLE, Part
+from phalanx.sequence.balance import assign, degrees_of
+from phalanx.sequence.shard import WHOLE, SequenceShard
 
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
 PADDING_RUN = 512  # tokens of a document of padding, at most
@@ -39,13 +39,13 @@ def usual_documents(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedDocument:
     """A document that several parts have, tokens start .. start + length of the whole micro-batch; this is part
     `part` of it."""
 
     start: int
     length: int
-    part: Part
+    part: SequenceShard
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class Batch:
     loss_seed: Tensor | None = None
     late: bool = False
     most_documents: int = 0
-    part: Part = WHOLE
+    part: SequenceShard = WHOLE
     whole: Tensor | None = None
     real: Tensor | None = None
-    dealt: Tensor | None = None
-    shared: tuple[Shared, ...] = ()
+    balanced: Tensor | None = None
+    shared: tuple[SharedDocument, ...] = ()
     piece: bool = False
     _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -177,17 +177,17 @@ class Batch:
             lambda: self.take(torch.arange(self.seq_length, device=self.tokens.device).repeat(self.num_sequences)),
         )
 
-    def cut(self, part: Part) -> Batch:
+    def cut(self, part: SequenceShard) -> Batch:
         """This part of a batch of whole sequences."""
         if part.count == 1:
             return self
-        whole, dealt = torch.stack([getattr(self, name) for name in self._rows]), None
-        shared: tuple[Shared, ...] = ()
+        whole, balanced = torch.stack([getattr(self, name) for name in self._rows]), None
+        shared: tuple[SharedDocument, ...] = ()
         if part.dynamic:
-            part, (dealt, shared) = Part(part.index, part.count), self._deal(part)
-        return replace(self, whole=whole, dealt=dealt, shared=shared)._another(part)
+            part, (balanced, shared) = SequenceShard(part.index, part.count), self._balance(part)
+        return replace(self, whole=whole, balanced=balanced, shared=shared)._another(part)
 
-    def _deal(self, part: Part) -> tuple[Tensor | None, tuple[Shared, ...]]:
+    def _balance(self, part: SequenceShard) -> tuple[Tensor | None, tuple[SharedDocument, ...]]:
         """`dealt` and `shared` of a part of this batch of whole sequences; nothing where documents cannot be dealt
         so that all parts are full.
 
@@ -195,7 +195,7 @@ class Batch:
         """
         starts, lengths, padding = self._documents_here()
         sizes = self._sizes(part.count)
-        shares = deal(lengths, sizes, (part.count,) if self.tokens.is_meta else degrees_of(part.count, part.heads))
+        shares = assign(lengths, sizes, (part.count,) if self.tokens.is_meta else degrees_of(part.count, part.heads))
         if shares is None:
             return None, ()
         shared = sorted(
@@ -209,7 +209,7 @@ class Batch:
             for rank, each in enumerate(share.parts, share.first):
                 here[rank] += [np.arange(start + run.start, start + run.stop) for run in each.runs(length)]
                 if rank == part.index:
-                    mine.append(Shared(start, length, each))
+                    mine.append(SharedDocument(start, length, each))
         for rank, places in enumerate(here):
             alone = [
                 np.arange(s, s + n)
@@ -219,8 +219,8 @@ class Batch:
             lacking = sizes[rank] - sum(map(len, places)) - sum(map(len, alone))
             filler, padding = padding[:lacking], padding[lacking:]
             places.append(np.sort(np.concatenate([*alone, filler])))
-        dealt = torch.from_numpy(np.concatenate([place for places in here for place in places]))
-        return dealt.to(self.tokens.device), tuple(mine)
+        balanced = torch.from_numpy(np.concatenate([place for places in here for place in places]))
+        return balanced.to(self.tokens.device), tuple(mine)
 
     def _documents_here(self) -> tuple[list[int], list[int], np.ndarray]:
         """Starts and lengths of the documents of whole sequences, and the places of padding."""
@@ -240,7 +240,7 @@ class Batch:
 
     def _sizes(self, count: int) -> list[int]:
         """Tokens of each of `count` parts."""
-        return [self.num_sequences * part.size(self.seq_length) for part in Part(0, count).all]
+        return [self.num_sequences * part.size(self.seq_length) for part in SequenceShard(0, count).all]
 
     @property
     def pieces(self) -> tuple[Batch, ...]:
@@ -268,7 +268,7 @@ class Batch:
             return self
         rows: dict[str, Any] = dict(zip(self._rows, self.whole))
         return self.derive(
-            "uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, dealt=None, shared=(), _derived={})
+            "uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, balanced=None, shared=(), _derived={})
         )
 
     def among(self, run: int) -> Batch:
@@ -282,16 +282,16 @@ class Batch:
             else self.derive(("among", run), lambda: self._another(self.part.among(run)))
         )
 
-    def _another(self, part: Part) -> Batch:
+    def _another(self, part: SequenceShard) -> Batch:
         """Another part of the same sequences."""
         taken: dict[str, Any] = dict(zip(self._rows, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
         return replace(self, **taken, part=part, _derived={})
 
-    def take(self, x: Tensor, part: Part | None = None) -> Tensor:
+    def take(self, x: Tensor, part: SequenceShard | None = None) -> Tensor:
         """This part (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
         part = part or self.part
-        if self.dealt is not None:
-            return x[self.dealt.split(self._sizes(part.count))[part.index]]
+        if self.balanced is not None:
+            return x[self.balanced.split(self._sizes(part.count))[part.index]]
         by_sequence = x.unflatten(0, (self.num_sequences, self.seq_length))
         return torch.cat([by_sequence[:, run.start : run.stop] for run in part.runs(self.seq_length)], 1).flatten(0, 1)
 
@@ -300,12 +300,12 @@ class Batch:
         more = self.most_tokens // ranks - len(x)
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=value) if more else x
 
-    def join(self, pieces: Iterable[Tensor], parts: Iterable[Part]) -> Tensor:
+    def join(self, pieces: Iterable[Tensor], parts: Iterable[SequenceShard]) -> Tensor:
         """What neighbouring parts have, each (T of that part or more, ...) -> (T of all together, ...) in order. Of
         a dealt batch: all parts."""
-        if self.dealt is not None:
+        if self.balanced is not None:
             whole = torch.cat([piece[:size] for piece, size in zip(pieces, self._sizes(self.part.count))])
-            return whole[self.derive("places of dealt", lambda: torch.argsort(self.dealt))]  # type: ignore[arg-type]
+            return whole[self.derive("places of dealt", lambda: torch.argsort(self.balanced))]  # type: ignore[arg-type]
         first, second = list[Tensor](), list[Tensor]()
         for part, piece in zip(parts, pieces):
             runs = [len(run) for run in part.runs(self.seq_length)]
@@ -314,7 +314,7 @@ class Batch:
                 found.append(run)
         return torch.cat([*first, *reversed(second)], 1).flatten(0, 1)
 
-    def split(self, x: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    def split(self, x: Tensor, parts: Sequence[SequenceShard]) -> list[Tensor]:
         """The other way: (T of neighbouring parts together, ...) -> each one's (T, ...)."""
         runs = [part.runs(self.seq_length) for part in parts]
         sizes = [len(first) for first, _ in runs] + [len(second) for _, second in reversed(runs)]

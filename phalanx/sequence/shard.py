@@ -12,7 +12,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True)
-class Part:
+class SequenceShard:
     """Part `index` of `count`: a sequence is cut into 2 * count chunks, and this part has chunks index and 2 * count
     - 1 - index.
 
@@ -34,10 +34,10 @@ class Part:
     borders: tuple[int, ...] = ()
 
     @staticmethod
-    def of_sizes(sizes: Sequence[int]) -> Part:
+    def of_sizes(sizes: Sequence[int]) -> SequenceShard:
         """Part 0 of a document of which part i has sizes[i] tokens, as many in one chunk as in the other."""
         early = [(n + 1) // 2 for n in sizes]
-        return Part(
+        return SequenceShard(
             0,
             len(sizes),
             borders=tuple(accumulate([0, *early, *(n - e for n, e in zip(reversed(sizes), reversed(early)))])),
@@ -57,22 +57,22 @@ class Part:
         return sum(map(len, self.runs(length)))
 
     @property
-    def all(self) -> tuple[Part, ...]:
+    def all(self) -> tuple[SequenceShard, ...]:
         """Every part of the sequence, this one included."""
         return self.neighbours(self.count)
 
-    def neighbours(self, run: int) -> tuple[Part, ...]:
+    def neighbours(self, run: int) -> tuple[SequenceShard, ...]:
         """The `run` parts, this one among them, that together are one part of count / run."""
         first = self.index // run * run
-        return tuple(Part(i, self.count, borders=self.borders) for i in range(first, first + run))
+        return tuple(SequenceShard(i, self.count, borders=self.borders) for i in range(first, first + run))
 
     def most(self, length: int) -> int:
         """Tokens of the largest part of a sequence of `length`."""
         return max(part.size(length) for part in self.all)
 
-    def among(self, run: int) -> Part:
+    def among(self, run: int) -> SequenceShard:
         """What its `run` neighbours are together."""
-        return Part(self.index // run, self.count // run, borders=self.borders[::run])
+        return SequenceShard(self.index // run, self.count // run, borders=self.borders[::run])
 
 
-WHOLE = Part()
+WHOLE = SequenceShard()

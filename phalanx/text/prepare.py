@@ -31,7 +31,7 @@ from phalanx.data.config import DataConfig, prefixes_of
 from phalanx.data.files import replacing, sync_folder
 from phalanx.data.index import strip_suffix
 from phalanx.text import shards
-from phalanx.text.readers import SUFFIXES, Errors, Hints, Part, Reading, cut, find_files, texts
+from phalanx.text.readers import SUFFIXES, Errors, FileSlice, Hints, ReadOptions, cut, find_files, texts
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer, train_bpe
 from phalanx.text.workers import ordered
@@ -102,7 +102,7 @@ def prepare(
     overwrite: bool = False,
     piece_bytes: int = PIECE_BYTES,
     progress: Callable[[int, int], None] | None = None,
-    hints: Hints = Reading.hints,
+    hints: Hints = ReadOptions.hints,
 ) -> Summary:
     """Turn texts into PREFIX.bin, PREFIX.idx, their checksums PREFIX.sums and the record PREFIX.json; nothing
     appears before all of it is written.
@@ -133,7 +133,7 @@ def prepare(
     stats = _stats(files)
     total = sum(size for _, size, _ in stats)
     piece_bytes = max(piece_bytes, total // MAX_PIECES)
-    reading = Reading((key,) if isinstance(key, str) else tuple(key), errors, hints)
+    reading = ReadOptions((key,) if isinstance(key, str) else tuple(key), errors, hints)
     of_pieces = _hash([MANIFEST_VERSION, stats, tokenizer.fingerprint, reading.keys, append_eod, shard, piece_bytes])
     summary = Summary(
         _named(inputs), tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.dtype.name, tokenizer.facts()
@@ -141,7 +141,7 @@ def prepare(
     summary.append_eod, summary.shuffle, summary.shard = append_eod, shuffle, f"{shard[0]}/{shard[1]}"
     summary.settings = _hash([of_pieces, errors, shuffle, shares])
     places = {name: f"{strip_suffix(prefix)}-{name}" for name in shares} or {"": strip_suffix(prefix)}
-    _check_apart(files, places)
+    _check_distinct(files, places)
     if done := _done(places, summary.settings, overwrite):
         if _pieces(strip_suffix(prefix)).exists():  # that run was killed while it tidied up
             with _folder(Path(strip_suffix(prefix)), of_pieces):
@@ -270,13 +270,13 @@ def merge_shards(
 
 
 def _make_pieces(
-    work: Iterable[list[Part]], folder: Path, shared: tuple[Any, ...], workers: int, progress: Callable[[int], Any]
+    work: Iterable[list[FileSlice]], folder: Path, shared: tuple[Any, ...], workers: int, progress: Callable[[int], Any]
 ) -> list[Path]:
     """Encode what has not been encoded before; the pieces, in order."""
     pieces: list[Path] = []
     done = 0
 
-    def missing() -> Iterator[tuple[Path, list[Part]]]:
+    def missing() -> Iterator[tuple[Path, list[FileSlice]]]:
         nonlocal done
         for number, parts in enumerate(work):
             clean = folder / f"{number:08d}"
@@ -295,7 +295,7 @@ def _make_pieces(
     return pieces
 
 
-def _encode(shared: tuple[Tokenizer, Reading, int | None], item: tuple[Path, list[Part]]) -> tuple[Path, int]:
+def _encode(shared: tuple[Tokenizer, ReadOptions, int | None], item: tuple[Path, list[FileSlice]]) -> tuple[Path, int]:
     """Write a piece: (its path, bytes of input). Its name says whether anything was skipped or replaced, which a
     strict run must see."""
     tokenizer, reading, eod = shared
@@ -316,7 +316,7 @@ def _encode(shared: tuple[Tokenizer, Reading, int | None], item: tuple[Path, lis
     return path, sum(part.size for part in parts)
 
 
-def _ids(tokenizer: Tokenizer, batch: list[str], parts: list[Part]) -> list[bytes]:
+def _ids(tokenizer: Tokenizer, batch: list[str], parts: list[FileSlice]) -> list[bytes]:
     try:
         return tokenizer.encode_raw(batch)
     except DataError as error:
@@ -428,7 +428,7 @@ def _part_of(summary: Summary, name: str, share: float, count: shards.Count) -> 
     )
 
 
-def _check_apart(files: Sequence[Path], places: Mapping[str, str]) -> None:
+def _check_distinct(files: Sequence[Path], places: Mapping[str, str]) -> None:
     """DataError if what is to be written would replace an input."""
     written = {
         os.path.realpath(place + suffix): place
@@ -514,8 +514,8 @@ def demo_data(
         if json.loads(manifest.read_text(encoding="utf-8")).get("inputs") == inputs:
             return prefix, str(tokenizer_path)
     manifest.unlink(missing_ok=True)
-    parts = (Part(str(file), file.stat().st_size) for file in files)
-    sample = chain.from_iterable(texts(part, Reading(errors="skip"), Counter()) for part in parts)
+    parts = (FileSlice(str(file), file.stat().st_size) for file in files)
+    sample = chain.from_iterable(texts(part, ReadOptions(errors="skip"), Counter()) for part in parts)
     train_bpe(_first_bytes(sample, TRAIN_BYTES), vocab_size, tokenizer_path.parent)
     summary = prepare(files, prefix, load_tokenizer(tokenizer_path), errors="skip", overwrite=True)
     _write_json(

@@ -40,7 +40,7 @@ Errors = Literal["strict", "replace", "skip"]
 
 
 @dataclass(frozen=True)
-class Part:
+class FileSlice:
     """A file, or bytes start..stop-1 of one, cut where a line ends. `data` holds them when the file is compressed
     and cut."""
 
@@ -67,7 +67,7 @@ class Hints:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a), and what to do about bad
     ones."""
 
@@ -151,15 +151,15 @@ def _dataset(folder: Path) -> list[Path]:
         raise DataError(f"{folder}: not a dataset that save_to_disk wrote: {error!r}") from None
 
 
-def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iterator[list[Part]]:
+def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iterator[list[FileSlice]]:
     """Pieces of work of about `size` bytes, in order; those of which `wanted` says no to the bytes before it are
     left out unread."""
-    piece: list[Part] = []
+    piece: list[FileSlice] = []
     before = held = 0
     for file in files:
         total = file.stat().st_size
         if total <= size or _suffixes(file)[0] not in (*LINES, *TABLES):
-            piece.append(Part(str(file), total))
+            piece.append(FileSlice(str(file), total))
             held += total
             if held >= size:
                 if wanted(before):
@@ -179,7 +179,7 @@ def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iter
         yield piece
 
 
-def texts(part: Part, reading: Reading, counts: Counter[str]) -> Iterator[str]:
+def texts(part: FileSlice, reading: ReadOptions, counts: Counter[str]) -> Iterator[str]:
     """The documents of a part. DataError with file, line and byte for a bad one, or a count under
     `skipped:<reason>`."""
     row = offset = 0
@@ -194,7 +194,7 @@ def texts(part: Part, reading: Reading, counts: Counter[str]) -> Iterator[str]:
         _refuse(bad, part, row + 1, offset, reading, counts)
 
 
-def _refuse(bad: Bad, part: Part, row: int, offset: int, reading: Reading, counts: Counter[str]) -> None:
+def _refuse(bad: Bad, part: FileSlice, row: int, offset: int, reading: ReadOptions, counts: Counter[str]) -> None:
     if bad.reason == "blank":
         return
     if reading.errors == "skip":
@@ -214,7 +214,7 @@ def _refuse(bad: Bad, part: Part, row: int, offset: int, reading: Reading, count
     raise DataError(f"{name}{bad} (at byte {offset + bad.at}){way_out}")
 
 
-def _records(part: Part, reading: Reading) -> Iterator[tuple[int, int, Any]]:
+def _records(part: FileSlice, reading: ReadOptions) -> Iterator[tuple[int, int, Any]]:
     """(number from 0, byte offset, bytes of a line or a file or a row)"""
     suffix, _ = _suffixes(Path(part.path))
     if suffix in TABLES:
@@ -230,7 +230,7 @@ def _records(part: Part, reading: Reading) -> Iterator[tuple[int, int, Any]]:
         yield 0, 0, b"".join(_blocks(part))
 
 
-def _text(record: Any, offset: int, lines: bool, reading: Reading, counts: Counter[str]) -> str:
+def _text(record: Any, offset: int, lines: bool, reading: ReadOptions, counts: Counter[str]) -> str:
     if isinstance(record, dict):
         text = _join(record, reading)
     else:
@@ -289,7 +289,7 @@ def _no_constant(name: str) -> Any:
     raise Bad("NaN", f"{name} is not JSON")
 
 
-def _join(row: dict[str, Any], reading: Reading) -> str:
+def _join(row: dict[str, Any], reading: ReadOptions) -> str:
     return "\n".join(_value(row, key, reading.hints) for key in reading.keys)
 
 
@@ -322,7 +322,7 @@ def _try(key: str, texts: Sequence[str], hints: Hints) -> str:
     return f"; try {hints.keys.format(near[0])}" if near else ""
 
 
-def _blocks(part: Part) -> Iterator[bytes]:
+def _blocks(part: FileSlice) -> Iterator[bytes]:
     """The bytes of a part, decompressed. Bad where a compressed file is damaged or cut short, after all that could
     be read."""
     if part.data is not None:
@@ -393,7 +393,7 @@ def whole_lines(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
         raise problem
 
 
-def _cut_file(file: Path, total: int, size: int) -> Iterator[Part]:
+def _cut_file(file: Path, total: int, size: int) -> Iterator[FileSlice]:
     name = str(file)
     if _suffixes(file)[0] in TABLES:
         yield from _cut_table(name, total, size)
@@ -404,16 +404,16 @@ def _cut_file(file: Path, total: int, size: int) -> Iterator[Part]:
                 stream.seek(min(start + size, total))
                 stream.readline()
                 stop = stream.tell()
-                yield Part(name, stop - start, start, stop, None if start else 1)
+                yield FileSlice(name, stop - start, start, stop, None if start else 1)
                 start = stop
     else:
         yield from _cut_compressed(name, total, size)
 
 
-def _cut_compressed(name: str, total: int, size: int) -> Iterator[Part]:
+def _cut_compressed(name: str, total: int, size: int) -> Iterator[FileSlice]:
     start, line, problem = 0, 1, None
-    chunks = whole_lines(_blocks(Part(name, total)), size)
-    last: Part | None = None
+    chunks = whole_lines(_blocks(FileSlice(name, total)), size)
+    last: FileSlice | None = None
     while True:
         try:
             chunk = next(chunks, b"")
@@ -423,12 +423,12 @@ def _cut_compressed(name: str, total: int, size: int) -> Iterator[Part]:
             break
         if last:
             yield last
-        last = Part(name, 0, start, start + len(chunk), line, chunk)
+        last = FileSlice(name, 0, start, start + len(chunk), line, chunk)
         start, line = start + len(chunk), line + chunk.count(b"\n")
-    yield replace(last or Part(name, 0, data=b""), size=total, problem=problem)
+    yield replace(last or FileSlice(name, 0, data=b""), size=total, problem=problem)
 
 
-def _cut_table(name: str, total: int, size: int) -> Iterator[Part]:
+def _cut_table(name: str, total: int, size: int) -> Iterator[FileSlice]:
     groups = list(_open_table(name).sizes())
     row, first, held, start = 0, 0, 0, 0
     for group, (count, rows) in enumerate(groups):
@@ -436,11 +436,11 @@ def _cut_table(name: str, total: int, size: int) -> Iterator[Part]:
         start += rows
         if held >= size or group == len(groups) - 1:
             share = total * (group + 1) // len(groups) - total * first // len(groups)
-            yield Part(name, share, 0, None, row, groups=(first, group + 1))
+            yield FileSlice(name, share, 0, None, row, groups=(first, group + 1))
             row, first, held = start, group + 1, 0
 
 
-def _rows(part: Part, reading: Reading) -> Iterator[dict[str, Any]]:
+def _rows(part: FileSlice, reading: ReadOptions) -> Iterator[dict[str, Any]]:
     table = _open_table(part.path)
     columns = [key if key in table.names else key.split(".")[0] for key in reading.keys]
     if missing := [column for column in columns if column not in table.names]:
@@ -514,7 +514,7 @@ def _text_columns(schema: Any) -> list[str]:
     return [column.name for column in schema if str(column.type) in ("string", "large_string", "string_view")]
 
 
-def _first_line(part: Part) -> int:
+def _first_line(part: FileSlice) -> int:
     if part.line is not None:
         return part.line
     with open(part.path, "rb") as file:

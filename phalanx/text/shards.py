@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from phalanx.base.errors import DataError
-from phalanx.data.checksums import BinFile, Segment, Sums, cut, sums_path, write_sums
+from phalanx.data.checksums import BinFile, Checksums, Segment, cut, sums_path, write_sums
 from phalanx.data.files import replacing
 from phalanx.data.index import CHUNK, MAX_LENGTH, Corpus, CorpusWriter, write_bins
 from phalanx.data.mixture import make_key, permute
@@ -53,7 +53,7 @@ def read_note(path: Path) -> dict[str, Any]:
         return json.loads(file.read(size))
 
 
-class Piece:
+class PreparedPiece:
     """An open piece: `offsets` (documents + 1), `hashes` (documents) and `tokens`, memory-mapped; `segments`:
     checksums of the tokens."""
 
@@ -137,13 +137,13 @@ def assemble(
     with ExitStack() as stack:
         writers = [stack.enter_context(Assembler(prefix, dtype)) for prefix in prefixes]
         if seed is None:
-            _in_order((Piece(path, dtype) for path in pieces), writers, limits)
+            _in_order((PreparedPiece(path, dtype) for path in pieces), writers, limits)
         else:
-            _shuffled([Piece(path, dtype) for path in pieces], writers, limits, seed)
+            _shuffled([PreparedPiece(path, dtype) for path in pieces], writers, limits, seed)
     return [writer.count() for writer in writers]
 
 
-def _in_order(pieces: Iterable[Piece], writers: Sequence[Assembler], limits: NDArray[Any]) -> None:
+def _in_order(pieces: Iterable[PreparedPiece], writers: Sequence[Assembler], limits: NDArray[Any]) -> None:
     for piece in pieces:
         lengths = np.diff(piece.offsets)
         if len(writers) == 1:
@@ -156,7 +156,7 @@ def _in_order(pieces: Iterable[Piece], writers: Sequence[Assembler], limits: NDA
             writer.write_tokens(piece.tokens[np.repeat(where == n, lengths)])
 
 
-def _shuffled(pieces: Sequence[Piece], writers: Sequence[Assembler], limits: NDArray[Any], seed: int) -> None:
+def _shuffled(pieces: Sequence[PreparedPiece], writers: Sequence[Assembler], limits: NDArray[Any], seed: int) -> None:
     firsts = np.cumsum([0, *(len(piece.offsets) - 1 for piece in pieces)])
     total = int(firsts[-1])
     for at in range(0, total, CHUNK >> 4):
@@ -205,7 +205,7 @@ def merge(made: Path, place: str, shards: Sequence[str | os.PathLike[str]], copy
         made.with_name(made.name + ".bin").unlink()
         files = [file for corpus in corpora for file in corpus.bin_files]
         write_bins(Path(f"{made}.bins"), Path(place).parent, [(file.path, file.size) for file in files])
-        write_sums(sums_path(made), Sums(writer.idx_xxh3, tuple(file.segments for file in files)))
+        write_sums(sums_path(made), Checksums(writer.idx_xxh3, tuple(file.segments for file in files)))
     return writer.num_documents, writer.num_tokens
 
 

@@ -15,13 +15,13 @@ from phalanx.base.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")
-AHEAD = 2  # calls per worker that wait or run
+QUEUED = 2  # calls per worker that wait or run
 
 
 def ordered(call: Callable[[Any, T], R], shared: Any, items: Iterable[T], workers: int) -> Iterator[R]:
     """call(shared, item) of each item, in order. One worker: here. More: in processes that get `shared` once.
 
-    Memory: at most AHEAD items per worker are taken from `items` before their results are. Workers end with this
+    Memory: at most QUEUED items per worker are taken from `items` before their results are. Workers end with this
     process.
     """
     if workers <= 1:
@@ -33,7 +33,7 @@ def ordered(call: Callable[[Any, T], R], shared: Any, items: Iterable[T], worker
     try:
         for item in items:
             waiting.append(pool.submit(_run, item))
-            if len(waiting) >= AHEAD * workers:
+            if len(waiting) >= QUEUED * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

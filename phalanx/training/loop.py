@@ -103,7 +103,7 @@ class Loop:
         ):
             for step in range(self.counters.step + 1, run.train.last_step + 1):
                 self.began(step)
-                self._turn_low(step)
+                self._switch_fp8(step)
                 size = global_batch_at(run, consumed)
                 micro = size // (run.train.micro_batch * mesh.dp.size)
                 lr = learning_rate(run.optim, step, run.train.last_step)
@@ -141,7 +141,7 @@ class Loop:
             return False
         stop = self.reporter.finished(*pending)
         self._judge(pending[0])
-        self._watch_low(pending[0])
+        self._watch_fp8(pending[0])
         limit = self.state.plan.run.train.max_skipped
         if self.counters.skipped_in_a_row >= limit:
             what = (
@@ -169,41 +169,45 @@ class Loop:
             self.reporter.log.warn(f"{bad.text}; it was skipped")
 
     def _shadow_due(self, step: int) -> bool:
-        fp8, low = self.state.plan.run.train.fp8, self.state.low
-        if fp8 is None or fp8.shadow_interval is None or low is None or low.over:
+        config, fp8 = self.state.plan.run.train.fp8, self.state.fp8
+        if config is None or config.shadow_interval is None or fp8 is None or fp8.over:
             return False
-        return step in (1, self._last_low_step) or step % fp8.shadow_interval == 0
+        return step in (1, self._last_fp8_step) or step % config.shadow_interval == 0
 
     @property
-    def _last_low_step(self) -> int:
+    def _last_fp8_step(self) -> int:
         train = self.state.plan.run.train
         return train.last_step - (train.fp8.last_steps if train.fp8 is not None else 0)
 
-    def _turn_low(self, step: int) -> None:
+    def _switch_fp8(self, step: int) -> None:
         """The last steps are in train.precision, if they are to be."""
-        low = self.state.low
-        if low is None or low.config is None or not low.turn(step > self._last_low_step):
+        fp8 = self.state.fp8
+        if fp8 is None or fp8.config is None or not fp8.turn(step > self._last_fp8_step):
             return
         self.state.stages.runner.forget()
-        what = self.state.plan.run.train.precision if low.over else low.config.recipe
+        what = self.state.plan.run.train.precision if fp8.over else fp8.config.recipe
         self.reporter.log.info(
-            f"from step {step} on all linears are in {what} (train.fp8.last_steps={low.config.last_steps})"
+            f"from step {step} on all linears are in {what} (train.fp8.last_steps={fp8.config.last_steps})"
         )
 
-    def _watch_low(self, pending: Pending) -> None:
+    def _watch_fp8(self, pending: Pending) -> None:
         """Tell how far the gradients are from those of a shadow step; linears that lost too much go on in
         train.precision. All ranks know the same numbers, so they decide alike."""
-        low, tally, apart = self.state.low, pending.low(), pending.apart()
-        if low is None or low.config is None or tally is None:
+        fp8, tally, gradient_distance = self.state.fp8, pending.fp8(), pending.gradient_distance()
+        if fp8 is None or fp8.config is None or tally is None:
             return
         log, precision = self.reporter.log, self.state.plan.run.train.precision
-        if apart is not None:
-            for line in shadow_text(low.names, apart):
+        if gradient_distance is not None:
+            for line in shadow_text(fp8.names, gradient_distance):
                 log.info(f"step={pending.step} {line}")
-        bad = {name: why for name, why in unsafe(low.names, low.config, tally, apart).items() if low.is_on(name)}
+        bad = {
+            name: why
+            for name, why in unsafe(fp8.names, fp8.config, tally, gradient_distance).items()
+            if fp8.is_on(name)
+        }
         if not bad:
             return
-        low.fall_back(bad)
+        fp8.fall_back(bad)
         self.state.stages.runner.forget()
         for name, why in bad.items():
             if log.rank == 0:

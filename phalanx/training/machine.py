@@ -71,12 +71,12 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return Facts(device_count=0, missing=missing)
-    from phalanx.ops.dense.optional_kernels import WHEELS, absent, incapable
+    from phalanx.ops.dense.optional_kernels import PACKAGES, absent, incapable
     from phalanx.ops.op import has_triton
 
     name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     hip = torch.version.hip is not None
-    wheels = ((op, incapable((major, minor), not hip) or absent(op)) for op in WHEELS)
+    optional = ((op, incapable((major, minor), not hip) or absent(op)) for op in PACKAGES)
     return Facts(
         device="cuda",
         device_count=gpus,
@@ -85,6 +85,6 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
         fp16_ok=hip or major >= 6,
         capability=(0, 0) if hip else (major, minor),
         triton_ok=not hip and major >= 8 and has_triton(),
-        no_wheels=tuple((op, why) for op, why in wheels if why),
+        no_optional_kernels=tuple((op, why) for op, why in optional if why),
         missing=missing,
     )

@@ -251,8 +251,8 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
         if scalars.get("train.precision") != run.train.precision:
             before = state.scaler.scale.clone()
             state.scaler.reset()  # a loss scale belongs to its precision
-            if state.low is not None:
-                state.low.rescale(state.scaler.scale / before)
+            if state.fp8 is not None:
+                state.fp8.rescale(state.scaler.scale / before)
         log.info(f"continue from {source}")
         return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:
@@ -285,8 +285,8 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
             scalars = load_state(
                 path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state)
             )
-            if state.low is not None:
-                state.low.loaded()
+            if state.fp8 is not None:
+                state.fp8.loaded()
             return path, scalars
         except DamagedCheckpoint as error:
             if not run.checkpoint.fallback or len(sources) == 1:
@@ -331,7 +331,7 @@ def loop_of(
         run.train.last_step,
         run.log.interval,
         mesh.device,
-        state.low.names if state.low is not None else (),
+        state.fp8.names if state.fp8 is not None else (),
     )
     reporter.remaining = lambda: (
         total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples

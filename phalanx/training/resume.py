@@ -127,9 +127,9 @@ def check_resume(run: Run, now: dict[str, Any], manifest: Manifest, source: Path
             + "\n".join(refused)
             + f"\n{rule}"
         )
-    told = [_shown(f) for f in found if class_of(f[0]) != "recorded"]
-    if told:
-        log.info(f"changed since {source}: " + ", ".join(told))
+    changed = [_shown(f) for f in found if class_of(f[0]) != "recorded"]
+    if changed:
+        log.info(f"changed since {source}: " + ", ".join(changed))
     if any(key.startswith("facts.data") for key, _, _ in found):
         log.warn(f"the data is not that of {source}: from here on samples may come again that were seen before")
 

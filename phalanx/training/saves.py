@@ -15,7 +15,7 @@ from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.save import Snapshot, Target
-from phalanx.checkpoint.saver import Outcome, Saver
+from phalanx.checkpoint.saver import SaveOutcome, Saver
 from phalanx.comm.host import host_axis
 from phalanx.config.model_source import has_tokenizer, source_of
 from phalanx.config.read import to_dict
@@ -29,8 +29,8 @@ WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that 
 
 def numbers_of(state: State) -> dict[str, Tensor]:
     """Small tensors of a run's state that are no part of its optimizer."""
-    low = {} if state.low is None else state.low.state()
-    return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in low.items()}}
+    fp8 = {} if state.fp8 is None else state.fp8.state()
+    return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in fp8.items()}}
 
 
 class Saves:
@@ -115,7 +115,7 @@ class Saves:
         if self.log.rank == 0:
             self.log.warn(f"a checkpoint was not saved, and training goes on (checkpoint.on_error=continue): {error}")
 
-    def _tell(self, outcome: Outcome | None) -> None:
+    def _tell(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:
             return
         waited = f" (in {outcome.took_s:.2f} s; the run waited {outcome.waited_s:.3f} s)"

@@ -90,7 +90,7 @@ class Record:
     each step's gradients and of the last weights."""
 
     losses: list[Tensor] = field(default_factory=list)
-    losses_ahead: list[Tensor] = field(default_factory=list)
+    mtp_losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     tensors: list[tuple[str, Boxes]] = field(default_factory=list)
 
@@ -117,8 +117,8 @@ def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Record
         result = update(state, tokens, lr=1e-2)
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
-        if result.ahead is not None:
-            record.losses_ahead.append(result.ahead)
+        if result.mtp_loss is not None:
+            record.mtp_losses.append(result.mtp_loss)
     state.buffers.ready()
     record.tensors.append((f"after step {steps}, weights of", boxes_of(state, "master")))
     mesh.watch.on, mesh.watch.drop = False, None
@@ -225,7 +225,7 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
         for d in compare_tensors(mine, truth, number, kept if number == last else shapes, mesh.world)
     ]
     found += compare_scalars("loss", mine.losses, truth.losses, mesh.world)
-    found += compare_scalars("loss of multi-token prediction", mine.losses_ahead, truth.losses_ahead, mesh.world)
+    found += compare_scalars("loss of multi-token prediction", mine.mtp_losses, truth.mtp_losses, mesh.world)
     found += compare_scalars("gradient norm", mine.norms, truth.norms, mesh.world)
     wrong = tuple(d for d in found if d.wrong)
     text = failure_text(wrong, len(found), mine, mesh) if wrong else success_text(found, steps, len(shapes))
@@ -314,19 +314,19 @@ def failure_text(wrong: tuple[Difference, ...], compared: int, mine: Record, mes
     first = wrong[0]
     same = [d for d in wrong if d.what == first.what]
     boxes = next((b.get(first.name, []) for what, b in mine.tensors if what == first.what), [])
-    told = json.dumps(
+    reported = json.dumps(
         [",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop)) for box, values in boxes if not values.isnan().all()]
     )
-    lines = [f"DIFFERS from one process: {first}", *_box_lines(mesh.world.all_gather_text(told), mesh)]
+    lines = [f"DIFFERS from one process: {first}", *_box_lines(mesh.world.all_gather_text(reported), mesh)]
     if len(same) > 1:
         lines.append(f"The last in model order: {same[-1]}")
     lines.append(f"{len(wrong)} of {compared} compared values differ, {len(same)} of them at this point.")
     return "\n".join(lines)
 
 
-def _box_lines(told: list[str], mesh: Mesh) -> list[str]:
+def _box_lines(reported: list[str], mesh: Mesh) -> list[str]:
     lines = []
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(reported):
         at = mesh.grid.coords(rank)
         if json.loads(text):
             lines.append(

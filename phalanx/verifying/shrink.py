@@ -24,7 +24,7 @@ from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import ExpertsConfig, Qwen3MoEConfig
 from phalanx.planning.freeze import fits, stored_together
 from phalanx.planning.plan import num_blocks
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 from phalanx.verifying.structures import STRUCTURES, RunOnRanks, Structure, cuts_inside, holds_several
 
 MAX_RANKS = 8
@@ -174,7 +174,7 @@ def without_budget(run: Run, world: int) -> Run:
     any."""
     if run.train.recompute_budget_gib is None:
         return run
-    chosen = Counter(tuple(sorted(names)) for names in RunOnRanks(run, world).plan.again if names)
+    chosen = Counter(tuple(sorted(names)) for names in RunOnRanks(run, world).plan.recomputed if names)
     most = max(chosen, key=lambda names: chosen[names], default=())
     return replace(run, train=replace(run.train, recompute_budget_gib=None, recompute_ops=list(most)))
 
@@ -193,12 +193,16 @@ def small_batch(given: RunOnRanks, cp: int, tp: int) -> tuple[int, int]:
     likeness = (cuts_inside(*old_batch), holds_several(*old_batch), given.uneven_parts)
 
     def like(batch: int, length: int) -> tuple[Any, ...]:
-        sizes = {part.size(length) for part in Part(0, cp).all}
+        sizes = {part.size(length) for part in SequenceShard(0, cp).all}
         here = (cuts_inside(batch, length, cp, tp), holds_several(batch, length, cp, tp), len(sizes) > 1)
         return (*(a == b for a, b in zip(here, likeness)), -batch, -length)
 
     batches = range(2, 5) if train.micro_batch > 1 else range(1, 2)
-    able = [(b, n) for b, n in product(batches, SHORT) if all(b * part.size(n) % tp == 0 for part in Part(0, cp).all)]
+    able = [
+        (b, n)
+        for b, n in product(batches, SHORT)
+        if all(b * part.size(n) % tp == 0 for part in SequenceShard(0, cp).all)
+    ]
     return max(able, key=lambda pair: like(*pair))
 
 

@@ -16,7 +16,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Grid
 from phalanx.models.moe_config import ExpertsConfig
 from phalanx.planning.plan import Plan, grid_of
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RunOnRanks:
 
     @property
     def uneven_parts(self) -> bool:
-        return len({part.size(self.run.train.seq_length) for part in Part(0, self.grid.cp).all}) > 1
+        return len({part.size(self.run.train.seq_length) for part in SequenceShard(0, self.grid.cp).all}) > 1
 
     @property
     def inner_size(self) -> int:
@@ -112,13 +112,13 @@ class RunOnRanks:
 
 def cuts_inside(micro_batch: int, seq_length: int, cp: int, tp: int) -> bool:
     """Whether tensor parallelism, which cuts the tokens of a micro-batch evenly, cuts a sequence in two."""
-    sizes = {part.size(seq_length) for part in Part(0, cp).all}
+    sizes = {part.size(seq_length) for part in SequenceShard(0, cp).all}
     return any(rank * micro_batch * size // tp % size for size in sizes for rank in range(1, tp))
 
 
 def holds_several(micro_batch: int, seq_length: int, cp: int, tp: int) -> bool:
     """Whether a tensor-parallel rank has tokens of several sequences."""
-    for size in {part.size(seq_length) for part in Part(0, cp).all}:
+    for size in {part.size(seq_length) for part in SequenceShard(0, cp).all}:
         each = micro_batch * size // tp
         if any(rank * each // size != ((rank + 1) * each - 1) // size for rank in range(tp)):
             return True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.storage import Storage
-from phalanx.checkpoint.tensors import Part, Stored, fill, write_tensors
+from phalanx.checkpoint.tensors import Stored, StoredBox, fill, write_tensors
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, Piece
 
@@ -48,7 +48,7 @@ def check_fill(device: torch.device) -> str:
         for kinds in (KINDS, *((kind,) for kind in KINDS)):  # all that a tensor goes to at once, then one by one
             wanted, expected = list[tuple[Item, Stored]](), list[tuple[str, Tensor, Tensor]]()
             for n, whole in truth.items():
-                stored = Stored(tuple(whole.shape), [Part(file_of[n], n, Box.full(tuple(whole.shape)))])
+                stored = Stored(tuple(whole.shape), [StoredBox(file_of[n], n, Box.full(tuple(whole.shape)))])
                 for what, box, target in (t for t in targets(whole, device) if t[0] in kinds):
                     wanted.append((Item(piece_of(n, tuple(whole.shape)), box, target), stored))
                     expected.append((f"{n} {what}", target, whole[box.slices()].to(target.dtype)))

@@ -37,7 +37,7 @@ from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, rms_norm
 from phalanx.ops.dense.optional_kernels import unusable
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import inverse_frequencies
-from phalanx.ops.optimizer.adamw import AdamOptions, Part, adamw_, adamw_reference_
+from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import Batch, room_for_documents
 from tests import test_ops
 from tests.gpu.checkpoint import checkpoint_checks
@@ -166,8 +166,8 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
 def twins(
     name: str, op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...], params: tuple[int, ...] = ()
 ) -> Callable[[torch.device], str]:
-    """The Triton twin of an op at a real model's shapes against its plain twin in float64 on the same device, bf16
-    inputs; all gradients."""
+    """The Triton implementation of an op at a real model's shapes against its reference implementation in float64 on
+    the same device, bf16 inputs; all gradients."""
 
     def check(device: torch.device) -> str:
         kernels = "triton" if device.type == "cuda" else "plain"
@@ -299,8 +299,8 @@ def flash_check(
 
 
 def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.device], str]:
-    """The wheel's MLP against its plain twins in float64 on the same device: output, gradients, fp32 accumulation
-    into ones."""
+    """The wheel's MLP against its reference implementations in float64 on the same device: output, gradients, fp32
+    accumulation into ones."""
 
     def check(device: torch.device) -> str:
         why = "not a GPU" if device.type != "cuda" else unusable("mlp", device.index or 0)
@@ -322,9 +322,9 @@ def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.devi
     return check
 
 
-def wheels_train(device: torch.device) -> str:
-    """10 bf16 steps with attention and MLP from wheels against fp32 on the CPU; CUDA graphs change nothing beyond
-    the order of sums."""
+def optional_kernels_train(device: torch.device) -> str:
+    """10 bf16 steps with attention and MLP from optional packages against fp32 on the CPU; CUDA graphs change nothing
+    beyond the order of sums."""
     why = (
         "not a GPU"
         if device.type != "cuda"
@@ -336,7 +336,7 @@ def wheels_train(device: torch.device) -> str:
     truth = losses(torch.device("cpu"), "llama", "fp32", shape=shape)
     worst = 0.0
     for graphs in ("off", "on"):
-        found = losses(device, "llama", "bf16", shape=shape, kernels="wheels", cuda_graphs=graphs)
+        found = losses(device, "llama", "bf16", shape=shape, kernels="optional", cuda_graphs=graphs)
         worst = max(worst, *(abs(a / b - 1) for a, b in zip(found, truth)))
         if not worst <= 2.0**-7:
             raise AssertionError(f"graphs {graphs}: losses off by {worst:.2e}: {found} against {truth}")
@@ -349,7 +349,7 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
 
     def check(device: torch.device) -> str:
         why = None if "kernels" not in train or device.type == "cuda" else "not a GPU"
-        why = why or (unusable("mlp", device.index or 0) if train.get("kernels") == "wheels" else None)
+        why = why or (unusable("mlp", device.index or 0) if train.get("kernels") == "optional" else None)
         run = base_run("llama", 4, 2, precision="bf16", **(train if why is None else {}))
         run = replace(run, model=replace(run.model, head_dim=16, intermediate_size=48))
         state = build(make_plan(run, 1), Mesh(Grid(), device=device))
@@ -380,7 +380,8 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
     shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1))
     for heads, kv_heads, width, length, sequences in shapes:
         for dtype in (torch.bfloat16, torch.float16):
-            name = f"wheels: attention {heads}/{kv_heads} heads of {width}, {sequences} x {length}, {str(dtype)[6:]}"
+            shape = f"{heads}/{kv_heads} heads of {width}, {sequences} x {length}, {str(dtype)[6:]}"
+            name = f"optional kernels: attention {shape}"
             cases[name] = flash_check(heads, kv_heads, (width, width), length, sequences, dtype)
     kinds: dict[str, dict[str, Any]] = {
         "documents": {"documents": 150},
@@ -393,20 +394,20 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
     for name, how in kinds.items():
         for widths in ((64, 64), (128, 128), *(() if "sinks" in how else ((192, 128),))):
             kv_heads = 2 if widths[0] == widths[1] else 8
-            cases[f"wheels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(
+            cases[f"optional kernels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(
                 8, kv_heads, widths, 1000, 2, torch.bfloat16, **how
             )
         if set(how) != {"sinks"}:
             for widths in ((40, 40), (64, 64), (128, 128), (192, 128)):
                 name_of = f"torch's flash attention of {widths[0]}, {widths[1]}, {name}"
                 cases[name_of] = flash_check(8, 2, widths, 1000, 2, torch.bfloat16, wheel=False, **how)
-    cases["wheels: attention of 192, 128"] = flash_check(16, 16, (192, 128), 1000, 2, torch.bfloat16)
+    cases["optional kernels: attention of 192, 128"] = flash_check(16, 16, (192, 128), 1000, 2, torch.bfloat16)
     for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
-        cases[f"wheels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
+        cases[f"optional kernels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
     return {
         **cases,
-        "wheels: 10 steps, bf16": wheels_train,
-        "wheels: step budget": budget_check(kernels="wheels"),
+        "optional kernels: 10 steps, bf16": optional_kernels_train,
+        "optional kernels: step budget": budget_check(kernels="optional"),
         "step budget": budget_check(),
     }
 
@@ -430,16 +431,16 @@ def embedding_is_deterministic(device: torch.device) -> str:
 
 
 def fused_adamw(device: torch.device) -> str:
-    """Against the slow twin in float64 on the CPU; a skipped step changes no bit."""
+    """Against the reference in float64 on the CPU; a skipped step changes no bit."""
     worst = 0.0
     for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         start = [[normal(n, seed=10 * i + n, dtype=dtype) for n in (1, 7, 100_003)] for i in range(4)]
         start[3] = [v.abs() for v in start[3]]
         ours = [
-            Part(*(t.to(device) for t in ts), torch.zeros(len(ts[0]), dtype=torch.bfloat16, device=device))
+            ParamRange(*(t.to(device) for t in ts), torch.zeros(len(ts[0]), dtype=torch.bfloat16, device=device))
             for ts in zip(*start)
         ]
-        truth = [Part(*(t.double().clone() for t in ts)) for ts in zip(*start)]
+        truth = [ParamRange(*(t.double().clone() for t in ts)) for ts in zip(*start)]
 
         pairs = ((ours, adamw_, device), (truth, adamw_reference_, torch.device("cpu")))
 
@@ -547,7 +548,7 @@ def graphs_check(
             state.train()
             losses = []
             for step in range(2 * low_steps or 4):
-                if state.low is not None and state.low.turn(step >= low_steps):
+                if state.fp8 is not None and state.fp8.turn(step >= low_steps):
                     state.stages.runner.forget()
                 result = train_step(state, [sample_batch([3 * step + i], False).to(device) for i in range(3)], lr=1e-3)
                 losses += [result.loss, result.grad_norm]

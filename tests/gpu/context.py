@@ -12,7 +12,7 @@ from phalanx.ops.attention import backends
 from phalanx.ops.attention.context import Joint, block_of
 from phalanx.ops.attention.flash import Spans, flash_attention
 from phalanx.ops.dense.optional_kernels import unusable
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 from tests.gpu.truth import ROUNDINGS, within
 from tests.test_ops import normal
 
@@ -39,7 +39,7 @@ def block_check(
     name: str, width: int, value: int, kv_heads: int, length: int, dtype: torch.dtype
 ) -> Callable[[torch.device], str]:
     def check(device: torch.device) -> str:
-        if name == "WHEEL" and (
+        if name == "FLASH_ATTN" and (
             why := "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)
         ):
             return f"not run: {why}"
@@ -122,7 +122,7 @@ def one_token_check(device: torch.device) -> str:
 def few_tokens_check(device: torch.device) -> str:
     """A document of 5 tokens on two ranks: kernels for blocks of one or two queries and keys, which few documents
     have."""
-    parts, results = Part.of_sizes([3, 2]).all, []
+    parts, results = SequenceShard.of_sizes([3, 2]).all, []
     shapes = [(heads, 5, 128) for heads in (8, 2, 2, 8)]
     given = [normal(1, *shape, seed=i, dtype=torch.bfloat16).to(device) for i, shape in enumerate(shapes)]
     for name, tensors in (("FLASH", given), ("PLAIN", [t.double() for t in given])):
@@ -151,7 +151,7 @@ def few_tokens_check(device: torch.device) -> str:
     return f"{worst:.1e}"
 
 
-def _places(part: Part) -> list[int]:
+def _places(part: SequenceShard) -> list[int]:
     return [place for run in part.runs(5) for place in run]
 
 
@@ -162,14 +162,14 @@ def segments_backend(own: list[int], other: list[int], device: torch.device, whe
 
 def context_checks() -> dict[str, Callable[[torch.device], str]]:
     found = {}
-    for name in ("FLASH", "CUDNN", "WHEEL", "EFFICIENT"):
+    for name in ("FLASH", "CUDNN", "FLASH_ATTN", "EFFICIENT"):
         for width, value, kv_heads in ((128, 128, 2), (64, 64, 8)):
             found[f"block of attention {name}, {kv_heads} kv heads of {width}"] = block_check(
                 name, width, value, kv_heads, 1024, torch.bfloat16
             )
     found["block of attention EFFICIENT, fp32"] = block_check("EFFICIENT", 64, 64, 2, 1000, torch.float32)
     found["block of attention EFFICIENT, 192 and 128"] = block_check("EFFICIENT", 192, 128, 8, 1024, torch.bfloat16)
-    found["block of attention WHEEL, 192 and 128"] = block_check("WHEEL", 192, 128, 8, 1024, torch.bfloat16)
+    found["block of attention FLASH_ATTN, 192 and 128"] = block_check("FLASH_ATTN", 192, 128, 8, 1024, torch.bfloat16)
     found["documents of a block, one token, room for many"] = one_token_check
     found["blocks of one or two tokens"] = few_tokens_check
     for wheel, width, value, kv_heads in (

@@ -1,5 +1,5 @@
-"""Checks of the ops of mixtures of experts on one device, for tests/gpu/checks.py. On the CPU the plain twins run
-against themselves."""
+"""Checks of the ops of mixtures of experts on one device, for tests/gpu/checks.py. On the CPU the reference
+implementations run against themselves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def routing(tokens: int) -> Tensor:
 
 
 def route_check(router: Router, dtype: torch.dtype, tokens: int, bound: float) -> Callable[[torch.device], str]:
-    """Against the plain twin on the CPU: the same experts, weights and probabilities, and the gradient by both."""
+    """Against the reference implementation on the CPU: the same experts, weights and probabilities, and the gradient by
+    both."""
 
     def check(device: torch.device) -> str:
         logits, bias = (
@@ -89,8 +90,8 @@ def plan_check(tokens: int, room: float) -> Callable[[torch.device], str]:
 def grouped_check(
     dtype: torch.dtype, inner: int, outer: int, kernels: Kernels, biased: bool
 ) -> Callable[[torch.device], str]:
-    """Against the plain twin in float64 on the same device; uneven experts, one empty, padding of NaN, gradients on
-    top of buffers."""
+    """Against the reference implementation in float64 on the same device; uneven experts, one empty, padding of NaN,
+    gradients on top of buffers."""
 
     def check(device: torch.device) -> str:
         stops = torch.tensor([300, 1711, 1711, 1712, 3000, 3128, 3129, 4990]).int().to(device)
@@ -156,8 +157,8 @@ def layer_check(
         ]
         twin = twin_on(device, kernels)
         truth = once(device, torch.float64, "plain", inputs)
-        first, again = (once(device, torch.bfloat16, twin, inputs) for _ in range(2))
-        if not all(torch.equal(a, b) for a, b in zip(first, again)):
+        first, recomputed = (once(device, torch.bfloat16, twin, inputs) for _ in range(2))
+        if not all(torch.equal(a, b) for a, b in zip(first, recomputed)):
             raise AssertionError("twice the same inputs gave different bits")
         if gate.limit < float(
             "inf"
@@ -177,8 +178,8 @@ def layer_check(
 
 
 def push_check(tokens: int, width: int, etp: int) -> Callable[[torch.device], str]:
-    """Kernels that write to four ranks' memory, all of it on this device, against their plain twins: every number,
-    unwritten places too."""
+    """Kernels that write to four ranks' memory, all of it on this device, against their reference implementations:
+    every number, unwritten places too."""
 
     def check(device: torch.device) -> str:
         ranks, index = 4, 2

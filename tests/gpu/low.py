@@ -1,5 +1,5 @@
-"""Checks of low precision on a GPU: codes, scales and counts against the CPU's plain twins to the bit, products
-within their sums' rounding."""
+"""Checks of low precision on a GPU: codes, scales and counts against the CPU's reference implementations to the bit,
+products within their sums' rounding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad, rotary_table
 from phalanx.ops.experts.permute import Gathered, combine_rows, gather_rows, plan_rows
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import quantize_kernel as kernels
 from phalanx.ops.quantized.cublaslt import cublaslt
-from phalanx.ops.quantized.experts import LowExperts, Places, low_grouped_matmul, low_grouped_mlp, values
+from phalanx.ops.quantized.experts import (
+    ExpertQuantizer,
+    PaddedRows,
+    quantized_grouped_matmul,
+    quantized_grouped_mlp,
+    values,
+)
 from phalanx.ops.quantized.gemm import add_fast_product_, fast_product
-from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_gather_matmul
+from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X, quantized_gather_matmul
 from phalanx.ops.quantized.quantize_tile import multiplier_of, reciprocal, scales_of
 from phalanx.ops.quantized.recipes import (
     COUNTS,
@@ -53,7 +59,7 @@ EMULATED_SHAPES = [(16, 32), (272, 144), (4096, 1408), (1008, 1024)]  # whole ru
 
 
 def on(device: torch.device, q: Scaled) -> Scaled:
-    return Scaled(q.codes.to(device), q.scales.to(device), q.block)
+    return Scaled(q.quantized.to(device), q.scales.to(device), q.block)
 
 
 def spread_out(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,8 +67,8 @@ def spread_out(*shape: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(shape, generator=g) * torch.exp(3 * torch.randn(shape, generator=g))).bfloat16()
 
 
-def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
-    low = LowWeight(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+def quantizer_of(recipe: str, twin: str, device: torch.device) -> WeightQuantizer:
+    low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
     low.counts, low.amax = (
         torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
         torch.zeros(3, device=device),
@@ -73,7 +79,8 @@ def low_of(recipe: str, twin: str, device: torch.device) -> LowWeight:
 
 
 def kept_codes(device: torch.device) -> str:
-    """Parts of weights cast by Triton from fp32 masters, against the whole weight cast by the plain twin on the CPU."""
+    """Parts of weights cast by Triton from fp32 masters, against the whole weight cast by the reference implementation
+    on the CPU."""
     for shape, recipe in (
         ((4096, 1408), "tensorwise"),
         ((1024, 768), "blockwise"),
@@ -83,9 +90,9 @@ def kept_codes(device: torch.device) -> str:
         master = spread_out(*shape).float() * (
             1 + 2.0**-10 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
         )
-        kind = LowWeight if len(shape) == 2 else LowExperts
+        kind = WeightQuantizer if len(shape) == 2 else ExpertQuantizer
         low = kind(RECIPES[recipe], "w", 0, ModelAxes(), "plain")  # type: ignore[arg-type]
-        straight, turned = low.codes(master.bfloat16())
+        straight, transposed = low.quantized(master.bfloat16())
         blocks, flat = low.blocks(shape), master.flatten().to(device)
         bits, codes = (
             torch.zeros(blocks.count, dtype=torch.int32, device=device),
@@ -95,30 +102,33 @@ def kept_codes(device: torch.device) -> str:
         parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
         for where, first in parts:
             note_largest_(bits, flat[where], first, blocks, torch.bfloat16, True)
-        multiplier, again = multipliers(bits.view(torch.float32), E4M3), torch.zeros_like(bits)
+        multiplier, recomputed = multipliers(bits.view(torch.float32), E4M3), torch.zeros_like(bits)
         counts = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device)
         for where, first in parts:
-            cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, again, True)
+            cast_run_(
+                codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, recomputed, True
+            )
         made = Scaled(
-            codes.view(straight.codes.shape).view(torch.float8_e4m3fn),
+            codes.view(straight.quantized.shape).view(torch.float8_e4m3fn),
             (1.0 / multiplier).view(blocks.shape),
             straight.block,
         )
         same(f"{recipe} {shape}", made, straight)
-        out = torch.zeros(straight.codes.shape[::-1], dtype=torch.uint8, device=device)
-        turn_(out, made.codes.view(torch.uint8), True)
-        if not torch.equal(out.cpu(), turned.codes.view(torch.uint8)) or not torch.equal(bits, again):
+        out = torch.zeros(straight.quantized.shape[::-1], dtype=torch.uint8, device=device)
+        turn_(out, made.quantized.view(torch.uint8), True)
+        if not torch.equal(out.cpu(), transposed.quantized.view(torch.uint8)) or not torch.equal(bits, recomputed):
             raise AssertionError(f"{recipe} {shape}: transposed codes or amaxes differ")
         if (
             counts.sum(0)[2] != flat.numel()
-            or counts.sum(0)[0] != ((straight.codes.float() == 0) & (master.view(straight.codes.shape) != 0)).sum()
+            or counts.sum(0)[0]
+            != ((straight.quantized.float() == 0) & (master.view(straight.quantized.shape) != 0)).sum()
         ):
             raise AssertionError(f"{recipe} {shape}: counts differ")
     return "to the bit"
 
 
 def same(what: str, a: Scaled, b: Scaled) -> None:
-    equal = torch.equal(a.codes.cpu().view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(
+    equal = torch.equal(a.quantized.cpu().view(torch.uint8), b.quantized.view(torch.uint8)) and torch.equal(
         a.scales.cpu(), b.scales
     )
     if a.block != b.block or not equal:
@@ -131,7 +141,7 @@ def casts(recipe: str, twin: str) -> Callable[[torch.device], str]:
             x = spread_out(*shape)
             for which in (X, W, DY):
                 for turn in (True, False):
-                    low, plain = low_of(recipe, twin, device), low_of(recipe, "plain", torch.device("cpu"))
+                    low, plain = quantizer_of(recipe, twin, device), quantizer_of(recipe, "plain", torch.device("cpu"))
                     for i, (a, b) in enumerate(
                         zip(low.both(which, x.to(device), 0, turn), plain.both(which, x, 0, turn))
                     ):
@@ -152,7 +162,7 @@ def every_number(device: torch.device) -> str:
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
     for format in (E4M3, E5M2):
         made, _ = kernels.cast_both(x.to(device), format, kernels.GIVEN, torch.ones(1, device=device), None, False)
-        truth, found = cast(x.float(), format), made.codes.cpu()
+        truth, found = cast(x.float(), format), made.quantized.cpu()
         nan = truth.float().isnan()
         if not found.float()[nan].isnan().all() or not torch.equal(
             found.view(torch.uint8)[~nan], truth.view(torch.uint8)[~nan]
@@ -162,22 +172,25 @@ def every_number(device: torch.device) -> str:
 
 
 def no_numbers(device: torch.device) -> str:
-    """Where a value is no number: codes and scales that are none, where the plain twin's are none, and else equal."""
+    """Where a value is no number: codes and scales that are none, where the reference implementation's are none, and
+    else equal."""
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         for bad in (torch.nan, torch.inf, -torch.inf):
             x = spread_out(272, 144)
             x[3, 5], x[200, 130] = bad, 0.0
-            made = low_of(recipe, "auto", device).both(X, x.to(device), 0, True)
-            for i, (a, b) in enumerate(zip(made, low_of(recipe, "plain", torch.device("cpu")).both(X, x, 0, True))):
+            made = quantizer_of(recipe, "auto", device).both(X, x.to(device), 0, True)
+            for i, (a, b) in enumerate(
+                zip(made, quantizer_of(recipe, "plain", torch.device("cpu")).both(X, x, 0, True))
+            ):
                 for what, found, truth in (
-                    ("codes", a.codes.cpu().float(), b.codes.float()),
+                    ("codes", a.quantized.cpu().float(), b.quantized.float()),
                     ("scales", a.scales.cpu(), b.scales),
                 ):
                     if not torch.equal(found.isnan(), truth.isnan()) or not torch.equal(
                         found.nan_to_num(), truth.nan_to_num()
                     ):
                         raise AssertionError(f"{recipe}, {bad}: {what} {i} differ")
-    return "as the plain twin"
+    return "as the reference implementation"
 
 
 @triton.jit
@@ -256,12 +269,15 @@ def gated_casts(recipe: str) -> Callable[[torch.device], str]:
         for rows, inner in ((272, 144), (1024, 1408)):
             x, dy = spread_out(rows, 2 * inner).to(device), spread_out(rows, inner, seed=1).to(device)
             for which, source in ((X, Gated(x)), (DY, GatedGrad(dy, x))):
-                fused, apart = low_of(recipe, "triton", device), low_of(recipe, "triton", device)
+                fused, gradient_distance = (
+                    quantizer_of(recipe, "triton", device),
+                    quantizer_of(recipe, "triton", device),
+                )
                 for i, (a, b) in enumerate(
-                    zip(fused.both(which, source, 1, True), apart.both(which, source.tensor(), 1, True))
+                    zip(fused.both(which, source, 1, True), gradient_distance.both(which, source.tensor(), 1, True))
                 ):
-                    same(f"{recipe} {rows} {inner} {which} {i}", a, Scaled(b.codes.cpu(), b.scales.cpu(), b.block))
-                if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
+                    same(f"{recipe} {rows} {inner} {which} {i}", a, Scaled(b.quantized.cpu(), b.scales.cpu(), b.block))
+                if not torch.equal(fused.counts[..., -1].amax(1), gradient_distance.counts[..., -1].amax(1)):  # type: ignore[index]
                     raise AssertionError(f"{recipe} {rows} {inner}: amaxes differ")
         return "to the bit"
 
@@ -305,7 +321,7 @@ def unmade_casts(recipe: str) -> Callable[[torch.device], str]:
     def told(
         recipe: str, what: str, which: int, source: Normed | RopeGrad, truth: torch.Tensor, device: torch.device
     ) -> None:
-        low, plain = low_of(recipe, "triton", device), low_of(recipe, "plain", torch.device("cpu"))
+        low, plain = quantizer_of(recipe, "triton", device), quantizer_of(recipe, "plain", torch.device("cpu"))
         for i, (a, b) in enumerate(zip(low.both(which, source, 1, True), plain.both(which, truth, 1, True))):
             same(f"{recipe} {what} {i}", a, b)
 
@@ -343,8 +359,8 @@ def by_cublaslt(device: torch.device) -> str:
 
 
 def linear(recipe: str) -> Callable[[torch.device], str]:
-    """A whole linear, forward and backward, against the CPU's plain twin of the same recipe: same codes, sums in
-    another order."""
+    """A whole linear, forward and backward, against the CPU's reference implementation of the same recipe: same codes,
+    sums in another order."""
 
     def check(device: torch.device) -> str:
         found = []
@@ -353,11 +369,11 @@ def linear(recipe: str) -> Callable[[torch.device], str]:
             x, w, dy = (torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16() for i, s in sizes)
             weight = w.to(where).requires_grad_()
             weight.grad_dtype, weight.grad = torch.float32, torch.zeros(256, 384, device=where)
-            low = low_of(recipe, twin, where)
+            low = quantizer_of(recipe, twin, where)
             if recipe == "delayed":
                 low.multiplier = torch.tensor([100.0, 100.0, 12000.0], device=where)
             x = x.to(where).requires_grad_()
-            y = low_gather_matmul(x, weight, ONE, None, low)
+            y = quantized_gather_matmul(x, weight, ONE, None, low)
             y.backward(dy.to(where))
             found.append([t.detach().double().cpu() for t in (y, x.grad, weight.grad)])  # type: ignore[union-attr]
         worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*found))
@@ -373,8 +389,8 @@ ENDS = torch.tensor(
 )  # of 5100 rows: the rest is nobody's
 
 
-def experts_of(recipe: str, twin: str, device: torch.device) -> LowExperts:
-    low = LowExperts(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+def experts_of(recipe: str, twin: str, device: torch.device) -> ExpertQuantizer:
+    low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
     low.counts, low.amax = (
         torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
         torch.zeros(3, device=device),
@@ -392,18 +408,20 @@ def expert_casts(recipe: str) -> Callable[[torch.device], str]:
         low, plain = experts_of(recipe, "triton", device), experts_of(recipe, "plain", torch.device("cpu"))
         low.refresh(weight.to(device))
         plain.refresh(weight)
-        for i, (a, b) in enumerate(zip(low.codes(weight), plain.codes(weight))):
+        for i, (a, b) in enumerate(zip(low.quantized(weight), plain.quantized(weight))):
             same(f"{recipe} weight {i}", a, b)
         (a, laid), (b, exact) = low.rows(X, x.to(device), ENDS.to(device)), plain.rows(X, x, ENDS)
         whole = len(a.scales) == 1
         same(
             f"{recipe} rows",
-            Scaled(a.codes[:4990], a.scales if whole else a.scales[:4990], a.block),
-            Scaled(b.codes[:4990], b.scales if whole else b.scales[:4990], b.block),
+            Scaled(a.quantized[:4990], a.scales if whole else a.scales[:4990], a.block),
+            Scaled(b.quantized[:4990], b.scales if whole else b.scales[:4990], b.block),
         )
         tiles = int(((ENDS.diff(prepend=torch.zeros(1, dtype=torch.int32)) + 127) // 128).sum())
-        at = Places.of(ENDS, 5100, tiles)
-        laid, exact = (Scaled(q.codes[:, : 128 * tiles].cpu(), q.scales.cpu(), q.block).turned() for q in (laid, exact))
+        at = PaddedRows.of(ENDS, 5100, tiles)
+        laid, exact = (
+            Scaled(q.quantized[:, : 128 * tiles].cpu(), q.scales.cpu(), q.block).transposed() for q in (laid, exact)
+        )
         if not torch.equal(values(laid, at.group_P, torch.float32), values(exact, at.group_P, torch.float32)):
             raise AssertionError(f"{recipe}: codes by places differ")
         if not torch.equal(low.counts.cpu()[..., :-1].sum(1), plain.counts[..., :-1].sum(1)):  # type: ignore[index]
@@ -413,7 +431,7 @@ def expert_casts(recipe: str) -> Callable[[torch.device], str]:
     return check
 
 
-def routed(device: torch.device) -> tuple[Rows, int]:
+def routed(device: torch.device) -> tuple[ExpertRows, int]:
     """Rows of 1,300 tokens, each at 4 of 8 experts, some pairs dropped; 5,100 rows of room."""
     experts = torch.rand(1300, 8, generator=torch.Generator().manual_seed(5)).argsort(1)[:, :4]
     experts[::13, 0] = 8
@@ -440,16 +458,16 @@ def expert_made_casts(recipe: str) -> Callable[[torch.device], str]:
                 (X, Gathered(t, rows)),
             ]
             for which, source in sources:
-                fused, apart = experts_of(recipe, "triton", device), experts_of(recipe, "triton", device)
+                fused, gradient_distance = experts_of(recipe, "triton", device), experts_of(recipe, "triton", device)
                 made, summed = (
                     fused.rows(which, source, rows.ends_E),
                     sums.sum(0),
                 )  # before `tensor`, which leaves its own there
-                truth = apart.rows(which, source.tensor(), rows.ends_E)
+                truth = gradient_distance.rows(which, source.tensor(), rows.ends_E)
                 of_weights = summed if which == DY else of_weights
                 told = f"{recipe} {type(source).__name__}"
                 same_rows(told, made, truth, rows.ends_E)
-                if not torch.equal(fused.counts[..., -1].amax(1), apart.counts[..., -1].amax(1)):  # type: ignore[index]
+                if not torch.equal(fused.counts[..., -1].amax(1), gradient_distance.counts[..., -1].amax(1)):  # type: ignore[index]
                     raise AssertionError(f"{told}: amaxes differ")
             exact = gated_backward(dy.double(), x.double(), gate, weights.double(), last)[1]
             off = ((of_weights.double() - exact)[:last].abs().max() / exact[:last].abs().max()).item()  # type: ignore[index]
@@ -465,7 +483,7 @@ def same_rows(what: str, made: tuple[Scaled, Scaled], truth: tuple[Scaled, Scale
     last, tiles = int(ends[-1]), int(((ends.diff(prepend=ends.new_zeros(1)) + 127) // 128).sum())
     for i, (a, b) in enumerate(zip(made, truth)):
         cut = slice(0, last) if i == 0 else slice(None), slice(None) if i == 0 else slice(0, 128 * tiles)
-        if not torch.equal(a.codes.view(torch.uint8)[cut], b.codes.view(torch.uint8)[cut]):
+        if not torch.equal(a.quantized.view(torch.uint8)[cut], b.quantized.view(torch.uint8)[cut]):
             raise AssertionError(f"{what}: codes {i} differ")
     lines = made[0].scales[:last] if len(made[0].scales) > 1 else made[0].scales
     if not torch.equal(lines, truth[0].scales[: len(lines)]):
@@ -487,7 +505,7 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
             weights = torch.rand(5100, generator=torch.Generator().manual_seed(9)).to(device).requires_grad_()
             for w in (up, down):
                 w.requires_grad_()
-                w.grad_dtype, w.grad, w.low = (
+                w.grad_dtype, w.grad, w.quantizer = (
                     torch.float32,
                     torch.full(w.shape, 3.0, device=device),
                     experts_of(recipe, "auto", device),
@@ -496,10 +514,10 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
             with no_host_sync(device):
                 h = gather_rows(x, rows, "auto", nan)
                 if whole:
-                    h = low_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
+                    h = quantized_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
                 else:
-                    h = gated_rows(low_grouped_matmul(h, up, rows.ends_E, up.low), rows.ends_E, weights)  # type: ignore[attr-defined]
-                    h = low_grouped_matmul(h, down, rows.ends_E, down.low)  # type: ignore[attr-defined]
+                    h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, up.quantizer), rows.ends_E, weights)  # type: ignore[attr-defined]
+                    h = quantized_grouped_matmul(h, down, rows.ends_E, down.quantizer)  # type: ignore[attr-defined]
                 y = combine_rows(h, None, rows, tokens, "auto", nan)
                 y.backward(dy)
             last = int(rows.ends_E[-1])
@@ -534,7 +552,7 @@ def expert_layer(recipe: str, fast: bool) -> Callable[[torch.device], str]:
             x[4990:], dy[4990:] = torch.nan, torch.nan
             x = x.requires_grad_()
             with no_host_sync(where):
-                y = low_grouped_matmul(x, weight, ends, low, bias)
+                y = quantized_grouped_matmul(x, weight, ends, low, bias)
                 y.backward(dy)
             found.append([t.detach().double().cpu() for t in (y[:4990], x.grad[:4990], weight.grad)])  # type: ignore[union-attr,index]
         worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*found))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.tensors import Index, Open, Part, Stored
+from phalanx.checkpoint.tensors import Index, Open, Stored, StoredBox
 from phalanx.layout.box import Box
 
 SCALES = "_scale_inv"
@@ -24,7 +24,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
-class ScaledPart(Part):
+class ScaledBox(StoredBox):
     """A matrix is `key` in `file`; its scales may be in another file. `block`: rows and columns that share a scale."""
 
     scales_file: str
@@ -52,14 +52,14 @@ def spread(scales: Tensor, where: tuple[slice, ...], block: tuple[int, int]) -> 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns of a block, if this config.json is of a folder in this format."""
-    told = config.get("quantization_config")
+    stated = config.get("quantization_config")
     if (
-        not isinstance(told, dict)
-        or told.get("quant_method") != "fp8"
-        or told.get("fmt", "e4m3") not in ("e4m3", "e5m2")
+        not isinstance(stated, dict)
+        or stated.get("quant_method") != "fp8"
+        or stated.get("fmt", "e4m3") not in ("e4m3", "e5m2")
     ):
         return None
-    match told.get("weight_block_size"):
+    match stated.get("weight_block_size"):
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     return None
@@ -72,9 +72,9 @@ def with_scaled(index: Index, config: Mapping[str, Any], where: str) -> Index:
         return index
     block = block_of(config)
     if block is None:
-        told = f"quantization_config={config.get('quantization_config')!r}"
+        stated = f"quantization_config={config.get('quantization_config')!r}"
         raise CheckpointError(
-            f"{where} has {names[0]}{SCALES}, but its config.json does not tell the block that a scale is of ({told})"
+            f"{where} has {names[0]}{SCALES}, but its config.json does not tell the block that a scale is of ({stated})"
         )
     found, odd = dict(index), []
     for name in names:
@@ -84,7 +84,7 @@ def with_scaled(index: Index, config: Mapping[str, Any], where: str) -> Index:
             odd.append(f"{name} {values.shape} with {name}{SCALES} {scales.shape}")
         part, of = values.parts[0], scales.parts[0]
         found[name] = Stored(
-            values.shape, [ScaledPart(part.file, part.key, Box.full(values.shape), of.file, of.key, block)]
+            values.shape, [ScaledBox(part.file, part.key, Box.full(values.shape), of.file, of.key, block)]
         )
     if odd:
         raise CheckpointError(f"{where}: not a scale for each block of {block[0]} x {block[1]}:\n" + "\n".join(odd))

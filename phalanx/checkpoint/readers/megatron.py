@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.tensors import Index, Open, Part, Stored
+from phalanx.checkpoint.tensors import Index, Open, Stored, StoredBox
 from phalanx.layout.box import Box
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -93,7 +93,7 @@ HALVES = ("_w", "_v")  # what names of gates and ups end with that lie apart
 
 
 @dataclass(frozen=True)
-class MegatronPart(Part):
+class MegatronBox(StoredBox):
     """A Hugging Face tensor inside `key`: `at` these places of its leading dims (layer, expert; none where it is not
     stacked), whose rows are cut into `groups`, the rows of each run of every group, one run after the other (GPT-2's
     fused matrix has three: q, k, v). transposed: as GPT-2's matrices lie."""
@@ -171,7 +171,7 @@ def _places(name: str, layer_names: Mapping[str, tuple[str, ...]]) -> list[tuple
 
 def _part(
     name: str, shape: Shape, key: str, at: tuple[int, ...], stored: Shape, config: Mapping[str, Any], where: str
-) -> MegatronPart:
+) -> MegatronBox:
     """Where a Hugging Face tensor lies in a stored one; its size is checked."""
     own = stored[len(at) :]
     transposed = name.startswith("transformer.h.") and len(shape) == 2
@@ -199,4 +199,4 @@ def _part(
         raise CheckpointError(
             f"{where}: {key} has the shape {stored}, which does not hold {name} {shape} of the config"
         )
-    return MegatronPart("", key, Box.full(shape), at, groups, runs, transposed)
+    return MegatronBox("", key, Box.full(shape), at, groups, runs, transposed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
-from phalanx.checkpoint.tensors import Index, Open, Part, Stored
+from phalanx.checkpoint.tensors import Index, Open, Stored, StoredBox
 from phalanx.layout.box import Box
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
@@ -24,7 +24,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 @dataclass(frozen=True)
-class PackedPart(Part):
+class PackedBox(StoredBox):
     """The blocks of a tensor are `key` in `file`; its scales may be in another file."""
 
     scales_file: str
@@ -71,7 +71,7 @@ def with_packed(index: Index, where: str) -> Index:
             continue
         experts, rows, groups, _ = blocks.shape
         shape = (experts, groups * BLOCK, rows)
-        part = PackedPart(
+        part = PackedBox(
             blocks.parts[0].file, blocks.parts[0].key, Box.full(shape), scales.parts[0].file, scales.parts[0].key
         )
         found[name] = Stored(shape, [part])

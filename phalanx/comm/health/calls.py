@@ -19,7 +19,7 @@ NOT_KEPT = ("send",)
 Kind = tuple[str, str, int]
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """group: axis, first rank and size. number: of calls over it so far. numel: elements handed in; 0 where ranks
     may differ."""
 
@@ -42,7 +42,7 @@ class Calls:
     """The last calls of one rank."""
 
     def __init__(self) -> None:
-        self._last: deque[Call] = deque(maxlen=KEPT)
+        self._last: deque[CollectiveCall] = deque(maxlen=KEPT)
         self._numbers: dict[str, int] = {}
         self.made = 0
 
@@ -51,9 +51,9 @@ class Calls:
             return
         self.made += 1
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        self._last.append(Call(group, number, op, 0 if op in SIZES_DIFFER else numel))
+        self._last.append(CollectiveCall(group, number, op, 0 if op in SIZES_DIFFER else numel))
 
-    def last(self) -> list[Call]:
+    def last(self) -> list[CollectiveCall]:
         return list(self._last)
 
 
@@ -61,11 +61,11 @@ class Parting(NamedTuple):
     """What two ranks called at the place where they part. who: 0 or 1, the one that did not do what it did there
     before; None: unknown."""
 
-    calls: tuple[Call, Call]
+    calls: tuple[CollectiveCall, CollectiveCall]
     who: int | None
 
 
-def parting(one: Sequence[Call], two: Sequence[Call]) -> Parting | None:
+def parting(one: Sequence[CollectiveCall], two: Sequence[CollectiveCall]) -> Parting | None:
     """The first place where two ranks called different things over the communicators that they share; None: one of
     them is only behind."""
     shared = {c.group for c in one} & {c.group for c in two}
@@ -95,7 +95,7 @@ def followed(kinds: Sequence[Kind], either: tuple[Kind, Kind]) -> int | None:
     return None
 
 
-def culprit(calls: Mapping[int, Sequence[Call]]) -> tuple[tuple[int, ...], str] | None:
+def culprit(calls: Mapping[int, Sequence[CollectiveCall]]) -> tuple[tuple[int, ...], str] | None:
     """(ranks, what they did) of those that went another way than the others, by most pairs; None: all called the
     same as far as they came.
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from phalanx.base.errors import PeerLost, Preempted
 from phalanx.base.log import describe
-from phalanx.comm.health.calls import Call, Calls, culprit
+from phalanx.comm.health.calls import Calls, CollectiveCall, culprit
 from phalanx.comm.health.pace import Pace, Slow, slow_ranks
 from phalanx.comm.meeting import SignedStore
 
@@ -270,8 +270,8 @@ class Heartbeat:
         seen = next((f"; last seen in {beat.where}" for beat in beats if beat.rank == rank), "")
         return f"rank {rank} of {self.world} {why}{seen}"
 
-    def _all_calls(self) -> dict[int, list[Call]]:
-        return {rank: [Call(*c) for c in json.loads(text)] for rank, text in self._read("calls").items()}
+    def _all_calls(self) -> dict[int, list[CollectiveCall]]:
+        return {rank: [CollectiveCall(*c) for c in json.loads(text)] for rank, text in self._read("calls").items()}
 
     def _all(self) -> list[Beat]:
         said = [json.loads(text) for text in self._read("heartbeat").values()]
@@ -284,7 +284,7 @@ class Heartbeat:
         return {rank: said[key] for rank, key in enumerate(keys) if key in said}
 
 
-def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[Call]]] = dict) -> str:
+def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[CollectiveCall]]] = dict) -> str:
     """From two looks at all ranks' beats: who is silent, else who did not move and waits for nobody, else who called
     another collective than the others, else where all of them wait."""
     earlier = {beat.rank: beat for beat in before}

@@ -59,12 +59,12 @@ def attention(
     * 2 * window where that is smaller, and then a copy of k and v twice as long.
     """
     window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
-    wheel = use_flash(kernels, q, v)
+    flash_attn = use_flash(kernels, q, v)
     no_dense = (
         batch.documents is not None or window is not None or batch.piece
     )  # lengths that hardly come again: cuDNN prepares itself for each
-    if wheel or (no_dense and use_torch_flash(kernels, q, v)):
-        return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, wheel)
+    if flash_attn or (no_dense and use_torch_flash(kernels, q, v)):
+        return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, flash_attn)
     if window is not None and 2 * window < batch.seq_length:
         out = _in_blocks(q, k, v, batch, kind, window, sinks)
     else:
@@ -132,7 +132,7 @@ def attention_with_dropout(
     sequence: each is given the keys of all, of which it reads those of its document.
     """
     heads = q.shape[1]
-    if batch.dealt is not None:
+    if batch.balanced is not None:
         q, k, v = (t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + _mask(batch, None, q.dtype)
@@ -155,7 +155,7 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _visible(batch: Batch, window: int | None) -> Tensor:
-    if batch.dealt is not None:
+    if batch.balanced is not None:
         keys = torch.arange(batch.all_tokens, device=batch.tokens.device)
         return ((keys <= batch.take(keys).unsqueeze(-1)) & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0]))[
             None, None

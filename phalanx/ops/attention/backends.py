@@ -50,7 +50,7 @@ def choose_backend(
     if mask is not None or q.dtype == torch.float32:
         return EFFICIENT
     if use_flash(kernels, q, v):
-        return WHEEL
+        return FLASH_ATTN
     fixed = torch.are_deterministic_algorithms_enabled()  # cuDNN's backward has no fixed order
     if (
         steady
@@ -74,13 +74,13 @@ class Segments:
     most_keys: int
 
 
-def segments_backend(segments: Segments, wheel: bool) -> Backend:
+def segments_backend(segments: Segments, flash_attn: bool) -> Backend:
     """Attention inside segments: q (B, heads, S, K) lies flat as B * S tokens, k and v alike; values may be
     narrower. Causal: the segments have as many queries as keys. Of queries whose segment has no keys the output and
     the log-sum-exp mean nothing, and dq is zero."""
     queries, keys = (max(LEAST_BOUND, n) for n in (segments.most_queries, segments.most_keys))
     ends = (segments.of_queries, segments.of_keys, queries, keys)
-    return _segments_by_wheel(ends) if wheel else _segments_by_torch(ends)
+    return _segments_by_flash_attn(ends) if flash_attn else _segments_by_torch(ends)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _segments_by_torch(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
     return Backend(forward, backward)
 
 
-def _segments_by_wheel(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
+def _segments_by_flash_attn(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), ends))
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -275,7 +275,9 @@ def _cudnn_backward(
     return call(dout, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal, scale=scale)
 
 
-def _wheel_forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_attn_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     heads_last = (t.transpose(1, 2) for t in (q, k, v))
@@ -283,7 +285,7 @@ def _wheel_forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, sc
     return out.transpose(1, 2), lse
 
 
-def _wheel_backward(
+def _flash_attn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
@@ -354,7 +356,7 @@ PLAIN = Backend(_plain_forward, _plain_backward)
 CPU = Backend(_cpu_forward, _cpu_backward)
 FLASH = Backend(_flash_forward, _flash_backward)
 CUDNN = Backend(_cudnn_forward, _cudnn_backward)
-WHEEL = Backend(_wheel_forward, _wheel_backward)
+FLASH_ATTN = Backend(_flash_attn_forward, _flash_attn_backward)
 EFFICIENT = Backend(_efficient_forward, _efficient_backward)
 DRY = Backend(_dry_forward, _dry_backward)  # allocates as a fused kernel does, for tensors on the meta device
 

@@ -35,7 +35,7 @@ from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.experts.exchange import gather, swap
 from phalanx.ops.op import Kernels, use_triton
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.shard import Part
+from phalanx.sequence.shard import SequenceShard
 
 Form = Literal["ring", "allgather"]
 
@@ -59,7 +59,7 @@ def attention(
     """As ops.attention.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike ->
     (T, heads * V). `keep` runs what lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k,
     v)."""
-    if batch.dealt is not None:
+    if batch.balanced is not None:
         return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels, keep)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, sinks = batch.among(axes.heads.size), None if sinks is None else own_heads(sinks, axes.heads)
@@ -68,7 +68,7 @@ def attention(
     else:
         scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
         window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
-        reading = Reading(batch_of_heads, axes.keys, form, window, scale, kernels)
+        reading = ContextAttention(batch_of_heads, axes.keys, form, window, scale, kernels)
         out = keep(
             lambda q, k, v: _ReadParts.apply(q, k, v, sinks, reading).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v
         )
@@ -108,7 +108,7 @@ def attention_with_dropout(
 ) -> Tensor:
     """As ops.attention_with_dropout, of this rank's part of each sequence. The probabilities of a query are made
     together, of all keys."""
-    if batch.dealt is not None:
+    if batch.balanced is not None:
         k, v = gather_keys(k, v, batch, axes.cp)
         return whole.attention_with_dropout(q, k, v, batch, p, seed, layer, first_head)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
@@ -146,7 +146,7 @@ def to_tokens(out: Tensor, batch: Batch, axis: Axis) -> Tensor:
     return back.unflatten(0, (n, -1)).transpose(0, 1).flatten(1)
 
 
-def _neighbours(batch: Batch, n: int) -> tuple[tuple[Part, ...], list[int]]:
+def _neighbours(batch: Batch, n: int) -> tuple[tuple[SequenceShard, ...], list[int]]:
     """The neighbours' parts, and how many tokens each has."""
     parts = batch.part.neighbours(n)
     return parts, [batch.num_sequences * part.size(batch.seq_length) for part in parts]
@@ -175,7 +175,7 @@ class _OwnHeads(Function):
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryKeyBlock:
     """Queries `queries` of a part read keys `keys` of another (runs of its L): all of them, those up to their own
     place, or by a mask."""
 
@@ -184,7 +184,9 @@ class Block:
     how: Literal["all", "causal", "mask"]
 
 
-def block_of(mine: Part, theirs: Part, length: int, window: int | None, documents: bool) -> Block | None:
+def block_of(
+    mine: SequenceShard, theirs: SequenceShard, length: int, window: int | None, documents: bool
+) -> QueryKeyBlock | None:
     """What `mine` reads of `theirs` in sequences of `length` tokens, in whole chunks; None: nothing."""
     q, k = mine.runs(length), theirs.runs(length)
     reach = length if window is None else window
@@ -197,7 +199,7 @@ def block_of(mine: Part, theirs: Part, length: int, window: int | None, document
         how: Literal["all", "causal", "mask"] = "mask"
     else:
         how = "all" if every else "causal"
-    return Block(_rows(q, i0, i1), _rows(k, j0, j1), how)
+    return QueryKeyBlock(_rows(q, i0, i1), _rows(k, j0, j1), how)
 
 
 def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
@@ -206,7 +208,9 @@ def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
     return slice(ends[first], ends[last + 1])
 
 
-def mask_of(batch: Batch, source: Part, block: Block, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def mask_of(
+    batch: Batch, source: SequenceShard, block: QueryKeyBlock, window: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
     queries) read nothing."""
     return batch.derive(
@@ -215,7 +219,7 @@ def mask_of(batch: Batch, source: Part, block: Block, window: int | None, dtype:
 
 
 def _make_mask(
-    batch: Batch, source: Part, block: Block, window: int | None, dtype: torch.dtype
+    batch: Batch, source: SequenceShard, block: QueryKeyBlock, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     places = torch.arange(batch.seq_length, device=batch.tokens.device)
     q, k = (
@@ -233,7 +237,7 @@ def _make_mask(
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf), ~seen.any(-1)
 
 
-def segments_of(batch: Batch, source: Part, block: Block) -> tuple[Segments, Tensor]:
+def segments_of(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tuple[Segments, Tensor]:
     """The documents of a block as segments, and which of its queries (sequences, 1, queries) read nothing of it.
 
     A run of a part is in the order of the sequence, so the tokens that it has of a document lie together. And of
@@ -247,7 +251,7 @@ def segments_of(batch: Batch, source: Part, block: Block) -> tuple[Segments, Ten
     return Segments(of_queries, of_keys, *sizes), blind
 
 
-def _find_segments(batch: Batch, source: Part, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _find_segments(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tuple[Tensor, Tensor, Tensor]:
     theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
     sides = ((batch.documents, block.queries), (theirs, block.keys))
     queries, keys = (doc.view(batch.num_sequences, -1)[:, run].flatten() for doc, run in sides)  # type: ignore[union-attr]
@@ -267,7 +271,7 @@ def _counts(documents: Tensor, room: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ContextAttention:
     """One attention over the parts of a batch: the axis they lie on (this rank's is batch.part), how they travel,
     what is read."""
 
@@ -278,7 +282,7 @@ class Reading:
     scale: float
     kernels: Kernels
 
-    def block(self, reader: int, source: int) -> Block | None:
+    def block(self, reader: int, source: int) -> QueryKeyBlock | None:
         parts = self.batch.part.all
         return block_of(
             parts[reader], parts[source], self.batch.seq_length, self.window, self.batch.documents is not None
@@ -289,7 +293,7 @@ class Ring:
     """Parts one at a time: in step s to the rank s places on, from the rank s places back. Gradients go home the
     other way."""
 
-    def __init__(self, kv: Tensor, reading: Reading):
+    def __init__(self, kv: Tensor, reading: ContextAttention):
         self.kv, self.reading, self.axis = kv, reading, reading.axis
         self.returning: list[tuple[Work, slice | None]] = []
 
@@ -329,10 +333,10 @@ class Ring:
         return own
 
 
-class AllGather:
+class KeyValueGather:
     """All parts before the first is read; the sums of their gradients are scattered at the end."""
 
-    def __init__(self, kv: Tensor, reading: Reading):
+    def __init__(self, kv: Tensor, reading: ContextAttention):
         self.kv, self.reading, self.axis = kv, reading, reading.axis
         batch = reading.batch
         self.most = batch.part.most(batch.seq_length)
@@ -364,14 +368,14 @@ class AllGather:
         return own + self.axis.reduce_scatter(self.grads.flatten(0, 1)).wait()[: len(own)]
 
 
-TRAVEL: dict[Form, type[Ring] | type[AllGather]] = {"ring": Ring, "allgather": AllGather}
+TRAVEL: dict[Form, type[Ring] | type[KeyValueGather]] = {"ring": Ring, "allgather": KeyValueGather}
 
 
 class _ReadParts(Function):
     """q (sequences, heads, L, K), k and v (sequences, kv_heads, L, ...) of this part -> (sequences, heads, L, V)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: ContextAttention) -> Tensor:  # type: ignore[override]
         kv, joint = packed(k, v), Joint(use_triton(reading.kernels, q))
         ctx.kept = {}
         for source, arrived in TRAVEL[reading.form](kv, reading).arrivals():
@@ -416,7 +420,7 @@ class _ReadParts(Function):
 
 
 def how_to_read(
-    reading: Reading, source: int, block: Block, q: Tensor, v: Tensor
+    reading: ContextAttention, source: int, block: QueryKeyBlock, q: Tensor, v: Tensor
 ) -> tuple[Any, Tensor | None, Tensor | None, bool]:
     """The backend of a block, its mask and which of its queries read nothing (or None), and whether it is causal."""
     if block.how != "mask":
@@ -447,7 +451,7 @@ class Joint:
 
     def __init__(self, triton: bool = False) -> None:
         self.out = self.lse = torch.empty(0)
-        self.join_ = _twin(triton)
+        self.join_ = _implementation(triton)
 
     def add(self, queries: slice, out: Tensor, lse: Tensor, blind: Tensor | None) -> None:
         """What `queries` read of more keys. The first must be all queries, and each must read something: itself.
@@ -461,7 +465,7 @@ class Joint:
 
 
 def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> None:
-    """The plain twin of kernels.join.join_."""
+    """The reference implementation of kernels.join.join_."""
     rows = slice(first, first + more.shape[2])
     mine, before = out[:, :, rows], lse[:, :, rows]
     joint = torch.logaddexp(before, more_lse)
@@ -469,7 +473,7 @@ def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) 
     before.copy_(joint)
 
 
-def _twin(triton: bool) -> Any:
+def _implementation(triton: bool) -> Any:
     if triton:
         from phalanx.ops.attention import join_kernel
 

@@ -1,7 +1,7 @@
 """Attention by flash kernels, inside documents and windows and with sinks: no mask is made, what a query does not
 read costs nothing.
 
-Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional wheel) takes everything;
+Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional package) takes everything;
 torch's own flash kernels (version 2, any GPU from Ampere on) take what would need a mask, since torch's public call
 has neither windows nor documents. When each is taken is asked here. Dao et al., "FlashAttention", 2022; Dao,
 "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Their backward adds up d_q in the order in which
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.dense.optional_kernels import use_wheel
+from phalanx.ops.dense.optional_kernels import use_optional_kernel
 from phalanx.ops.op import Kernels, capable
 from phalanx.sequence.batch import Batch
 
@@ -39,7 +39,7 @@ def use_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
     """Whether flash-attn-4 runs here and has this shape (its backward shares keys between query heads only where
     values are as wide)."""
     shared = q.shape[1] != v.shape[1]
-    return use_wheel(
+    return use_optional_kernel(
         "attention", kernels, q, flash_fits(q.shape[-1], v.shape[-1]) and not (shared and q.shape[-1] != v.shape[-1])
     )
 
@@ -90,7 +90,7 @@ def flash_attention(
     window: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    wheel: bool = True,
+    flash_attn: bool = True,
 ) -> Tensor:
     """Causal: q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (..., V), sinks (heads,) -> (T, heads *
     V), bf16 or fp16.
@@ -99,15 +99,15 @@ def flash_attention(
     strides but the last), and returns gradients that `ops.dense.rope` packs in the one pass it makes anyway: nothing
     is copied for it. `wheel`: by flash-attn-4, else by torch's kernels.
     """
-    if wheel:
-        out = _by_wheel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, window, scale, sinks)
+    if flash_attn:
+        out = _by_flash_attn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, window, scale, sinks)
     else:
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))))
         out = _TorchFlash.apply(*flat, sinks, spans, window, scale)[..., : v.shape[-1]]
     return out.reshape(q.shape[0] * q.shape[2], -1)
 
 
-def _by_wheel(
+def _by_flash_attn(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
     """q, k, v (sequences, S, heads, K or V) -> the same shape as q, V wide; flat where documents cut the sequences."""

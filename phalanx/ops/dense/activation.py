@@ -12,11 +12,11 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU, Gate
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy import Unmade
+from phalanx.ops.quantized.lazy_tensor import LazySource
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """The plain twin of kernels.gated.gated_forward."""
+    """The reference implementation of kernels.gated.gated_forward."""
     g, u, s = _clamped(x, gate)
     y = g * s * (u + gate.shift)
     y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
@@ -26,9 +26,9 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
 def gated_backward(
     dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The plain twin of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 -
-    s)); clamping passes the gradient up to the limit, the limit included: there is no slope there, and torch's own
-    clamp passes it before 2.15 and not from then on."""
+    """The reference implementation of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha
+    g (1 - s)); clamping passes the gradient up to the limit, the limit included: there is no slope there, and torch's
+    own clamp passes it before 2.15 and not from then on."""
     g, u, s = _clamped(x, gate)
     raw_g, raw_u = _parts(x, gate)
     u = u + gate.shift
@@ -62,7 +62,7 @@ def _before(last: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gated(Unmade):
+class Gated(LazySource):
     """silu(gate) * up (T, F) of x = [gate, up] (T, 2F), not in memory: made by whoever casts it (kernels.quant), or
     by `tensor`."""
 
@@ -78,7 +78,7 @@ class Gated(Unmade):
 
 
 @dataclass(frozen=True)
-class GatedGrad(Unmade):
+class GatedGrad(LazySource):
     """The gradient (T, 2F) of [gate, up] from dy (T, F), likewise."""
 
     dy: Tensor
@@ -90,7 +90,7 @@ class GatedGrad(Unmade):
 
 
 @dataclass(frozen=True)
-class GatedRows(Unmade):
+class GatedRows(LazySource):
     """What `gated_rows` makes of x (R, 2F), not in memory: (R, F), times `weights` (R,) if given; rows from row
     `last` () on are nobody's."""
 

@@ -35,8 +35,8 @@ def local_logits(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Tensor:
-    """The plain twin of kernels.loss.softmax_stats: (2, T) log-sum-exp of the first `count` columns; the label's
-    logit, 0 where not `here`."""
+    """The reference implementation of kernels.loss.softmax_stats: (2, T) log-sum-exp of the first `count` columns; the
+    label's logit, 0 where not `here`."""
     wide = logits[:, :count] if logits.dtype == torch.float64 else logits[:, :count].float()
     if count == 0:
         return torch.stack((wide.new_full((len(rows),), -torch.inf), wide.new_zeros(len(rows))))
@@ -45,8 +45,8 @@ def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Ten
 
 
 def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, count: int) -> Tensor:
-    """The plain twin of kernels.loss.softmax_gradient_: logits become (softmax - one hot) * scale[t], 0 in the
-    padding."""
+    """The reference implementation of kernels.loss.softmax_gradient_: logits become (softmax - one hot) * scale[t], 0
+    in the padding."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     d = torch.exp(wide - lse.unsqueeze(-1))
     d[:, count:] = 0

@@ -4,7 +4,7 @@ one's.
 Beside `gather_matmul`, `swiglu`, `matmul_scatter` one after the other this saves two passes over memory and does not
 keep the hidden tokens. Its GEMMs want gate and up interleaved, feature by feature, in what they write: only the
 activations are, and only here; the weight stays stacked [gate; up], read and written so by the GEMMs themselves. The
-GEMMs come from an optional wheel (quack-kernels); their plain twins below say what each computes.
+GEMMs come from an optional package (quack-kernels); their reference implementations below say what each computes.
 
 Shapes: T tokens, D model, F inner features of this rank; `pre` and `d_pre` (T, 2F) are gate 0, up 0, gate 1, up 1, ...
 """
@@ -21,12 +21,12 @@ from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import gated_backward, gated_forward
 from phalanx.ops.dense.gate import SWIGLU
 from phalanx.ops.dense.grads import add_product_grad
-from phalanx.ops.dense.optional_kernels import use_wheel
+from phalanx.ops.dense.optional_kernels import use_optional_kernel
 from phalanx.ops.op import Kernels
 
 
 class PlainGemms:
-    """The plain twins of kernels.gated_mlp.QuackGemms."""
+    """The reference implementations of kernels.gated_mlp.QuackGemms."""
 
     @staticmethod
     def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:
@@ -85,12 +85,12 @@ class _GatedMLP(Function):
         for rows, part in gathering.parts():
             gemms.gated_backward(part, down, pre[rows], d_pre[rows], hidden[rows])
         d_down = add_product_grad(down, gathering.wait(), hidden) if need_down else None
-        again = tp.gather(x) if need_gate_up else None
+        gathering = tp.gather(x) if need_gate_up else None
         scattering = tp.scatter(len(pre), x.shape[1], d_pre) if need_x else None
         if scattering:
             for rows, out in scattering.parts():
                 gemms.times(d_pre[rows], gate_up, out)
-        d_gate_up = _add_grad(gemms, gate_up, d_pre, again.wait()) if again else None
+        d_gate_up = _add_grad(gemms, gate_up, d_pre, gathering.wait()) if gathering else None
         return scattering.wait() if scattering else None, d_gate_up, d_down, None, None
 
 
@@ -102,19 +102,19 @@ def _add_grad(gemms: Any, gate_up: Tensor, d_pre: Tensor, x: Tensor) -> Tensor |
 
 
 def gated_mlp_fits(width: int, inner: int) -> bool:
-    """Sizes that the wheel's GEMMs take: rows of 16 bytes and their multiples. `inner`: of this rank."""
+    """Sizes that the package's GEMMs take: rows of 16 bytes and their multiples. `inner`: of this rank."""
     return width % 8 == 0 and inner % 8 == 0
 
 
 def use_gated_mlp(kernels: Kernels, x: Tensor, down: Tensor) -> bool:
-    return use_wheel("mlp", kernels, x, gated_mlp_fits(*down.shape))
+    return use_optional_kernel("mlp", kernels, x, gated_mlp_fits(*down.shape))
 
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any = None) -> Tensor:
     """x (T / tp, D) of each rank, gate_up (2F, D) stacked, down (D, F) -> this rank's tokens (T / tp, D) of the sum
     over tp.
 
-    gemms: whose GEMMs to use; default: the wheel's.
+    gemms: whose GEMMs to use; default: the package's.
     """
     if gemms is None:
         from phalanx.ops.dense.gated_mlp_kernel import QuackGemms as gemms

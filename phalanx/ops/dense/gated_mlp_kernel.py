@@ -1,4 +1,4 @@
-"""The GEMMs of a SwiGLU MLP from quack-kernels (CuTe DSL, an optional wheel), with activations in their epilogues;
+"""The GEMMs of a SwiGLU MLP from quack-kernels (CuTe DSL, an optional package), with activations in their epilogues;
 fp32 accumulation.
 
 `tuned=False`: its own choice of tiles; trying them out brought nothing at the shapes of an 8B model and costs minutes.

@@ -29,25 +29,25 @@ def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor,
 
 
 def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
-    """The plain twin of kernels.head_norm.forward."""
+    """The reference implementation of kernels.head_norm.forward."""
     kv_heads = (qkv.shape[1] - heads) // 2
     n = _normed(qkv, heads, kv_heads, eps)[1].to(qkv.dtype)
     weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1)
-    turned = weighed if table is None else turn(weighed, table, interleaved=False)
-    return torch.cat((turned, qkv[:, heads + kv_heads :]), 1)
+    rotated = weighed if table is None else turn(weighed, table, interleaved=False)
+    return torch.cat((rotated, qkv[:, heads + kv_heads :]), 1)
 
 
 def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain twin of kernels.head_norm.backward. With d turned back, n the normed x, s its factor and g = d * w:
-    dx = s * (g - n * mean(g * n)), dw = sum(d * n)."""
+    """The reference implementation of kernels.head_norm.backward. With d turned back, n the normed x, s its factor and
+    g = d * w: dx = s * (g - n * mean(g * n)), dw = sum(d * n)."""
     heads, kv_heads = dq.shape[1], dk.shape[1]
     d = pack_heads(dq, dk, dv, table, back=True)
     x, n, scale = _normed(qkv, heads, kv_heads, eps)
-    turned = d[:, : heads + kv_heads].to(x.dtype)
-    dw = turned * n
-    g = torch.cat((turned[:, :heads] * q_weight, turned[:, heads:] * k_weight), 1)
+    rotated = d[:, : heads + kv_heads].to(x.dtype)
+    dw = rotated * n
+    g = torch.cat((rotated[:, :heads] * q_weight, rotated[:, heads:] * k_weight), 1)
     dx = (g - n * (g * n).mean(-1, keepdim=True)) * scale
     return (
         torch.cat((dx.to(d.dtype), d[:, heads + kv_heads :]), 1),

@@ -83,7 +83,7 @@ def _forward_part(
     w_a, w_b = _halves(weight, HALF, HALF_BLOCK, WIDE)
     a = (a * scale).to(src.dtype.element_ty).to(
         WIDE
-    ) * w_a  # rounded before the weight, as the plain twin and Hugging Face do
+    ) * w_a  # rounded before the weight, as the reference implementation and Hugging Face do
     b = (b * scale).to(src.dtype.element_ty).to(WIDE) * w_b
     _store(out, a * cos - b * sin, b * cos + a * sin, HEADS, BLOCK, HALF, HALF_BLOCK)
 

@@ -22,10 +22,10 @@ def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.con
     total = tl.zeros((BLOCK,), WIDE)
     for start in range(0, V, BLOCK):
         x = tl.load(logits + t * stride + start + lanes, mask=start + lanes < V, other=float("-inf")).to(WIDE)
-        apart = tl.exp(
+        shrunk = tl.exp(
             -tl.abs(x - top)
         )  # of the larger the smaller one's part: one exp instead of two, which is what the time goes to
-        total = tl.where(x > top, total * apart + 1.0, total + apart)
+        total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
         top = tl.maximum(top, x)
     highest = tl.max(top, 0)
     sum_all = tl.sum(total * tl.exp(top - highest), 0)

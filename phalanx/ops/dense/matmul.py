@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_grad, add_product_grad
-from phalanx.ops.quantized.linear import low_gather_matmul, low_matmul_scatter, low_of
+from phalanx.ops.quantized.linear import quantized_gather_matmul, quantized_matmul_scatter, quantizer_of
 
 
 class _GatherMatmul(Function):
@@ -143,9 +143,9 @@ def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
     """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is cut like the outputs."""
-    low = low_of(weight)
-    if low is not None:
-        return low_gather_matmul(x, weight, tp, bias, low)
+    quantizer = quantizer_of(weight)
+    if quantizer is not None:
+        return quantized_gather_matmul(x, weight, tp, bias, quantizer)
     return _GatherMatmul.apply(x, weight, bias, tp)
 
 
@@ -159,7 +159,7 @@ def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = No
 
     The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
     """
-    low = low_of(weight)
-    if low is not None:
-        return low_matmul_scatter(h, weight, tp, bias, low)
+    quantizer = quantizer_of(weight)
+    if quantizer is not None:
+        return quantized_matmul_scatter(h, weight, tp, bias, quantizer)
     return _MatmulScatter.apply(h, weight, bias, tp)

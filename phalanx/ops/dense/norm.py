@@ -2,7 +2,7 @@
 
 Each rank normalises its own tokens. `add_*_norm` takes the residual stream apart in one pass: it returns both the
 sum and its norm, and its backward adds the gradient of the sum to that through the norm. A norm that only casts to 8
-bits read is not written (ops.quantized.lazy).
+bits read is not written (ops.quantized.lazy_tensor).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy import Unmade, stand_in
+from phalanx.ops.quantized.lazy_tensor import LazySource, lazy_tensor
 
 
 @dataclass(frozen=True)
-class Normed(Unmade):
+class Normed(LazySource):
     """x (T, D) scale (T,), rounded to x's dtype, times weight (D,), not in memory: RMSNorm's output."""
 
     x: Tensor
@@ -35,7 +35,9 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-ELEMENTS = 1 << 25  # the plain twins work on rows of this many at a time, so that what they widen stays small beside x
+ELEMENTS = (
+    1 << 25
+)  # the reference implementations work on rows of this many at a time, so that what they widen stays small beside x
 
 
 def _rows(x: Tensor) -> list[slice]:
@@ -46,8 +48,8 @@ def _rows(x: Tensor) -> list[slice]:
 def norm_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The plain twin of kernels.norm.norm_forward: x + delta, its norm, mean (LayerNorm, with bias) and scale of
-    each row."""
+    """The reference implementation of kernels.norm.norm_forward: x + delta, its norm, mean (LayerNorm, with bias) and
+    scale of each row."""
     total = x if delta is None else x + delta
     if len(parts := _rows(total)) <= 1:
         return total, *_norm_of(total, weight, bias, eps)
@@ -73,7 +75,7 @@ def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain twin of kernels.norm.norm_backward.
+    """The reference implementation of kernels.norm.norm_backward.
 
     With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
     dw = sum(dy * n), db = sum(dy).
@@ -118,7 +120,7 @@ class _Norm(Function):
             from phalanx.ops.dense.norm_kernel import norm_scale
 
             total, scale = norm_scale(x, delta, eps)
-            y, mean = stand_in(Normed(total, scale, weight), nan), scale.new_empty(0)
+            y, mean = lazy_tensor(Normed(total, scale, weight), nan), scale.new_empty(0)
         else:
             if triton:
                 from phalanx.ops.dense.norm_kernel import norm_forward as forward
@@ -160,7 +162,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm.
 
-    nan: (), where the one reader of the norm takes a stand-in for it (ops.quantized.lazy); the plain twin makes none.
+    nan: (), where the one reader of the norm takes a stand-in for it (ops.quantized.lazy_tensor); the reference
+    implementation makes none.
     """
     return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x), nan)
 

@@ -52,7 +52,7 @@ def _norm_forward(
         else:
             out = (v * scale).to(x.dtype.element_ty).to(
                 WIDE
-            ) * w  # rounded before the weight, as the plain twin and Hugging Face do
+            ) * w  # rounded before the weight, as the reference implementation and Hugging Face do
         tl.store(y + row * D + cols, out.to(y.dtype.element_ty), mask=mask)
 
 

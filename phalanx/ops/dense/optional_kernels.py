@@ -1,5 +1,5 @@
-"""Ops whose fastest twins come in optional packages, as wheels: which packages, which versions were tested, and
-whether they run here.
+"""Ops whose fastest implementations come in optional packages: which packages, which versions were tested,
+and whether they run here.
 
 The packages are young and their interfaces move, so `auto` takes the tested versions alone, and nothing ever
 requires them.
@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.ops.op import Kernels
 
 CAPABILITY = (9, 0)  # Hopper and newer: what their kernels are written for
-EXTRA = "pip install 'phalanx[wheels]'"
+EXTRA = "pip install 'phalanx[kernels]'"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Wheel:
     module: str
 
 
-WHEELS = {
+PACKAGES = {
     "attention": Wheel("flash-attn-4", "4.0.0b36", "flash_attn.cute.interface"),
     "mlp": Wheel("quack-kernels", "0.6.5", "quack.gemm_interface"),
 }
@@ -40,12 +40,12 @@ WHEELS = {
 @cache
 def absent(op: str) -> str | None:
     """Why the package of an op cannot be used, as far as can be told without importing it; None: it is here."""
-    wheel = WHEELS[op]
+    package = PACKAGES[op]
     try:
-        found = importlib.metadata.version(wheel.package)
+        found = importlib.metadata.version(package.package)
     except importlib.metadata.PackageNotFoundError:
-        return f"{wheel.package} {wheel.version} is not installed"
-    return None if found == wheel.version else f"{wheel.package} {found} is installed, tested is {wheel.version}"
+        return f"{package.package} {package.version} is not installed"
+    return None if found == package.version else f"{package.package} {found} is installed, tested is {package.version}"
 
 
 def incapable(capability: tuple[int, int], nvidia: bool = True) -> str | None:
@@ -66,16 +66,16 @@ def unusable(op: str, index: int = 0) -> str | None:
     why = incapable(torch.cuda.get_device_capability(index), torch.version.hip is None) or absent(op)
     if why is None:
         try:
-            importlib.import_module(WHEELS[op].module)
+            importlib.import_module(PACKAGES[op].module)
         except Exception as error:  # a package that lies there broken (another CUDA, another Python) is as good as none
-            why = f"{WHEELS[op].package} cannot be imported: {type(error).__name__}: {error}"
+            why = f"{PACKAGES[op].package} cannot be imported: {type(error).__name__}: {error}"
     return why
 
 
-def use_wheel(op: str, kernels: Kernels, x: Tensor, fits: bool) -> bool:
-    """Whether an op on `x` is to run the twin from its wheel. `fits`: whether that twin has this shape.
+def use_optional_kernel(op: str, kernels: Kernels, x: Tensor, fits: bool) -> bool:
+    """Whether an op on `x` is to run the kernel of its optional package. `fits`: whether that kernel takes this shape.
 
-    `auto`: where it can run. `wheels`: always; what cannot run was refused before the run began (forecast/check.py).
+    `auto`: where it can run. `optional`: always; what cannot run was refused before the run began (forecast/check.py).
     """
     if kernels == "auto":
         return (
@@ -84,4 +84,4 @@ def use_wheel(op: str, kernels: Kernels, x: Tensor, fits: bool) -> bool:
             and x.dtype in (torch.bfloat16, torch.float16)
             and unusable(op, x.device.index or 0) is None
         )
-    return kernels == "wheels"
+    return kernels == "optional"

@@ -1,5 +1,5 @@
 """Rotary position embedding of the packed qkv, taken apart into q, k and v; backward turns back and writes d_qkv as
-one tensor, or leaves that to the linear before it, if it reads it in 8 bits (ops.quantized.lazy)."""
+one tensor, or leaves that to the linear before it, if it reads it in 8 bits (ops.quantized.lazy_tensor)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy import Unmade, stand_in
+from phalanx.ops.quantized.lazy_tensor import LazySource, lazy_tensor
 
 
 def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -31,18 +31,18 @@ def turn(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
 
 
 def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:
-    """The plain twin of kernels.rope.pack_heads."""
+    """The reference implementation of kernels.rope.pack_heads."""
     sequences, heads, length, width = q.shape
     packed = torch.cat((q, k, v), 1).transpose(1, 2).reshape(sequences * length, -1, width)
     if table is None:
         return packed
     cos, sin = (t.unsqueeze(1) for t in table)
     sin = -sin if back else sin
-    turned, half = heads + k.shape[1], width // 2
+    rotated, half = heads + k.shape[1], width // 2
     out = packed.clone()
-    a, b = packed[:, :turned, :half], packed[:, :turned, half:]
-    out[:, :turned, :half] = a * cos - b * sin
-    out[:, :turned, half:] = b * cos + a * sin
+    a, b = packed[:, :rotated, :half], packed[:, :rotated, half:]
+    out[:, :rotated, :half] = a * cos - b * sin
+    out[:, :rotated, half:] = b * cos + a * sin
     return out
 
 
@@ -54,7 +54,7 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int, sequences: int) -> tuple
 
 
 @dataclass(frozen=True)
-class RopeGrad(Unmade):
+class RopeGrad(LazySource):
     """The gradient of the packed qkv (T, (heads + 2 * kv_heads) * K), not in memory: of dq (sequences, heads, S, K),
     dk and dv (sequences, kv_heads, S, K), the first two turned back by the table's angles."""
 
@@ -74,7 +74,7 @@ class RopeGrad(Unmade):
         return self.dq
 
     def tensor(self) -> Tensor:
-        made: Tensor = _twin(self.triton)(self.dq, self.dk, self.dv, self.table, True)
+        made: Tensor = _implementation(self.triton)(self.dq, self.dk, self.dv, self.table, True)
         return made.reshape(self.shape)
 
 
@@ -86,17 +86,17 @@ class _Rope(Function):
         ctx.table, ctx.triton, ctx.nan, ctx.shape = table, triton, nan, qkv.shape
         qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, -1)
         if table is not None:
-            qkv = _twin(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
+            qkv = _implementation(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
         return split_heads(qkv, heads, kv_heads, sequences)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d = RopeGrad(dq, dk, dv, ctx.table, ctx.triton)
-        made = d.tensor().reshape(ctx.shape) if ctx.nan is None else stand_in(d, ctx.nan)
+        made = d.tensor().reshape(ctx.shape) if ctx.nan is None else lazy_tensor(d, ctx.nan)
         return made, None, None, None, None, None, None
 
 
-def _twin(triton: bool) -> Any:
+def _implementation(triton: bool) -> Any:
     if triton:
         from phalanx.ops.dense import rope_kernel
 
@@ -116,6 +116,6 @@ def rope(
     """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims as one, as q, k, v (sequences,
     heads or kv_heads, S, K), q and k turned by the table's angles: feature i pairs with i + K/2. Without a table
     they are only taken apart. Backward packs the three gradients in one pass; with `nan` (), for qkv (T, (heads + 2
-    * kv_heads) K), it makes a stand-in (ops.quantized.lazy) for who made qkv."""
+    * kv_heads) K), it makes a stand-in (ops.quantized.lazy_tensor) for who made qkv."""
     even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0
     return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and even, nan)

@@ -29,7 +29,7 @@ from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.experts.grouped import Later
 from phalanx.ops.experts.permute import combine_rows, gather_rows, gathered, plan_rows, row_weights, twins
 from phalanx.ops.experts.push import twins as push_twins
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.experts.spread import Spread
 from phalanx.ops.op import Kernels, use_triton
 
@@ -48,7 +48,7 @@ def sum_scattered(x: Tensor, axis: Axis, in_order: bool) -> Tensor:
     return pairwise_sum(parts.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
 
-class _Gather(Function):
+class _GatherExperts(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, in_order: bool) -> Tensor:  # type: ignore[override]
         ctx.axis, ctx.in_order = axis, in_order
@@ -80,7 +80,7 @@ class _All:
         """x (T, D) of each rank; `wait()` gives them all, (n T, D)."""
         return self.axis.gather(x)
 
-    def sums(self, y: Tensor, rows: Rows) -> Any:
+    def sums(self, y: Tensor, rows: ExpertRows) -> Any:
         """The sum of each token's rows y (R, D); `wait()` gives the sum over ranks, (T, D), of this rank's tokens."""
         if self.in_order:
             return Work(sum_scattered(twins(self.triton).sum_forward(y, None, rows), self.axis, True))
@@ -102,7 +102,7 @@ class _Chosen:
         to = self.axis.push(x.shape[0], x.shape[1], x, False, self.share)
         return to.fill(lambda to: push_twins(self.triton).send_tokens(x, self.experts, self.spread, to))
 
-    def sums(self, y: Tensor, rows: Rows) -> Any:
+    def sums(self, y: Tensor, rows: ExpertRows) -> Any:
         to, everyones = self.axis.push(len(self.experts), y.shape[1], y, True, self.share), self.everyones.wait()
         return _Returning(
             to.fill(lambda to: push_twins(self.triton).send_sums(y, rows, everyones, self.spread, to)), self
@@ -126,7 +126,9 @@ class _Arrive(Function):
     and does meanwhile what was put off till `later`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, coming: Any, rows: Rows, carrier: Any, later: Later, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: Tensor, coming: Any, rows: ExpertRows, carrier: Any, later: Later, nan: Tensor | None
+    ) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.carrier, ctx.later = rows, carrier, later
         return gathered(coming.wait(), rows, carrier.triton, nan)
 
@@ -142,7 +144,7 @@ class _Leave(Function):
     """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Rows, carrier: Any, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, rows: ExpertRows, carrier: Any, nan: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.carrier, ctx.nan = rows, carrier, nan
         return carrier.sums(y, rows).wait()
 
@@ -164,7 +166,7 @@ class _Swap(Function):
 
 def gather(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
     """(n, ...) of each rank -> (size * n, ...); gradients are summed on their way back."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, in_order)
+    return x if axis.size == 1 else _GatherExperts.apply(x, axis, in_order)
 
 
 def scatter(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
@@ -204,7 +206,7 @@ class _Rows:
         result is wrong.
 
         nan: (), where `compute` takes a stand-in for its rows, and its backward one for their gradient
-        (ops.quantized.lazy)."""
+        (ops.quantized.lazy_tensor)."""
         nan = None if self.sources > 1 else nan  # rows of several micro-batches are parts of one tensor
         group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
         parts = everyones.chunk(max(1, self.sources))
@@ -325,7 +327,7 @@ def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
     return x if axis.size == 1 else _Swap.apply(x, axis, send, receive)
 
 
-def one_after_the_other(plans: list[Rows]) -> Rows:
+def one_after_the_other(plans: list[ExpertRows]) -> ExpertRows:
     """The rows of several plans, each of as many further tokens. Padding stays between them: it holds any token's
     values."""
     if len(plans) == 1:
@@ -336,7 +338,7 @@ def one_after_the_other(plans: list[Rows]) -> Rows:
         for i, p in enumerate(plans)
     ]
     source, slot, row = (torch.cat(parts) for parts in zip(*made))
-    return Rows(
+    return ExpertRows(
         source, slot, row, torch.full_like(plans[0].ends_E, len(source)), torch.full_like(plans[0].wanted, len(source))
     )
 
@@ -348,8 +350,8 @@ def host_sizes(sizes: Tensor, arriving: Tensor, rows: int, sources: int) -> tupl
         even = [rows // len(sizes)] * len(sizes)
         return even, even, [sum(even) // sources] * sources
     ranks = len(sizes)
-    told = torch.cat((sizes.sum(1), arriving.sum(1), arriving.view(ranks, sources, -1).sum((0, 2)))).tolist()
-    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
+    sizes_on_host = torch.cat((sizes.sum(1), arriving.sum(1), arriving.view(ranks, sources, -1).sum((0, 2)))).tolist()
+    return sizes_on_host[:ranks], sizes_on_host[ranks : 2 * ranks], sizes_on_host[2 * ranks :]
 
 
 def _experts_of(arriving: Tensor, rows: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 For y_r = W_e x_r + b_e: dx_r = W_e^T dy_r, dW_e = sum over the rows of e of dy_r x_r^T, db_e = sum of dy_r. The
 weight gradient goes into the parameter's gradient buffer (ops.dense.grads). Shapes: R rows sorted by expert, E
-experts held here, I in, O out. Padding rows (those past the last end) are zero in the plain twins, left as they were
-in the fast ones, and never read.
+experts held here, I in, O out. Padding rows (those past the last end) are zero in the reference implementations, left
+as they were in the fast ones, and never read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def segments(ends: Tensor) -> list[slice]:
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The plain twin of kernels.grouped.grouped_product: rows (R, I) of expert e times weight[e] (I, O), plus
-    bias[e]."""
+    """The reference implementation of kernels.grouped.grouped_product: rows (R, I) of expert e times weight[e] (I, O),
+    plus bias[e]."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
     if x.is_meta:
         return torch.mm(x, weight[0], out=y)  # which rows are whose is not known; it is as much work
@@ -42,14 +42,14 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None
 
 
 def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """The plain twin of kernels.grouped.add_grouped_product_: buffer[e] (O, I) += dy^T x over the rows of e, widened
-    before multiplying."""
+    """The reference implementation of kernels.grouped.add_grouped_product_: buffer[e] (O, I) += dy^T x over the rows of
+    e, widened before multiplying."""
     for e, rows in enumerate(segments(ends)):
         buffer[e].addmm_(dy[rows].t().to(buffer.dtype), x[rows].to(buffer.dtype))
 
 
 def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
-    """The plain twin of kernels.grouped.add_grouped_sum_: buffer[e] (O,) += the sum of the rows of e."""
+    """The reference implementation of kernels.grouped.add_grouped_sum_: buffer[e] (O,) += the sum of the rows of e."""
     for e, rows in enumerate(segments(ends)):
         buffer[e] += dy[rows].sum(0, dtype=buffer.dtype)
 

@@ -29,7 +29,7 @@ from phalanx.ops.kernel_tools import num_programs, triton_wide
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GroupedTiles:
     """Sizes of a program's tile of the output (m, n) and of its step along the sum (k), and how it runs."""
 
     m: int
@@ -44,8 +44,10 @@ class Tiles:
     per_processor: int = 1
 
 
-def tiles_of(dtype: torch.dtype) -> Tiles:
-    return {8: Tiles(32, 32, 16, 2, 4), 4: Tiles(64, 64, 32, 2, 4)}.get(dtype.itemsize, Tiles(128, 256, 64, 3, 8))
+def tiles_of(dtype: torch.dtype) -> GroupedTiles:
+    return {8: GroupedTiles(32, 32, 16, 2, 4), 4: GroupedTiles(64, 64, 32, 2, 4)}.get(
+        dtype.itemsize, GroupedTiles(128, 256, 64, 3, 8)
+    )
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def _grouped_gemm(
     N,
     K,
     E,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
@@ -103,7 +105,7 @@ def _grouped_gemm(
         acc = tl.zeros((BM, BN), WIDE)
         for k in range(0, K, BK):
             a = _rows_tile(x, row, k, R, K, TMA, BM, BK)
-            if TURNED:
+            if TRANSPOSED:
                 b = _expert_tile(weight, e, col, k, N, K, TMA, BN, BK).T
             else:
                 b = _expert_tile(weight, e, k, col, K, N, TMA, BK, BN)
@@ -179,18 +181,18 @@ def _descriptors(*tiles: tuple[Tensor, list[int]]) -> tuple[bool, list[Any]]:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None
+    x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, tiles: GroupedTiles | None = None
 ) -> Tensor:
     """Rows (R, K) of expert e times weight[e] (K, N), which may be a transposed view, plus bias[e]; padding rows are
     left as they were."""
     x, c = x.contiguous(), tiles or tiles_of(x.dtype)
     experts, inner, width = weight.shape
-    turned = not weight.is_contiguous()
-    stored = (weight.transpose(1, 2) if turned else weight).contiguous()
+    transposed = not weight.is_contiguous()
+    stored = (weight.transpose(1, 2) if transposed else weight).contiguous()
     y = x.new_empty(len(x), width)
     if not y.numel():
         return y
-    tma, (x_in, w_in) = _descriptors((x, [c.m, c.k]), (stored, [1, c.n, c.k] if turned else [1, c.k, c.n]))
+    tma, (x_in, w_in) = _descriptors((x, [c.m, c.k]), (stored, [1, c.n, c.k] if transposed else [1, c.k, c.n]))
     most = (triton.cdiv(len(x), c.m) + experts) * triton.cdiv(width, c.n)
     _grouped_gemm[(min(most, num_programs(x, c.per_processor)),)](
         x_in,
@@ -202,7 +204,7 @@ def grouped_product(
         width,
         inner,
         experts,
-        TURNED=turned,
+        TRANSPOSED=transposed,
         BIAS=bias is not None,
         TMA=tma,
         WIDE=triton_wide(x.dtype),
@@ -218,7 +220,9 @@ def grouped_product(
     return y
 
 
-def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor, tiles: Tiles | None = None) -> None:
+def add_grouped_product_(
+    buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor, tiles: GroupedTiles | None = None
+) -> None:
     """buffer[e] (M, N) += dy^T x over the rows of e, dy (R, M) and x (R, N), added up in fp32 or wider."""
     dy, x, c = dy.contiguous(), x.contiguous(), tiles or tiles_of(x.dtype)
     experts, height, width = buffer.shape

@@ -5,8 +5,8 @@ Knows the tokens of one rank and the experts it holds, nothing of other ranks. N
 Everything sums in a fixed order, so equal inputs give equal bits. Shapes: T tokens, K experts a token, R rows, E
 experts held here, D model.
 
-A rows tensor has `rows` rows whatever the routing; those past the last end are padding. The plain twins keep them
-zero, the fast ones leave in them what was there, and no op here reads them.
+A rows tensor has `rows` rows whatever the routing; those past the last end are padding. The reference implementations
+keep them zero, the fast ones leave in them what was there, and no op here reads them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy import Unmade, stand_in
+from phalanx.ops.quantized.lazy_tensor import LazySource, lazy_tensor
 
 
-def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> Rows:
+def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> ExpertRows:
     """Rows of the experts first .. first + count - 1 among the choices (T, K); others (dropped pairs too) get none."""
     if use_triton(kernels, experts_TK):
         from phalanx.ops.experts import permute_kernel
 
-        return Rows(*permute_kernel.plan_rows(experts_TK, first, count, rows))
+        return ExpertRows(*permute_kernel.plan_rows(experts_TK, first, count, rows))
     pairs, slots = experts_TK.flatten() - first, experts_TK.shape[1]
     pairs = torch.where((pairs >= 0) & (pairs < count), pairs, count)
     by_expert, order = pairs.sort(stable=True)
@@ -42,7 +42,7 @@ def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Ke
     slot = torch.zeros(rows, dtype=torch.int64, device=pairs.device)
     filled = min(rows, len(order))
     slot[:filled] = torch.where(here, order, 0)[:filled]
-    return Rows((slot // slots).int(), slot.int(), row.int().view_as(experts_TK), ends, wanted[-1])
+    return ExpertRows((slot // slots).int(), slot.int(), row.int().view_as(experts_TK), ends, wanted[-1])
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -54,14 +54,14 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index) if len(x) else x.new_zeros(len(index), *x.shape[1:])
 
 
-def gather_forward(x: Tensor, rows: Rows) -> Tensor:
-    """The plain twin of kernels.permute.gather_forward."""
+def gather_forward(x: Tensor, rows: ExpertRows) -> Tensor:
+    """The reference implementation of kernels.permute.gather_forward."""
     return torch.where(rows.valid_R.unsqueeze(-1), _take(x, rows.source_R), 0)
 
 
-def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows, out: Tensor | None = None) -> Tensor:
-    """The plain twin of kernels.permute.sum_forward: (T, D) sum over slots, in their order, of each pair's weight
-    (or 1) times its row."""
+def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor | None = None) -> Tensor:
+    """The reference implementation of kernels.permute.sum_forward: (T, D) sum over slots, in their order, of each
+    pair's weight (or 1) times its row."""
     total = torch.zeros(len(rows.row_TK), y.shape[1], dtype=_wide(y), device=y.device)
     for k, row in enumerate(rows.row_TK.unbind(1)):
         part = _take(y, row.clamp_min(0)).to(total.dtype)
@@ -70,9 +70,9 @@ def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows, out: Tensor | Non
     return total.to(y.dtype) if out is None else out.copy_(total)
 
 
-def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The plain twin of kernels.permute.weighted_backward: dy (R, D) = weight * dout of the row's token, and
-    dweights (T, K) = <y, dout>."""
+def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
+    """The reference implementation of kernels.permute.weighted_backward: dy (R, D) = weight * dout of the row's token,
+    and dweights (T, K) = <y, dout>."""
     wide = _wide(y)
     dout_R = gather_forward(dout, rows).to(wide)
     weight_R = _take(weights.flatten(), rows.slot_R).to(wide)
@@ -92,12 +92,12 @@ def twins(triton: bool) -> Any:
 
 
 @dataclass(frozen=True)
-class Gathered(Unmade):
+class Gathered(LazySource):
     """The rows (R, D) of tokens x (T, D), not in memory: gathered by whoever casts them (kernels.quant_grouped), or
     by `tensor`."""
 
     x: Tensor
-    rows: Rows
+    rows: ExpertRows
     kernels: Kernels = "auto"
 
     @property
@@ -108,17 +108,17 @@ class Gathered(Unmade):
         return twins(use_triton(self.kernels, self.x)).gather_forward(self.x, self.rows)
 
 
-def gathered(x: Tensor, rows: Rows, triton: bool, nan: Tensor | None = None) -> Tensor:
-    """The rows (R, D) of tokens x (T, D); with `nan` () a stand-in for them (ops.quantized.lazy)."""
+def gathered(x: Tensor, rows: ExpertRows, triton: bool, nan: Tensor | None = None) -> Tensor:
+    """The rows (R, D) of tokens x (T, D); with `nan` () a stand-in for them (ops.quantized.lazy_tensor)."""
     if nan is not None:
-        return stand_in(Gathered(x, rows, "triton" if triton else "plain"), nan)
+        return lazy_tensor(Gathered(x, rows, "triton" if triton else "plain"), nan)
     made: Tensor = twins(triton).gather_forward(x, rows)
     return made
 
 
-class _Gather(Function):
+class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, triton: bool, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows, triton: bool, nan: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.triton = rows, triton
         return gathered(x, rows, triton, nan)
 
@@ -129,7 +129,9 @@ class _Gather(Function):
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Rows, triton: bool, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor | None, rows: ExpertRows, triton: bool, nan: Tensor | None
+    ) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.triton, ctx.nan = rows, triton, nan
         if weights is not None:
             ctx.save_for_backward(y, weights)
@@ -137,18 +139,18 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, twin = (
+        saved, implementation = (
             ctx.saved_tensors,
             twins(ctx.triton),
         )  # read once: reading may compute again what recompute dropped
         if not saved:
             return gathered(dout, ctx.rows, ctx.triton, ctx.nan), None, None, None, None
-        return *twin.weighted_backward(dout, *saved, ctx.rows), None, None, None
+        return *implementation.weighted_backward(dout, *saved, ctx.rows), None, None, None
 
 
 class _RowWeights(Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, weights: Tensor, rows: ExpertRows) -> Tensor:  # type: ignore[override]
         ctx.row = rows.row_TK
         return _take(weights.flatten(), rows.slot_R)
 
@@ -157,21 +159,21 @@ class _RowWeights(Function):
         return torch.where(ctx.row >= 0, _take(dy, ctx.row.clamp_min(0).flatten()).view_as(ctx.row), 0), None
 
 
-def row_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
+def row_weights(weights_TK: Tensor, rows: ExpertRows) -> Tensor:
     """(R,) what each row weighs, for activation.gated_rows; in the padding it means nothing."""
     return _RowWeights.apply(weights_TK, rows)
 
 
-def gather_rows(x_TD: Tensor, rows: Rows, kernels: Kernels = "auto", nan: Tensor | None = None) -> Tensor:
+def gather_rows(x_TD: Tensor, rows: ExpertRows, kernels: Kernels = "auto", nan: Tensor | None = None) -> Tensor:
     """x (T, D) -> (R, D): the token of each row. nan: (), where the one reader takes a stand-in
-    (ops.quantized.lazy)."""
-    return _Gather.apply(x_TD, rows, use_triton(kernels, x_TD), nan)
+    (ops.quantized.lazy_tensor)."""
+    return _GatherTokens.apply(x_TD, rows, use_triton(kernels, x_TD), nan)
 
 
 def combine_rows(
     y_RD: Tensor,
     weights_TK: Tensor | None,
-    rows: Rows,
+    rows: ExpertRows,
     num_tokens: int,
     kernels: Kernels = "auto",
     nan: Tensor | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.ops.kernel_tools import triton_wide, warps_for, wide_of
 
 if TYPE_CHECKING:
-    from phalanx.ops.experts.rows import Rows
+    from phalanx.ops.experts.rows import ExpertRows
 
 MATRIX = 8192  # pairs x experts of a program of the sort, which it holds in registers
 WIDTH = 4096  # columns of a program that copies or adds
@@ -133,7 +133,7 @@ def _weighted_backward(
 
 
 def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of ops.experts.permute.Rows, in their order."""
+    """The fields of ops.experts.permute.ExpertRows, in their order."""
     experts, slots = experts_TK.contiguous(), experts_TK.shape[1]
     pairs, device = experts.numel(), experts.device
     count_block = triton.next_power_of_2(count)
@@ -155,7 +155,7 @@ def _grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
     return (tokens, triton.cdiv(width, block)), block
 
 
-def gather_forward(x: Tensor, rows: Rows) -> Tensor:
+def gather_forward(x: Tensor, rows: ExpertRows) -> Tensor:
     """x (T, D) -> (R, D): the token of each row; padding rows are left as they were."""
     (tokens, width), slots = x.shape, rows.row_TK.shape[1]
     x, y = x.contiguous(), x.new_empty(len(rows.source_R), width)
@@ -165,7 +165,7 @@ def gather_forward(x: Tensor, rows: Rows) -> Tensor:
     return y
 
 
-def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows, out: Tensor | None = None) -> Tensor:
+def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor | None = None) -> Tensor:
     """y (R, D) -> (T, D): the sum of each token's rows, times `weights` (T, K)."""
     (tokens, slots), width = rows.row_TK.shape, y.shape[1]
     y, out = y.contiguous(), y.new_empty(tokens, width) if out is None else out
@@ -187,7 +187,7 @@ def sum_forward(y: Tensor, weights: Tensor | None, rows: Rows, out: Tensor | Non
     return out
 
 
-def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
     """Gradients of y (R, D) and of the weights (T, K) from dout (T, D); padding rows are left as they were."""
     (tokens, slots), width = rows.row_TK.shape, y.shape[1]
     dout, y, weights = dout.contiguous(), y.contiguous(), weights.contiguous()

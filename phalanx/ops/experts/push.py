@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ops.experts.permute import sum_forward
-from phalanx.ops.experts.rows import Rows
+from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.experts.spread import Buffers, Spread
 
 
@@ -25,16 +25,16 @@ def goes_to(experts_TK: Tensor, spread: Spread, rank: int) -> Tensor:
 
 
 def send_tokens(x: Tensor, experts_TK: Tensor, spread: Spread, to: Buffers) -> None:
-    """The plain twin of kernels.push.send_tokens: x (T, D) to this rank's part on each rank that a token has an
-    expert on."""
+    """The reference implementation of kernels.push.send_tokens: x (T, D) to this rank's part on each rank that a token
+    has an expert on."""
     for rank in range(spread.ranks):
         part = to.part(rank)
         part.copy_(torch.where(goes_to(experts_TK, spread, rank).unsqueeze(1), x, part))
 
 
-def send_sums(y: Tensor, rows: Rows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
-    """The plain twin of kernels.push.send_sums: of each token with an expert here the sum of its rows (R, D), to the
-    rank it is of.
+def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
+    """The reference implementation of kernels.push.send_sums: of each token with an expert here the sum of its rows (R,
+    D), to the rank it is of.
 
     `everyones` (N * T, K) and `rows`: of all ranks' tokens. A token whose rows had no room gets zeros.
     """
@@ -45,8 +45,8 @@ def send_sums(y: Tensor, rows: Rows, everyones: Tensor, spread: Spread, to: Buff
 
 
 def add_sums(parts: Tensor, experts_TK: Tensor, spread: Spread) -> Tensor:
-    """The plain twin of kernels.push.add_sums: (T, D) the sums (N * T, D) that came back for each token, added in
-    rank order, fp32 or wider."""
+    """The reference implementation of kernels.push.add_sums: (T, D) the sums (N * T, D) that came back for each token,
+    added in rank order, fp32 or wider."""
     tokens = len(experts_TK)
     total = torch.zeros(
         tokens,

@@ -18,7 +18,7 @@ from phalanx.ops.experts.permute_kernel import WIDTH
 from phalanx.ops.kernel_tools import triton_wide, warps_for, wide_of
 
 if TYPE_CHECKING:
-    from phalanx.ops.experts.rows import Rows
+    from phalanx.ops.experts.rows import ExpertRows
     from phalanx.ops.experts.spread import Buffers, Spread
 
 
@@ -150,7 +150,7 @@ def send_tokens(x: Tensor, experts_TK: Tensor, spread: Spread, to: Buffers) -> N
         _send_tokens[(tokens, columns)](x, experts_TK.contiguous(), to.addresses, to.first, width, **form)
 
 
-def send_sums(y: Tensor, rows: Rows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
+def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
     """Of each token with an expert here the sum of its rows (R, D), to the rank it is of; `everyones` (N * T, K),
     `rows`: of all ranks' tokens."""
     width, y = y.shape[1], y.contiguous()

@@ -81,7 +81,7 @@ def route(
 
 
 class _Route(Function):
-    """The Triton twin: the router of `route` in one kernel each way."""
+    """The Triton implementation: the router of `route` in one kernel each way."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """(token, slot) pairs of the experts held here, sorted by expert, within one by token; all int32 on the device."""
 
     source_R: Tensor

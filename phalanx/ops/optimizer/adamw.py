@@ -1,5 +1,5 @@
 """AdamW over flat tensors: on a GPU one pass over memory (kernels.adamw), elsewhere torch's fused kernel; and the
-slow twin of both.
+reference of both.
 
 The same call scales and clips the gradient, writes the low-precision weights and sets the gradient back to zero.
 """
@@ -16,7 +16,7 @@ from phalanx.ops.optimizer.moments import Narrow
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamRange:
     """A run of elements of one group: master, gradient, m and v (n,) in the master dtype, m and v perhaps in a
     narrower one or in 8 bits (rounded after each step); `out` (n,) the weights if they are apart."""
 
@@ -48,7 +48,7 @@ def keep(moment: Tensor | Narrow, values: Tensor, step: Tensor) -> None:
 
 
 def adamw_(
-    parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto"
+    parts: list[ParamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto"
 ) -> None:
     """One step in place. `step` () float32 counts applied steps, this one included; where `skip` () float32 is 1
     only the gradients change.
@@ -106,8 +106,8 @@ def adamw_(
         p.grad.zero_()
 
 
-def adamw_reference_(parts: list[Part], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
-    """The slow twin of `adamw_`."""
+def adamw_reference_(parts: list[ParamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
+    """The reference of `adamw_`."""
     o, t = options, step.item()
     for p in parts:
         g = p.grad * factor.to(p.grad.dtype)

@@ -27,7 +27,7 @@ GOLDEN, MIX = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)  # murmur3's last mixing (App
 class Narrow:
     """`codes` (n,) E4M3 and `exponents` (n / BLOCK,) int8; `root`: of numbers >= 0 whose roots are kept."""
 
-    codes: Tensor
+    quantized: Tensor
     exponents: Tensor
     root: bool
 
@@ -45,15 +45,15 @@ class Narrow:
                 "that are stored in one "
                 f"(at element {run.start if run.start % BLOCK else run.stop}); give them one factor"
             )
-        return Narrow(self.codes[run], self.exponents[run.start // BLOCK : run.stop // BLOCK], self.root)
+        return Narrow(self.quantized[run], self.exponents[run.start // BLOCK : run.stop // BLOCK], self.root)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.codes, self.exponents
+        return self.quantized, self.exponents
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """The numbers (n,), exact in bf16 and wider."""
-        kept = (self.codes.float().view(-1, BLOCK) * torch.exp2(self.exponents.float()).unsqueeze(1)).flatten()
+        kept = (self.quantized.float().view(-1, BLOCK) * torch.exp2(self.exponents.float()).unsqueeze(1)).flatten()
         return (kept.square() if self.root else kept).to(dtype)
 
     def store_(self, values: Tensor, step: Tensor | None = None) -> None:
@@ -67,7 +67,7 @@ class Narrow:
         if self.root:
             size = torch.where((kept > 0) & (size == 0), 2.0**-9, size)
         self.exponents.copy_(exponents)
-        self.codes.copy_(torch.copysign(size, kept).to(self.codes.dtype))
+        self.quantized.copy_(torch.copysign(size, kept).to(self.quantized.dtype))
 
 
 def exponents_of(amax: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ RUN = 1024
 
 
 @triton.jit
-def _wide(codes, exponents, i, blocks, mask, block_mask):
+def _wide(quantized, exponents, i, blocks, mask, block_mask):
     """(blocks, BLOCK) fp32 of what is kept."""
     power = tl.load(exponents + blocks, mask=block_mask, other=0).to(tl.int32)
     return (
-        tl.load(codes + i, mask=mask, other=0.0).to(tl.float32)
+        tl.load(quantized + i, mask=mask, other=0.0).to(tl.float32)
         * ((127 + power) << 23).to(tl.float32, bitcast=True)[:, None]
     )
 
@@ -26,7 +26,7 @@ def _wide(codes, exponents, i, blocks, mask, block_mask):
 @triton.jit
 def _keep(
     kept,
-    codes,
+    quantized,
     exponents,
     i,
     blocks,
@@ -53,7 +53,7 @@ def _keep(
     if ROOT:
         size = tl.where((kept > 0.0) & (size == 0.0), 2.0**-9, size)
     signed = tl.where(kept < 0.0, -size, size)
-    tl.store(codes + i, signed.to(codes.dtype.element_ty), mask=mask)
+    tl.store(quantized + i, signed.to(quantized.dtype.element_ty), mask=mask)
     tl.store(exponents + blocks, power.to(tl.int8), mask=block_mask)
 
 
@@ -118,9 +118,9 @@ def adamw_narrow_(
         _adamw[(triton.cdiv(n, RUN),)](
             p,
             g,
-            m.codes,
+            m.quantized,
             m.exponents,
-            v.codes,
+            v.quantized,
             v.exponents,
             out,
             scalars,

@@ -94,9 +94,9 @@ class CublasLt:
         blocks = a.block, b.block
         if not all(block in KINDS for block in blocks):
             return False
-        (m, k), n = a.codes.shape, len(b.codes)
-        tensors = a.codes, b.codes, out
-        dtypes, aligned = (a.codes.dtype, b.codes.dtype, out.dtype), tuple(_alignment(t) for t in tensors)
+        (m, k), n = a.quantized.shape, len(b.quantized)
+        tensors = a.quantized, b.quantized, out
+        dtypes, aligned = (a.quantized.dtype, b.quantized.dtype, out.dtype), tuple(_alignment(t) for t in tensors)
         gemm = Gemm(m, n, k, dtypes, blocks, fast, add, aligned)  # type: ignore[arg-type]
         if not (fits(gemm) and all(t.is_contiguous() for t in tensors)):
             return False
@@ -127,7 +127,7 @@ class CublasLt:
 
     def _run(self, plan: _Plan, description: c_void_p, gemm: Gemm, out: Tensor, a: Scaled, b: Scaled) -> None:
         workspace = torch.empty(plan.choice.workspace, dtype=torch.uint8, device=out.device)
-        a_at, b_at, out_at, workspace_at = (c_void_p(t.data_ptr()) for t in (a.codes, b.codes, out, workspace))
+        a_at, b_at, out_at, workspace_at = (c_void_p(t.data_ptr()) for t in (a.quantized, b.quantized, out, workspace))
         one, before = c_float(1.0), c_float(float(gemm.add))
         stream = c_void_p(torch.cuda.current_stream(out.device).cuda_stream)
         self._call(

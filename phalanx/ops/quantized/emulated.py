@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.ops.quantized.quantize_tile import abs_bits, store_codes
+from phalanx.ops.quantized.quantize_tile import abs_bits, store_quantized
 from phalanx.ops.quantized.recipes import E2M1, SLOTS, Scaled
 from phalanx.ops.quantized.rounding import FACTORS, GRID
 
@@ -142,7 +142,7 @@ def _cast(
         code = tl.where(tl.abs(scaled) < float("inf"), _to_e2m1(kept, u, RANDOM), scaled)
     if NOTE:
         _count(v, code, scaled, mask, counts, FOUR_BITS, SLOTS, MAX)
-    store_codes(code, out, C, lines, along, mask, 448.0, False, ROUND, TOKENS)
+    store_quantized(code, out, C, lines, along, mask, 448.0, False, ROUND, TOKENS)
 
 
 @triton.jit

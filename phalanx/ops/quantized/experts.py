@@ -32,8 +32,8 @@ from phalanx.ops.dense.gate import Gate
 from phalanx.ops.experts.grouped import Later, add_sum_grad, segments
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy import source_of
-from phalanx.ops.quantized.linear import DY, LowWeight, W, X, low_of, nan_for
+from phalanx.ops.quantized.lazy_tensor import source_of
+from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X, nan_for, quantizer_of
 from phalanx.ops.quantized.recipes import (
     Block,
     Format,
@@ -52,7 +52,7 @@ PLACE = 128
 
 
 @dataclass(frozen=True)
-class Places:
+class PaddedRows:
     """Where R rows sorted by expert lie when each expert's begin at a multiple of PLACE; all on the device."""
 
     group_R: Tensor
@@ -65,15 +65,15 @@ class Places:
     """P, places that there are."""
 
     @staticmethod
-    def of(ends: Tensor, rows: int, tiles: int) -> Places:
-        at, places = torch.arange(rows, device=ends.device), torch.arange(tiles * PLACE, device=ends.device)
+    def of(ends: Tensor, rows: int, tiles: int) -> PaddedRows:
+        at, padded = torch.arange(rows, device=ends.device), torch.arange(tiles * PLACE, device=ends.device)
         ends, last = ends.long(), len(ends) - 1
         starts = F.pad(ends[:-1], (1, 0))
         stops = torch.cumsum((ends - starts + PLACE - 1) // PLACE * PLACE, 0)
         firsts = F.pad(stops[:-1], (1, 0))
         group = torch.searchsorted(ends, at, right=True).clamp_max(last)
-        place = torch.where(at < ends[-1], firsts[group] + at - starts[group], len(places))
-        return Places(group, place, torch.searchsorted(stops, places, right=True).clamp_max(last), len(places))
+        place = torch.where(at < ends[-1], firsts[group] + at - starts[group], len(padded))
+        return PaddedRows(group, place, torch.searchsorted(stops, padded, right=True).clamp_max(last), len(padded))
 
     def lay(self, x: Tensor) -> Tensor:
         """Rows (R, C) -> (P, C), zeros where nobody's row is."""
@@ -97,19 +97,19 @@ def _of_groups(numbers: Tensor, block: Block, group: Tensor) -> Tensor:
 
 def values(q: Scaled, group: Tensor, dtype: torch.dtype) -> Tensor:
     """The values (R, C) in `dtype`; `group` (R,): the expert of each row."""
-    return q.codes.to(dtype) * spread(_of_groups(q.scales, q.block, group), q.block, q.codes.shape).to(dtype)  # type: ignore[arg-type]
+    return q.quantized.to(dtype) * spread(_of_groups(q.scales, q.block, group), q.block, q.quantized.shape).to(dtype)  # type: ignore[arg-type]
 
 
 def product(a: Scaled, w_ESO: Tensor, ends: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The definition of products of rows: a (R, S) times its expert's values (S, O), summed in at least fp32, plus
     its bias, rounded at the end."""
-    y = torch.zeros(len(a.codes), w_ESO.shape[2], dtype=dtype, device=a.codes.device)
+    y = torch.zeros(len(a.quantized), w_ESO.shape[2], dtype=dtype, device=a.quantized.device)
     if y.is_meta:
-        shape = a.codes.shape
+        shape = a.quantized.shape
         return torch.mm(
             y.new_empty(1, 1).expand(shape), y.new_empty(1, 1).expand(shape[1], y.shape[1]), out=y
         )  # as much work
-    x = values(a, Places.of(ends, len(y), 0).group_R, w_ESO.dtype)
+    x = values(a, PaddedRows.of(ends, len(y), 0).group_R, w_ESO.dtype)
     for e, rows in enumerate(segments(ends)):
         part = torch.mm(x[rows], w_ESO[e])
         y[rows] = part if bias is None else part + bias[e]
@@ -123,9 +123,9 @@ def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> None:
         return
     wide, at = (
         torch.float64 if buffer.dtype == torch.float64 else torch.float32,
-        Places.of(ends, 0, dy.codes.shape[1] // PLACE),
+        PaddedRows.of(ends, 0, dy.quantized.shape[1] // PLACE),
     )
-    left, right = (values(q.turned(), at.group_P, wide) for q in (dy, x))
+    left, right = (values(q.transposed(), at.group_P, wide) for q in (dy, x))
     first = 0
     for e, rows in enumerate(segments(ends)):
         where = slice(first, first + rows.stop - rows.start)
@@ -133,7 +133,7 @@ def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> None:
         first += -(-(rows.stop - rows.start) // PLACE) * PLACE
 
 
-class LowExperts(LowWeight):
+class ExpertQuantizer(WeightQuantizer):
     """What a stack of experts' matrices (E, out, in) keeps beside it. `cut`: which dim of a matrix, 0 or 1, is cut
     over etp."""
 
@@ -143,10 +143,10 @@ class LowExperts(LowWeight):
     def everyone(self) -> Axis:
         """The ranks whose tokens go through these experts at once: those of a micro-batch, or of several where ep
         goes beyond one."""
-        sharing, experts = self.axes.sharing, self.axes.experts
-        return sharing if sharing.size >= experts.size else experts
+        batch_group, experts = self.axes.batch_group, self.axes.experts
+        return batch_group if batch_group.size >= experts.size else experts
 
-    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+    def keeps_quantized(self, shape: tuple[int, ...]) -> bool:
         return self.recipe.turns and shape[1] % PLACE == 0  # no zeros between the places of experts
 
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
@@ -165,12 +165,12 @@ class LowExperts(LowWeight):
         if self._ends is None or self._ends.device != weight.device:
             self._ends = torch.arange(1, count + 1, dtype=torch.int32, device=weight.device) * outer
         tiles = count * -(-outer // PLACE)
-        made = self.cast(W, weight.reshape(count * outer, inner), self._ends, tiles, self.cut, into=self._codes)
-        if self._codes is None:
-            self._codes = made
-        elif made is not self._codes:
-            for old, new in zip(self._codes, made):
-                old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
+        made = self.cast(W, weight.reshape(count * outer, inner), self._ends, tiles, self.cut, into=self._quantized)
+        if self._quantized is None:
+            self._quantized = made
+        elif made is not self._quantized:
+            for old, new in zip(self._quantized, made):
+                old.quantized.view(torch.uint8).copy_(new.quantized.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
     def rows(self, which: int, x: Source, ends: Tensor) -> tuple[Scaled, Scaled]:
@@ -208,7 +208,7 @@ class LowExperts(LowWeight):
         self, which: int, x: Tensor, ends: Tensor, tiles: int, cut: int | None, into: Any
     ) -> tuple[Scaled, Scaled]:
         recipe, format, block, count = self.recipe, self._format(which), self._block(which), len(ends)
-        at = Places.of(ends, len(x), tiles)
+        at = PaddedRows.of(ends, len(x), tiles)
         x = torch.where((at.place_R < at.total).unsqueeze(1), x, 0)
         if self.amax is not None:
             largest = x.abs().amax().float() if x.numel() else self.amax[which]
@@ -223,9 +223,9 @@ class LowExperts(LowWeight):
                 else None
             )
             multiplier = self._multipliers(which, x, at.group_R, count, cut, tops)
-        q, wide = _codes(x, multiplier, block, at.group_R, format, self.key(which, second=False))
+        q, wide = _quantized(x, multiplier, block, at.group_R, format, self.key(which, second=False))
         if self.counts is not None:
-            zeros, cut_off = (q.codes.float() == 0) & (x != 0), wide.abs() > format.max * (1 + 2.0**-20)
+            zeros, cut_off = (q.quantized.float() == 0) & (x != 0), wide.abs() > format.max * (1 + 2.0**-20)
             self.counts[which, 0, :-1] += torch.stack((zeros.sum(), cut_off.sum(), ends[-1].long() * x.shape[1]))
         laid = at.lay(x) if which == W else self.mixed(at.lay(x))
         if not self._given(which):
@@ -233,7 +233,7 @@ class LowExperts(LowWeight):
                 tops = self._tops(which, laid, at.group_P, count, cut)
             multiplier = self._multipliers(which, laid, at.group_P, count, cut, tops, second=True)
         block, key = self._block(which, second=True), self.key(which, second=True)
-        return q, _codes(laid, multiplier, block, at.group_P, format, key)[0].turned()
+        return q, _quantized(laid, multiplier, block, at.group_P, format, key)[0].transposed()
 
     def _tops(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None) -> Tensor:
         """Amax of whole tensors: (E, 1) of matrices, (1, 1) of all rows; `group`: whose they are."""
@@ -274,7 +274,7 @@ class LowExperts(LowWeight):
         if self._given(which):
             mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
         elif self.recipe.tokens == (0, 0):
-            mode, first = kernels.WHOLE, kernels.amax(x, ends, tiles, apart=which == W)
+            mode, first = kernels.WHOLE, kernels.amax(x, ends, tiles, per_expert=which == W)
             self._compare(first, which, cut is not None, whole=True)
         elif self.recipe.tokens == (1, 0):
             mode, (first, second) = kernels.LINES, kernels.amax_lines(x, ends, tiles)
@@ -296,7 +296,7 @@ class LowExperts(LowWeight):
         self, a: Scaled, weight: Tensor, ends: Tensor, dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         """Rows a (R, in) -> (R, out): times their expert's matrix, transposed, plus its bias."""
-        b = self.codes(weight)[0]
+        b = self.quantized(weight)[0]
         if self._triton(weight):
             from phalanx.ops.quantized import grouped_gemm_kernel as kernels
 
@@ -312,17 +312,17 @@ class LowExperts(LowWeight):
 
     def times_transposed(self, a: Scaled, weight: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows a (R, out) -> (R, in): times their expert's matrix."""
-        b = self.codes(weight)[1]
+        b = self.quantized(weight)[1]
         if self._triton(weight):
             from phalanx.ops.quantized import grouped_gemm_kernel as kernels
 
-            return kernels.product_by_places(a, b, ends, dtype, self.fast_backward)
+            return kernels.product_of_padded(a, b, ends, dtype, self.fast_backward)
         count, outer, inner = weight.shape
         if weight.is_meta:
             return product(a, weight, ends, dtype, None)
-        group = torch.arange(count, device=ends.device).repeat_interleave(b.codes.shape[1] // count)
+        group = torch.arange(count, device=ends.device).repeat_interleave(b.quantized.shape[1] // count)
         return product(
-            a, values(b.turned(), group, wide_of(weight)).view(count, -1, inner)[:, :outer], ends, dtype, None
+            a, values(b.transposed(), group, wide_of(weight)).view(count, -1, inner)[:, :outer], ends, dtype, None
         )
 
     def add_grads(self, weight: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> Tensor | None:
@@ -337,7 +337,7 @@ class LowExperts(LowWeight):
         return buffer if weight.grad is None else None
 
 
-def _codes(
+def _quantized(
     x: Tensor, multiplier: Tensor, block: Block, group: Tensor, format: Format, key: Key | None
 ) -> tuple[Scaled, Tensor]:
     """Codes of x, and what was cast. `key`: of random rounding."""
@@ -345,34 +345,40 @@ def _codes(
     return Scaled(cast_scaled(wide, block, format, key), 1.0 / multiplier, block), wide
 
 
-class _LowGroupedMatmul(Function):
+class _QuantizedGroupedMatmul(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, low: LowExperts, later: Later | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        bias: Tensor | None,
+        quantizer: ExpertQuantizer,
+        later: Later | None,
     ) -> Tensor:  # type: ignore[override]
-        q, kept = low.rows(X, x, ends)
-        ctx.save_for_backward(kept.codes, kept.scales, ends)
-        ctx.weight, ctx.bias, ctx.low, ctx.later, ctx.block = weight, bias, low, later, kept.block
-        return low.times_weight(q, weight, ends, x.dtype, bias)
+        q, kept = quantizer.rows(X, x, ends)
+        ctx.save_for_backward(kept.quantized, kept.scales, ends)
+        ctx.weight, ctx.bias, ctx.quantizer, ctx.later, ctx.block = weight, bias, quantizer, later, kept.block
+        return quantizer.times_weight(q, weight, ends, x.dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (codes, scales, ends), weight, bias, low = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.low
+        (quantized, scales, ends), weight, bias, quantizer = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.quantizer
         need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
-        q, by_places = low.rows(DY, dy, ends)
-        dx, dw = low.times_transposed(q, weight, ends, dy.dtype) if need_x else None, None
-        grads = partial(low.add_grads, weight, by_places, Scaled(codes, scales, ctx.block), ends)
+        q, of_padded = quantizer.rows(DY, dy, ends)
+        dx, dw = quantizer.times_transposed(q, weight, ends, dy.dtype) if need_x else None, None
+        grads = partial(quantizer.add_grads, weight, of_padded, Scaled(quantized, scales, ctx.block), ends)
         if need_w and ctx.later is not None and weight.grad is not None:
             ctx.later.append(grads)
         elif need_w:
             dw = grads()
-        db = add_sum_grad(bias, dy, ends, use_triton(low.kernels, dy)) if need_b else None
+        db = add_sum_grad(bias, dy, ends, use_triton(quantizer.kernels, dy)) if need_b else None
         return dx, dw, None, db, None, None
 
 
-class _LowGroupedMLP(Function):
-    """_LowGroupedMatmul, gated_rows and _LowGroupedMatmul after one another: the same codes and products. `up_low`,
-    `low`: of either stack."""
+class _QuantizedGroupedMLP(Function):
+    """_QuantizedGroupedMatmul, gated_rows and _QuantizedGroupedMatmul after one another: the same codes and products.
+    `up_quantizer`, `low`: of either stack."""
 
     @staticmethod
     def forward(
@@ -386,28 +392,32 @@ class _LowGroupedMLP(Function):
         kernels: Kernels,
         later: Later | None,
     ) -> Tensor:  # type: ignore[override]
-        up_low, low = _low_experts(gate_up), _low_experts(down)
-        q, kept = up_low.rows(X, x, ends)
-        both = up_low.times_weight(q, gate_up, ends, x.dtype)
-        h, h_kept = low.rows(X, GatedRows(both, weights, ends[-1], gate, kernels), ends)
+        up_quantizer, quantizer = _expert_quantizers(gate_up), _expert_quantizers(down)
+        q, kept = up_quantizer.rows(X, x, ends)
+        both = up_quantizer.times_weight(q, gate_up, ends, x.dtype)
+        h, h_kept = quantizer.rows(X, GatedRows(both, weights, ends[-1], gate, kernels), ends)
         ctx.gate_up, ctx.down, ctx.gate, ctx.kernels, ctx.later = gate_up, down, gate, kernels, later
-        ctx.lows, ctx.blocks = (up_low, low), (kept.block, h_kept.block)
-        ctx.save_for_backward(kept.codes, kept.scales, both, h_kept.codes, h_kept.scales, ends, weights)
-        return low.times_weight(h, down, ends, x.dtype)
+        ctx.quantizers, ctx.blocks = (up_quantizer, quantizer), (kept.block, h_kept.block)
+        ctx.save_for_backward(kept.quantized, kept.scales, both, h_kept.quantized, h_kept.scales, ends, weights)
+        return quantizer.times_weight(h, down, ends, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gate_up, down, later, (up_low, low) = ctx.gate_up, ctx.down, ctx.later, ctx.lows
-        x_codes, x_scales, both, h_codes, h_scales, ends, weights = ctx.saved_tensors
+        gate_up, down, later, (up_quantizer, quantizer) = ctx.gate_up, ctx.down, ctx.later, ctx.quantizers
+        x_quantized, x_scales, both, h_quantized, h_scales, ends, weights = ctx.saved_tensors
         need_x, need_up, need_down = ctx.needs_input_grad[:3]
-        q, by_places = low.rows(DY, dy, ends)
-        dh = low.times_transposed(q, down, ends, dy.dtype)
-        d_down = low.add_grads(down, by_places, Scaled(h_codes, h_scales, ctx.blocks[1]), ends) if need_down else None
+        q, of_padded = quantizer.rows(DY, dy, ends)
+        dh = quantizer.times_transposed(q, down, ends, dy.dtype)
+        d_down = (
+            quantizer.add_grads(down, of_padded, Scaled(h_quantized, h_scales, ctx.blocks[1]), ends)
+            if need_down
+            else None
+        )
         sums = None if weights is None else weights.new_zeros(parts_of_sums(dh.shape[1]), len(weights))
         source = GatedRowsGrad(both, weights, ends[-1], ctx.gate, ctx.kernels, dy=dh, sums=sums)
-        q, by_places = up_low.rows(DY, source, ends)
-        dx, d_up = up_low.times_transposed(q, gate_up, ends, dy.dtype) if need_x else None, None
-        grads = partial(up_low.add_grads, gate_up, by_places, Scaled(x_codes, x_scales, ctx.blocks[0]), ends)
+        q, of_padded = up_quantizer.rows(DY, source, ends)
+        dx, d_up = up_quantizer.times_transposed(q, gate_up, ends, dy.dtype) if need_x else None, None
+        grads = partial(up_quantizer.add_grads, gate_up, of_padded, Scaled(x_quantized, x_scales, ctx.blocks[0]), ends)
         if need_up and later is not None and gate_up.grad is not None:
             later.append(grads)
         elif need_up:
@@ -415,18 +425,18 @@ class _LowGroupedMLP(Function):
         return dx, d_up, d_down, None, None if sums is None else sums.sum(0), None, None, None
 
 
-def _low_experts(weight: Tensor) -> LowExperts:
-    low: Any = low_of(weight)
-    return low
+def _expert_quantizers(weight: Tensor) -> ExpertQuantizer:
+    quantizer: Any = quantizer_of(weight)
+    return quantizer
 
 
-def use_low_grouped_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
+def use_quantized_grouped_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
     """Whether experts with these matrices, and no biases, are one op: both in low precision, casts by Triton.
     `kernels`: of the activation."""
     return all(nan_for(weight, x) is not None for weight in (gate_up, down)) and use_triton(kernels, x)
 
 
-def low_grouped_mlp(
+def quantized_grouped_mlp(
     x_RD: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -438,17 +448,17 @@ def low_grouped_mlp(
 ) -> Tensor:
     """Gated experts: x (R, D) -> (R, D), of codes of x, of what the activation makes (times `weights_R`), and of
     gate_up (E, 2F, D) and down (E, D, F), both in low precision. x, and the gradient of what this makes, may be
-    stand-ins (ops.quantized.lazy)."""
-    return _LowGroupedMLP.apply(x_RD, gate_up, down, ends, weights_R, gate, kernels, later)
+    stand-ins (ops.quantized.lazy_tensor)."""
+    return _QuantizedGroupedMLP.apply(x_RD, gate_up, down, ends, weights_R, gate, kernels, later)
 
 
-def low_grouped_matmul(
+def quantized_grouped_matmul(
     x_RI: Tensor,
     weight_EOI: Tensor,
     ends_E: Tensor,
-    low: LowExperts,
+    quantizer: ExpertQuantizer,
     bias_EO: Tensor | None = None,
     later: Later | None = None,
 ) -> Tensor:
     """As ops.experts.grouped.grouped_matmul, of the codes of x and weight."""
-    return _LowGroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, low, later)
+    return _QuantizedGroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, quantizer, later)

@@ -60,13 +60,15 @@ def _torch(
 ) -> Tensor:
     a_scales, b_scales = _aligned(a_scales), _aligned(b_scales)
     if out is None:
-        return torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
-    return torch._scaled_mm(a.codes, b.codes.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast, out=out)
+        return torch._scaled_mm(a.quantized, b.quantized.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a.quantized, b.quantized.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast, out=out
+    )
 
 
 def _block_product(a: Scaled, b: Scaled, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     if out is None:
-        out = torch.empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
+        out = torch.empty(a.quantized.shape[0], b.quantized.shape[0], dtype=dtype, device=a.quantized.device)
     if _by_cublaslt(out, a, b, fast=False, add=False):
         return out
     if dtype == torch.bfloat16 and _torch_takes(a, b):
@@ -83,8 +85,8 @@ def _block_product(a: Scaled, b: Scaled, dtype: torch.dtype, out: Tensor | None)
 
 def _torch_takes(a: Scaled, b: Scaled) -> bool:
     """Whether torch's GEMM has these blocks, on this device: sizes in whole blocks, and four of them along the sum."""
-    k, whole = a.codes.shape[1], a.codes.shape[0] % 128 == 0 and b.codes.shape[0] % 128 == 0
-    return k % 512 == 0 and whole and _torch_has(a.codes.device.index or 0, b.block[0] == 128)
+    k, whole = a.quantized.shape[1], a.quantized.shape[0] % 128 == 0 and b.quantized.shape[0] % 128 == 0
+    return k % 512 == 0 and whole and _torch_has(a.quantized.device.index or 0, b.block[0] == 128)
 
 
 @cache
@@ -92,13 +94,13 @@ def _torch_has(index: int, squares: bool) -> bool:
     """Whether torch's GEMM takes 1 x 128 by 128 x 128 (`squares`) or by 1 x 128 here: depends on the GPU and on
     cuBLAS, so it is tried once."""
     device = torch.device("cuda", index)
-    codes = torch.zeros(128, 512, device=device).to(torch.float8_e4m3fn)
+    quantized = torch.zeros(128, 512, device=device).to(torch.float8_e4m3fn)
     a_scales, b_scales = (
         torch.ones(4, 128, device=device).t(),
         torch.ones(1, 4, device=device) if squares else torch.ones(4, 128, device=device).t(),
     )
     try:
-        torch._scaled_mm(codes, codes.t(), a_scales, b_scales.t(), out_dtype=torch.bfloat16)
+        torch._scaled_mm(quantized, quantized.t(), a_scales, b_scales.t(), out_dtype=torch.bfloat16)
     except (RuntimeError, ValueError):
         return False
     return True

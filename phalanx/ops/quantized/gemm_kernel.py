@@ -21,7 +21,7 @@ BK = 128
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GemmTiles:
     """Sizes of a tile of the output, loads under way, warps, tiles along m that go together."""
 
     m: int = 128
@@ -31,7 +31,7 @@ class Tiles:
     group: int = 8
 
 
-WHOLE_TILES, BLOCK_TILES = Tiles(), Tiles(n=128, stages=4)
+WHOLE_TILES, BLOCK_TILES = GemmTiles(), GemmTiles(n=128, stages=4)
 
 
 @triton.jit
@@ -118,17 +118,17 @@ def _kind(q: Scaled) -> int:
     return 0 if q.block == (0, 0) else 2 if q.block[0] == 128 else 1
 
 
-def product(out: Tensor, a: Scaled, b: Scaled, add: bool, tiles: Tiles | None = None) -> None:
+def product(out: Tensor, a: Scaled, b: Scaled, add: bool, tiles: GemmTiles | None = None) -> None:
     """out (M, N), contiguous, (+)= a b^T of a (M, K), b (N, K). Sums of codes with one scale are the tensor cores'
     own; else fp32 every 128 terms."""
-    (m, k), n = a.codes.shape, b.codes.shape[0]
+    (m, k), n = a.quantized.shape, b.quantized.shape[0]
     kinds = _kind(a), _kind(b)
     c = tiles or (WHOLE_TILES if kinds == (0, 0) else BLOCK_TILES)
-    takes = k % 16 == 0 and a.codes.is_contiguous() and b.codes.is_contiguous()
-    x = TensorDescriptor.from_tensor(a.codes, [c.m, BK]) if takes else a.codes.contiguous()
-    y = TensorDescriptor.from_tensor(b.codes, [c.n, BK]) if takes else b.codes.contiguous()
+    takes = k % 16 == 0 and a.quantized.is_contiguous() and b.quantized.is_contiguous()
+    x = TensorDescriptor.from_tensor(a.quantized, [c.m, BK]) if takes else a.quantized.contiguous()
+    y = TensorDescriptor.from_tensor(b.quantized, [c.n, BK]) if takes else b.quantized.contiguous()
     total = triton.cdiv(m, c.m) * triton.cdiv(n, c.n)
-    _scaled_gemm[(min(total, num_programs(a.codes, per_processor=1)),)](
+    _scaled_gemm[(min(total, num_programs(a.quantized, per_processor=1)),)](
         x,
         y,
         out,

@@ -29,7 +29,7 @@ from phalanx.ops.quantized.recipes import Scaled
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GroupedGemmTiles:
     """How a product is cut.
 
     m, n                      a tile of the output stages, warps             loads under way; warps of a program
@@ -55,9 +55,9 @@ class Tiles:
 # tensor cores wait for additions: with two programs on a processor one multiplies while the other adds. BY_BLOCK: with
 # scales that change along the sum.
 FAST, CAREFUL, BY_BLOCK = (
-    Tiles(flatten=True),
-    Tiles(n=128, stages=3, per_processor=2, registers=128, halves=True),
-    Tiles(n=128),
+    GroupedGemmTiles(flatten=True),
+    GroupedGemmTiles(n=128, stages=3, per_processor=2, registers=128, halves=True),
+    GroupedGemmTiles(n=128),
 )
 
 
@@ -238,24 +238,30 @@ def _gemm_dw(
 
 
 def product(
-    a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool, tiles: Tiles | None = None
+    a: Scaled,
+    b: Scaled,
+    ends: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    fast: bool,
+    tiles: GroupedGemmTiles | None = None,
 ) -> Tensor:
     """Rows a (R, K) times b (E N, K), their expert's N rows of it, transposed -> (R, N) in `dtype`, plus bias (E,
     N); padding is left as it was."""
-    width = len(b.codes) // len(ends)
+    width = len(b.quantized) // len(ends)
     rows = {0: int(len(b.scales) > 1), 1: width}.get(b.block[0], width // TILE) * b.scales.stride(0)
     strides = rows, b.scales.stride(0) if b.block[0] else 0, b.scales.stride(1)
     return _product(a, b, ends, dtype, bias, fast, tiles, width, (width, 0), strides)
 
 
-def product_by_places(
-    a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype, fast: bool, tiles: Tiles | None = None
+def product_of_padded(
+    a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype, fast: bool, tiles: GroupedGemmTiles | None = None
 ) -> Tensor:
     """The same with b (N, P), whose places of each expert are as many."""
-    width, places = len(b.codes), b.codes.shape[1] // len(ends)
+    width, padded = len(b.quantized), b.quantized.shape[1] // len(ends)
     groups = b.scales.shape[1] // len(ends)  # 0: one number for all
     strides = groups * b.scales.stride(1), b.scales.stride(0) if b.block[0] else 0, b.scales.stride(1)
-    return _product(a, b, ends, dtype, None, fast, tiles, width, (0, places), strides)
+    return _product(a, b, ends, dtype, None, fast, tiles, width, (0, padded), strides)
 
 
 def _product(
@@ -265,20 +271,20 @@ def _product(
     dtype: torch.dtype,
     bias: Tensor | None,
     fast: bool,
-    tiles: Tiles | None,
+    tiles: GroupedGemmTiles | None,
     width: int,
     steps: tuple[int, int],
     strides: tuple[int, int, int],
 ) -> Tensor:
-    (rows, inner), count, per_step = a.codes.shape, len(ends), a.block[1] == TILE
-    y = torch.empty(rows, width, dtype=dtype, device=a.codes.device)
+    (rows, inner), count, per_step = a.quantized.shape, len(ends), a.block[1] == TILE
+    y = torch.empty(rows, width, dtype=dtype, device=a.quantized.device)
     if not rows:
         return y
     c = tiles or (BY_BLOCK if per_step else FAST if fast else CAREFUL)
     most = (triton.cdiv(rows, c.m) + count) * triton.cdiv(width, c.n)
     _gemm[(min(most, num_programs(y, c.per_processor)),)](
-        TensorDescriptor.from_tensor(a.codes, [c.m, TILE]),
-        TensorDescriptor.from_tensor(b.codes, [c.n >> c.halves, TILE]),
+        TensorDescriptor.from_tensor(a.quantized, [c.m, TILE]),
+        TensorDescriptor.from_tensor(b.quantized, [c.n >> c.halves, TILE]),
         bias,
         y,
         ends,
@@ -311,7 +317,9 @@ def _product(
     return y
 
 
-def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor, fast: bool, tiles: Tiles | None = None) -> None:
+def add_product_(
+    buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor, fast: bool, tiles: GroupedGemmTiles | None = None
+) -> None:
     """buffer[e] (M, N) += dy x^T over the places of e, dy (M, P) and x (N, P)."""
     count, height, width = buffer.shape
     per_step = dy.block[1] == TILE
@@ -322,8 +330,8 @@ def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor, fast: bool
         for s in ((q.scales.stride(0) if q.block[0] else 0), (q.scales.stride(1) if q.scales.shape[1] > 1 else 0))
     ]
     _gemm_dw[(count * triton.cdiv(height, c.m) * triton.cdiv(width, c.n),)](
-        TensorDescriptor.from_tensor(dy.codes, [c.m, TILE]),
-        TensorDescriptor.from_tensor(x.codes, [c.n >> c.halves, TILE]),
+        TensorDescriptor.from_tensor(dy.quantized, [c.m, TILE]),
+        TensorDescriptor.from_tensor(x.quantized, [c.n >> c.halves, TILE]),
         buffer,
         ends,
         dy.scales,

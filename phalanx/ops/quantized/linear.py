@@ -3,8 +3,8 @@ weight.
 
 Between ranks of tp codes travel, not values. A scale that is shared along a dim which is cut over ranks is made of
 the amax of all of them, so codes and scales are those of one process wherever no block of a fixed size is cut. Codes
-of a weight are made once per step (`LowWeight.refresh`), in both orientations: GEMMs of 8 bits want the dim that is
-summed over to be contiguous. A SwiGLU MLP is one op: what its activation makes, and its gradient, are codes from the
+of a weight are made once per step (`WeightQuantizer.refresh`), in both orientations: GEMMs of 8 bits want the dim that
+is summed over to be contiguous. A SwiGLU MLP is one op: what its activation makes, and its gradient, are codes from the
 start.
 """
 
@@ -24,7 +24,7 @@ from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.op import Kernels, use_triton
 from phalanx.ops.quantized.gemm import add_fast_product_, fast_product
-from phalanx.ops.quantized.lazy import source_of
+from phalanx.ops.quantized.lazy_tensor import source_of
 from phalanx.ops.quantized.recipes import (
     Format,
     Recipe,
@@ -45,7 +45,7 @@ X, W, DY = range(3)
 Accumulate = Literal["mixed", "fast", "precise"]
 
 
-class LowWeight:
+class WeightQuantizer:
     """What a linear in low precision keeps beside its weight (out, in). `name`: of the weight outside; `cut`: its
     dim that is cut over tp.
 
@@ -77,10 +77,10 @@ class LowWeight:
         self.counts: Tensor | None = None
         self.amax: Tensor | None = None
         self.multiplier: Tensor | None = None
-        self._codes: tuple[Scaled, Scaled] | None = None
+        self._quantized: tuple[Scaled, Scaled] | None = None
         self._nan: Tensor | None = None
 
-    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+    def keeps_quantized(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this shape can be kept as one code of each element: its transpose then has the same
         ones."""
         return self.recipe.turns
@@ -104,32 +104,35 @@ class LowWeight:
         """(1,) what the weight is to be multiplied by, where it is known before the weight is."""
         return self.multiplier[W : W + 1] if self._given(W) else None  # type: ignore[index]
 
-    def hold(self, straight: Tensor, turned: Tensor, scales: Tensor, turned_scales: Tensor) -> None:
+    def hold(self, straight: Tensor, transposed: Tensor, scales: Tensor, transposed_scales: Tensor) -> None:
         """Take codes (rows, columns), the transposed ones and the scales of either, from where whoever keeps them
         writes them."""
-        self._codes = Scaled(straight, scales, self.recipe.weight), Scaled(turned, turned_scales, self.recipe.weight)
+        self._quantized = (
+            Scaled(straight, scales, self.recipe.weight),
+            Scaled(transposed, transposed_scales, self.recipe.weight),
+        )
 
     def by_triton(self, weight: Tensor) -> bool:
         return self._triton(weight)
 
-    def codes(self, weight: Tensor) -> tuple[Scaled, Scaled]:
+    def quantized(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         """Of the weight (out, in) for forward, and of its transpose (in, out) for the gradient of the input."""
-        if self._codes is None:
+        if self._quantized is None:
             self.refresh(weight)
-        return self._codes  # type: ignore[return-value]
+        return self._quantized  # type: ignore[return-value]
 
     @torch.no_grad()
     def refresh(self, weight: Tensor) -> None:
         """Make the codes anew, where they were: CUDA graphs read them there."""
         if self._triton(weight):
-            self._codes = self._cast(W, weight, self.cut, turn=True, into=self._codes)
+            self._quantized = self._cast(W, weight, self.cut, turn=True, into=self._quantized)
             return
         made = self.both(W, weight, self.cut, turn=True)
-        if self._codes is None:
-            self._codes = made
+        if self._quantized is None:
+            self._quantized = made
         else:
-            for old, new in zip(self._codes, made):
-                old.codes.view(torch.uint8).copy_(new.codes.view(torch.uint8))
+            for old, new in zip(self._quantized, made):
+                old.quantized.view(torch.uint8).copy_(new.quantized.view(torch.uint8))
                 old.scales.copy_(new.scales)
 
     def both(self, which: int, x: Source, cut: int, turn: bool) -> tuple[Scaled, Scaled]:
@@ -145,7 +148,7 @@ class LowWeight:
             return self._cast(which, x, cut, turn)
         first = self.quantize(which, x, cut)
         second = first if first.block == first.block[::-1] else self.quantize(which, x, cut, second=True)
-        return first, second.turned() if turn else second
+        return first, second.transposed() if turn else second
 
     def mixed(self, x: Tensor) -> Tensor:
         """Activations or gradients as the weight's gradient takes them."""
@@ -181,7 +184,7 @@ class LowWeight:
         return q
 
     def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
-        """The Triton twin of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
+        """The Triton implementation of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
         if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64 or not use_triton(self.kernels, x):
             return None
         from phalanx.ops.quantized import emulated
@@ -241,16 +244,16 @@ class LowWeight:
         of activations and gradients, tokens over cp."""
         axes, over_cp = self.axes, over_cp and which != W
         if over_tp:
-            return (axes.sharing if over_cp else axes.tp).all_reduce(amax, "max").wait()
+            return (axes.batch_group if over_cp else axes.tp).all_reduce(amax, "max").wait()
         for axis in (axes.heads, axes.keys) if over_cp else ():
             axis.all_reduce(amax, "max").wait()
         return amax
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
         """a (M, K), b (N, K) -> a b^T (M, N)."""
-        if a.codes.is_cuda and not self.recipe.emulated:
+        if a.quantized.is_cuda and not self.recipe.emulated:
             return fast_product(a, b, dtype, fast, out)
-        if a.codes.is_cuda:
+        if a.quantized.is_cuda:
             return torch.mm(dequantize(a, dtype), dequantize(b, dtype).t(), out=out)
         y = scaled_product(a, b, dtype)
         return y if out is None else out.copy_(y)
@@ -260,141 +263,161 @@ class LowWeight:
         the weight."""
         if weight.grad is None:
             return self.product(dy, x, weight.dtype, self.fast_backward)
-        if dy.codes.is_cuda and self.recipe.emulated:
+        if dy.quantized.is_cuda and self.recipe.emulated:
             return add_product_grad(weight, dequantize(dy, weight.dtype).t(), dequantize(x, weight.dtype).t())
-        if dy.codes.is_cuda:
+        if dy.quantized.is_cuda:
             add_fast_product_(weight.grad, dy, x, self.fast_backward)
         else:
             weight.grad.add_(scaled_product(dy, x, weight.grad.dtype))
         return None
 
-    def turned(self, q: Scaled) -> Scaled:
+    def transposed(self, q: Scaled) -> Scaled:
         """The transposed matrix in its own memory."""
         if not self._triton(q.scales):
-            return q.turned()
+            return q.transposed()
         from phalanx.ops.quantized.quantize_kernel import transposed
 
-        return Scaled(transposed(q.codes), q.scales.t().contiguous(), (q.block[1], q.block[0]))
+        return Scaled(transposed(q.quantized), q.scales.t().contiguous(), (q.block[1], q.block[0]))
 
 
-def low_of(weight: Tensor) -> LowWeight | None:
+def quantizer_of(weight: Tensor) -> WeightQuantizer | None:
     """What a weight has if its products use codes now."""
-    low: LowWeight | None = getattr(weight, "low", None)
-    return low if low is not None and low.on else None
+    quantizer: WeightQuantizer | None = getattr(weight, "quantizer", None)
+    return quantizer if quantizer is not None and quantizer.on else None
 
 
 def nan_for(weight: Tensor, x: Tensor) -> Tensor | None:
     """For stand-ins of x, or of the gradient of the output: if the linear with this weight casts them, and Triton
     does."""
-    low = low_of(weight)
-    return low.nan(x) if low is not None and low._triton(x) else None
+    quantizer = quantizer_of(weight)
+    return quantizer.nan(x) if quantizer is not None and quantizer._triton(x) else None
 
 
 def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
     """The gathering of codes (n, F) of each rank into (T, F), as bytes, and the scales of all of them. ValueError if
     ranks cut a block."""
-    if tp.size > 1 and q.block[0] > 0 and len(q.codes) % q.block[0]:
-        raise ValueError(f"{len(q.codes)} tokens of each rank are no whole blocks of {q.block[0]}")
-    return tp.gather(q.codes.view(torch.uint8)), q.scales if q.block[0] == 0 else tp.all_gather(q.scales).wait()
+    if tp.size > 1 and q.block[0] > 0 and len(q.quantized) % q.block[0]:
+        raise ValueError(f"{len(q.quantized)} tokens of each rank are no whole blocks of {q.block[0]}")
+    return tp.gather(q.quantized.view(torch.uint8)), q.scales if q.block[0] == 0 else tp.all_gather(q.scales).wait()
 
 
-def _gather_multiply(q: Scaled, tp: Axis, low: LowWeight, weight: Scaled, fast: bool, y: Tensor) -> tuple[Any, Tensor]:
+def _gather_multiply(
+    q: Scaled, tp: Axis, quantizer: WeightQuantizer, weight: Scaled, fast: bool, y: Tensor
+) -> tuple[Any, Tensor]:
     """y (T, out) = the codes of all ranks (n, in) times those of the weight (out, in); what `_gather` returned."""
-    codes, scales = _gather(q, tp)
-    for rows, part in codes.parts():
-        low.product(
-            Scaled(part.view(q.codes.dtype), _rows_of(scales, q.block, rows), q.block),
+    quantized, scales = _gather(q, tp)
+    for rows, part in quantized.parts():
+        quantizer.product(
+            Scaled(part.view(q.quantized.dtype), _rows_of(scales, q.block, rows), q.block),
             weight,
             y.dtype,
             fast,
             out=y[rows],
         )
-    return codes, scales
+    return quantized, scales
 
 
-def _multiply_scatter(q: Scaled, tp: Axis, low: LowWeight, weight: Scaled, fast: bool, like: Tensor) -> Any:
+def _multiply_scatter(q: Scaled, tp: Axis, quantizer: WeightQuantizer, weight: Scaled, fast: bool, like: Tensor) -> Any:
     """The scattering of codes (T, in) times those of the weight (out, in), summed over ranks, in the dtype of
     `like`."""
-    scattering = tp.scatter(len(q.codes), len(weight.codes), like)
+    scattering = tp.scatter(len(q.quantized), len(weight.quantized), like)
     for rows, out in scattering.parts():
-        low.product(q.rows(rows), weight, like.dtype, fast, out=out)
+        quantizer.product(q.rows(rows), weight, like.dtype, fast, out=out)
     return scattering
 
 
 def _add_from_gathered(
-    q: Scaled, columns: Scaled, gathered: tuple[Any, Tensor], tp: Axis, low: LowWeight, weight: Tensor, h: Scaled
+    q: Scaled,
+    columns: Scaled,
+    gathered: tuple[Any, Tensor],
+    tp: Axis,
+    quantizer: WeightQuantizer,
+    weight: Tensor,
+    h: Scaled,
 ) -> Tensor | None:
     """Account for the weight's gradient: dy of all ranks (q gathered, `columns` with blocks along tokens), h (in,
     T)."""
     if tp.size == 1:
-        return low.add_weight_grad(weight, columns, h)
-    codes, scales = gathered if columns is q else _gather(columns, tp)
-    return low.add_weight_grad(
-        weight, low.turned(Scaled(codes.wait().view(columns.codes.dtype), scales, columns.block)), h
+        return quantizer.add_weight_grad(weight, columns, h)
+    quantized, scales = gathered if columns is q else _gather(columns, tp)
+    return quantizer.add_weight_grad(
+        weight, quantizer.transposed(Scaled(quantized.wait().view(columns.quantized.dtype), scales, columns.block)), h
     )
 
 
-def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, low: LowWeight) -> Scaled:
+def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, quantizer: WeightQuantizer) -> Scaled:
     """x (in, T) of all ranks."""
     return (
-        low.turned(Scaled(gathering[0].wait().view(kept.codes.dtype), gathering[1], kept.block)) if gathering else kept
+        quantizer.transposed(Scaled(gathering[0].wait().view(kept.quantized.dtype), gathering[1], kept.block))
+        if gathering
+        else kept
     )
 
 
-class _LowGatherMatmul(Function):
+class _QuantizedGatherMatmul(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
-        ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
-        q, kept = low.both(X, x, cut=0, turn=tp.size == 1)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, quantizer: WeightQuantizer
+    ) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.bias, ctx.tp, ctx.quantizer = weight, bias, tp, quantizer
+        q, kept = quantizer.both(X, x, cut=0, turn=tp.size == 1)
         ctx.block = kept.block
-        ctx.save_for_backward(kept.codes, kept.scales)
+        ctx.save_for_backward(kept.quantized, kept.scales)
         y = x.new_empty(len(x) * tp.size, weight.shape[0])
-        _gather_multiply(q, tp, low, low.codes(weight)[0], low.fast_forward, y)
+        _gather_multiply(q, tp, quantizer, quantizer.quantized(weight)[0], quantizer.fast_forward, y)
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
+        weight, bias, tp, quantizer = ctx.weight, ctx.bias, ctx.tp, ctx.quantizer
         kept = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         gathering = _gather(kept, tp) if need_w and tp.size > 1 else None
-        q, columns = low.both(DY, dy, cut=1, turn=True)
-        scattering = _multiply_scatter(q, tp, low, low.codes(weight)[1], low.fast_backward, dy) if need_x else None
-        dw = low.add_weight_grad(weight, columns, _whole_of(kept, gathering, low)) if need_w else None
+        q, columns = quantizer.both(DY, dy, cut=1, turn=True)
+        scattering = (
+            _multiply_scatter(q, tp, quantizer, quantizer.quantized(weight)[1], quantizer.fast_backward, dy)
+            if need_x
+            else None
+        )
+        dw = quantizer.add_weight_grad(weight, columns, _whole_of(kept, gathering, quantizer)) if need_w else None
         return scattering.wait() if scattering else None, dw, db, None, None
 
 
-class _LowMatmulScatter(Function):
+class _QuantizedMatmulScatter(Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, low: LowWeight) -> Tensor:  # type: ignore[override]
-        ctx.weight, ctx.bias, ctx.tp, ctx.low = weight, bias, tp, low
-        q, kept = low.both(X, h, cut=1, turn=True)
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, quantizer: WeightQuantizer
+    ) -> Tensor:  # type: ignore[override]
+        ctx.weight, ctx.bias, ctx.tp, ctx.quantizer = weight, bias, tp, quantizer
+        q, kept = quantizer.both(X, h, cut=1, turn=True)
         ctx.block = kept.block
-        ctx.save_for_backward(kept.codes, kept.scales)
-        y = _multiply_scatter(q, tp, low, low.codes(weight)[0], low.fast_forward, h).wait()
+        ctx.save_for_backward(kept.quantized, kept.scales)
+        y = _multiply_scatter(q, tp, quantizer, quantizer.quantized(weight)[0], quantizer.fast_forward, h).wait()
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        weight, bias, tp, low = ctx.weight, ctx.bias, ctx.tp, ctx.low
+        weight, bias, tp, quantizer = ctx.weight, ctx.bias, ctx.tp, ctx.quantizer
         h = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         if not (need_h or need_w):
             return None, None, db, None, None
-        q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
-        dh = dy.new_empty(h.codes.shape[::-1]) if need_h else None
+        q, columns = quantizer.both(DY, dy, cut=0, turn=tp.size == 1)
+        dh = dy.new_empty(h.quantized.shape[::-1]) if need_h else None
         gathered = (
-            _gather(q, tp) if dh is None else _gather_multiply(q, tp, low, low.codes(weight)[1], low.fast_backward, dh)
+            _gather(q, tp)
+            if dh is None
+            else _gather_multiply(q, tp, quantizer, quantizer.quantized(weight)[1], quantizer.fast_backward, dh)
         )
-        dw = _add_from_gathered(q, columns, gathered, tp, low, weight, h) if need_w else None
+        dw = _add_from_gathered(q, columns, gathered, tp, quantizer, weight, h) if need_w else None
         return dh, dw, db, None, None
 
 
-class _LowGatedMLP(Function):
-    """_LowGatherMatmul, SwiGLU and _LowMatmulScatter after one another: the same codes, sums and gradients.
-    `up_low`, `low`: of either weight."""
+class _QuantizedGatedMLP(Function):
+    """_QuantizedGatherMatmul, SwiGLU and _QuantizedMatmulScatter after one another: the same codes, sums and gradients.
+    `up_quantizer`, `low`: of either weight."""
 
     @staticmethod
     def forward(
@@ -403,35 +426,45 @@ class _LowGatedMLP(Function):
         gate_up: Tensor,
         down: Tensor,
         tp: Axis,
-        up_low: LowWeight,
-        low: LowWeight,
+        up_quantizer: WeightQuantizer,
+        quantizer: WeightQuantizer,
         kernels: Kernels,
     ) -> Tensor:  # type: ignore[override]
-        ctx.gate_up, ctx.down, ctx.tp, ctx.lows, ctx.kernels = gate_up, down, tp, (up_low, low), kernels
-        q, x_kept = up_low.both(X, x, cut=0, turn=tp.size == 1)
+        ctx.gate_up, ctx.down, ctx.tp, ctx.quantizers, ctx.kernels = (
+            gate_up,
+            down,
+            tp,
+            (up_quantizer, quantizer),
+            kernels,
+        )
+        q, x_kept = up_quantizer.both(X, x, cut=0, turn=tp.size == 1)
         both = x.new_empty(len(x) * tp.size, gate_up.shape[0])
-        _gather_multiply(q, tp, up_low, up_low.codes(gate_up)[0], up_low.fast_forward, both)
-        h, h_kept = low.both(X, Gated(both, kernels), cut=1, turn=True)
+        _gather_multiply(q, tp, up_quantizer, up_quantizer.quantized(gate_up)[0], up_quantizer.fast_forward, both)
+        h, h_kept = quantizer.both(X, Gated(both, kernels), cut=1, turn=True)
         ctx.blocks = x_kept.block, h_kept.block
-        ctx.save_for_backward(x_kept.codes, x_kept.scales, both, h_kept.codes, h_kept.scales)
-        return _multiply_scatter(h, tp, low, low.codes(down)[0], low.fast_forward, x).wait()
+        ctx.save_for_backward(x_kept.quantized, x_kept.scales, both, h_kept.quantized, h_kept.scales)
+        return _multiply_scatter(h, tp, quantizer, quantizer.quantized(down)[0], quantizer.fast_forward, x).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gate_up, down, tp, (up_low, low) = ctx.gate_up, ctx.down, ctx.tp, ctx.lows
-        x_codes, x_scales, both, h_codes, h_scales = ctx.saved_tensors
-        x, h = Scaled(x_codes, x_scales, ctx.blocks[0]), Scaled(h_codes, h_scales, ctx.blocks[1])
+        gate_up, down, tp, (up_quantizer, quantizer) = ctx.gate_up, ctx.down, ctx.tp, ctx.quantizers
+        x_quantized, x_scales, both, h_quantized, h_scales = ctx.saved_tensors
+        x, h = Scaled(x_quantized, x_scales, ctx.blocks[0]), Scaled(h_quantized, h_scales, ctx.blocks[1])
         need_x, need_up, need_down = ctx.needs_input_grad[:3]
-        q, columns = low.both(DY, dy, cut=0, turn=tp.size == 1)
-        dh = dy.new_empty(h.codes.shape[::-1])
-        gathered = _gather_multiply(q, tp, low, low.codes(down)[1], low.fast_backward, dh)
-        d_down = _add_from_gathered(q, columns, gathered, tp, low, down, h) if need_down else None
-        q, columns = up_low.both(DY, GatedGrad(dh, both, ctx.kernels), cut=1, turn=True)
+        q, columns = quantizer.both(DY, dy, cut=0, turn=tp.size == 1)
+        dh = dy.new_empty(h.quantized.shape[::-1])
+        gathered = _gather_multiply(q, tp, quantizer, quantizer.quantized(down)[1], quantizer.fast_backward, dh)
+        d_down = _add_from_gathered(q, columns, gathered, tp, quantizer, down, h) if need_down else None
+        q, columns = up_quantizer.both(DY, GatedGrad(dh, both, ctx.kernels), cut=1, turn=True)
         gathering = _gather(x, tp) if need_up and tp.size > 1 else None
         scattering = (
-            _multiply_scatter(q, tp, up_low, up_low.codes(gate_up)[1], up_low.fast_backward, dy) if need_x else None
+            _multiply_scatter(q, tp, up_quantizer, up_quantizer.quantized(gate_up)[1], up_quantizer.fast_backward, dy)
+            if need_x
+            else None
         )
-        d_up = up_low.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_low)) if need_up else None
+        d_up = (
+            up_quantizer.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_quantizer)) if need_up else None
+        )
         return scattering.wait() if scattering else None, d_up, d_down, None, None, None, None
 
 
@@ -443,24 +476,30 @@ def _wide(param: Tensor) -> torch.dtype:
     return param.dtype if param.grad is None else param.grad.dtype
 
 
-def low_gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
+def quantized_gather_matmul(
+    x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, quantizer: WeightQuantizer
+) -> Tensor:
     """As ops.dense.matmul.gather_matmul, of the codes of x and weight."""
-    return _LowGatherMatmul.apply(x, weight, bias, tp, low)
+    return _QuantizedGatherMatmul.apply(x, weight, bias, tp, quantizer)
 
 
-def low_matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, low: LowWeight) -> Tensor:
+def quantized_matmul_scatter(
+    h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, quantizer: WeightQuantizer
+) -> Tensor:
     """As ops.dense.matmul.matmul_scatter, of the codes of h and weight."""
-    return _LowMatmulScatter.apply(h, weight, bias, tp, low)
+    return _QuantizedMatmulScatter.apply(h, weight, bias, tp, quantizer)
 
 
-def use_low_gated_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
+def use_quantized_gated_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
     """Whether an MLP with these weights is one op: both are in low precision, and what it saves is saved, casts by
     Triton. `kernels`: of SwiGLU."""
-    lows = low_of(gate_up), low_of(down)
-    return all(low is not None and use_triton(low.kernels, x) for low in lows) and use_triton(kernels, x)
+    quantizers = quantizer_of(gate_up), quantizer_of(down)
+    return all(quantizer is not None and use_triton(quantizer.kernels, x) for quantizer in quantizers) and use_triton(
+        kernels, x
+    )
 
 
-def low_gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, kernels: Kernels = "auto") -> Tensor:
+def quantized_gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, kernels: Kernels = "auto") -> Tensor:
     """As ops.dense.gated_mlp.gated_mlp, of the codes of x and weights, both in low precision: gate_up (2F, D)
     stacked, down (D, F)."""
-    return _LowGatedMLP.apply(x, gate_up, down, tp, low_of(gate_up), low_of(down), kernels)
+    return _QuantizedGatedMLP.apply(x, gate_up, down, tp, quantizer_of(gate_up), quantizer_of(down), kernels)

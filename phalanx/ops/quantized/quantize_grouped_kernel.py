@@ -35,7 +35,7 @@ from phalanx.ops.quantized.quantize_tile import (
     SQUARES,
     TILE,
     WHOLE,
-    Tiles,
+    CastTiles,
     count_losses_of_four,
     note_amaxes,
     note_tile,
@@ -44,7 +44,7 @@ from phalanx.ops.quantized.quantize_tile import (
     read_four,
     reciprocal,
     rounded,
-    write_codes,
+    write_quantized,
 )
 from phalanx.ops.quantized.recipes import Scaled
 
@@ -58,7 +58,7 @@ __all__ = [
     "SQUARES",
     "TILE",
     "WHOLE",
-    "Tiles",
+    "CastTiles",
     "amax",
     "amax_lines",
     "cast_both",
@@ -169,7 +169,7 @@ def _cast(
     CLAMP: tl.constexpr,
     WEIGH: tl.constexpr,
     MODE: tl.constexpr,
-    APART: tl.constexpr,
+    PER_EXPERT: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -188,7 +188,7 @@ def _cast(
     and `sums` (N, R): parts of the weights', as many as columns of tiles.
 
     A program has ROWS of the rows that tile `t` has room for, all of expert e."""
-    counting, down, along, places, cols = place(P, C, NOTE, EVERY, ROWS, COLS)
+    counting, down, along, padded, cols = place(P, C, NOTE, EVERY, ROWS, COLS)
     t = down * ROWS // TILE
     there, e, first, stop = _rows_of(t, ends, E, TILE, E_BLOCK)
     begin = first + down * ROWS % TILE
@@ -251,7 +251,7 @@ def _cast(
                     2 * C,
                     P,
                     MODE,
-                    APART,
+                    PER_EXPERT,
                     NOTE,
                     MAX,
                     LEAST,
@@ -286,7 +286,7 @@ def _cast(
             C,
             P,
             MODE,
-            APART,
+            PER_EXPERT,
             NOTE,
             MAX,
             LEAST,
@@ -320,7 +320,7 @@ def _emit(
     C,
     P,
     MODE: tl.constexpr,
-    APART: tl.constexpr,
+    PER_EXPERT: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -332,7 +332,7 @@ def _emit(
     """Cast v, four tiles, of columns `cols` and rows `begin` .. `stop`, into out (R, C) and other (C, P). Of LARGEST
     and LARGEST_LINES, only note its amaxes: of rows (R,), of columns (E, C), of all or, APART, (E,)."""
     rows = begin + 4 * tl.arange(0, v[0].shape[0])
-    if APART:
+    if PER_EXPERT:
         row_amax += e
     if MODE == _LINES or MODE == _LARGEST_LINES:
         col_amax += e.to(tl.int64) * C
@@ -364,7 +364,7 @@ def _emit(
                 C,
                 P,
                 MODE,
-                APART,
+                PER_EXPERT,
                 MAX,
                 WIDE_RANGE,
                 ROUND,
@@ -392,7 +392,7 @@ def _emit(
             C,
             P,
             MODE,
-            APART,
+            PER_EXPERT,
             MAX,
             WIDE_RANGE,
             ROUND,
@@ -422,7 +422,7 @@ def _write(
     C,
     P,
     MODE: tl.constexpr,
-    APART: tl.constexpr,
+    PER_EXPERT: tl.constexpr,
     MAX: tl.constexpr,
     WIDE_RANGE: tl.constexpr,
     ROUND: tl.constexpr,
@@ -430,7 +430,7 @@ def _write(
 ):
     """Codes and scales. row_scales: one, or one of each expert (APART); of LINES (R,); of BLOCKS (columns of tiles,
     R); of SQUARES (tiles, columns of tiles). col_scales: (E, C) or (tiles, C)."""
-    by_row, by_col = write_codes(
+    by_row, by_col = write_quantized(
         v,
         down,
         rows,
@@ -452,7 +452,7 @@ def _write(
         FLOOR,
     )
     if MODE == _WHOLE or MODE == _GIVEN:
-        tl.store(row_scales + e * APART, reciprocal(by_row))  # the same from all
+        tl.store(row_scales + e * PER_EXPERT, reciprocal(by_row))  # the same from all
     elif MODE == _SQUARES:
         tl.store(row_scales + t * tl.cdiv(C, 128) + along, reciprocal(by_row))
     else:
@@ -472,13 +472,13 @@ def takes(x: Source, block: tuple[int, int]) -> bool:
     return whole and not (isinstance(x, GatedRows) and x.gate.interleaved)
 
 
-def tiles_of(x: Source, mode: int) -> Tiles:
+def tiles_of(x: Source, mode: int) -> CastTiles:
     """The best of benchmarks/low_grouped.py on an H200. Rows of a tile of PLACE are divided into whole programs."""
     if mode in (BLOCKS, SQUARES):
-        return Tiles(TILE, TILE, 16)
+        return CastTiles(TILE, TILE, 16)
     if isinstance(x, GatedRowsGrad):
-        return Tiles(64, SUMMED, 4)
-    return Tiles(32, TILE, 4) if isinstance(x, GatedRows) and mode != LARGEST_LINES else Tiles(64, TILE, 8)
+        return CastTiles(64, SUMMED, 4)
+    return CastTiles(32, TILE, 4) if isinstance(x, GatedRows) and mode != LARGEST_LINES else CastTiles(64, TILE, 8)
 
 
 def sources(x: Source) -> tuple[tuple[Tensor | None, ...], int, dict[str, Any]]:
@@ -514,12 +514,12 @@ def _launch(
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     counts: Tensor | None = None,
     format: Format | None = None,
-    apart: bool = False,
-    cut: Tiles | None = None,
+    per_expert: bool = False,
+    cut: CastTiles | None = None,
 ) -> None:
     read, columns, more = sources(x)
-    count, places = len(ends), tiles * TILE
-    programs, constants = plan(x, places, columns, mode, format, counts, cut or tiles_of(x, mode))
+    count, padded = len(ends), tiles * TILE
+    programs, constants = plan(x, padded, columns, mode, format, counts, cut or tiles_of(x, mode))
     _cast[(programs,)](
         *read,
         ends,
@@ -531,9 +531,9 @@ def _launch(
         counts,
         x.shape[0],
         columns,
-        places,
+        padded,
         count,
-        APART=int(apart),
+        PER_EXPERT=int(per_expert),
         TILE=TILE,
         E_BLOCK=triton.next_power_of_2(count),
         **constants,
@@ -541,10 +541,10 @@ def _launch(
     )
 
 
-def amax(x: Source, ends: Tensor, tiles: int, apart: bool) -> Tensor:
+def amax(x: Source, ends: Tensor, tiles: int, per_expert: bool) -> Tensor:
     """Bits of the largest |x| of rows (R, C) in all, (1, 1), or of each expert's, (E, 1); int32."""
-    out = torch.zeros(len(ends) if apart else 1, 1, dtype=torch.int32, device=x.device)
-    _launch(x, ends, tiles, LARGEST, out, None, apart=apart)
+    out = torch.zeros(len(ends) if per_expert else 1, 1, dtype=torch.int32, device=x.device)
+    _launch(x, ends, tiles, LARGEST, out, None, per_expert=per_expert)
     return out
 
 
@@ -567,7 +567,7 @@ def cast_both(
     second: Tensor | None,
     counts: Tensor | None = None,
     into: tuple[Scaled, Scaled] | None = None,
-    cut: Tiles | None = None,
+    cut: CastTiles | None = None,
 ) -> tuple[Scaled, Scaled]:
     """Codes of rows x (R, C) as they lie, and transposed by places, (C, tiles * TILE).
 
@@ -577,7 +577,7 @@ def cast_both(
     counts, into   as kernels.quant.cast_both has them; cut: for benchmarks
     """
     (rows, columns), count, device = x.shape, len(ends), x.device
-    across, apart = (
+    across, per_expert = (
         triton.cdiv(columns, TILE),
         mode == WHOLE and first is not None and first.numel() == count and count > 1,
     )
@@ -590,11 +590,11 @@ def cast_both(
             SQUARES: ((tiles, across), (1, 1)),
         }
         row_scales, col_scales = (
-            torch.empty(s, device=device) for s in shapes.get(mode, ((count if apart else 1, 1), (1, 1)))
+            torch.empty(s, device=device) for s in shapes.get(mode, ((count if per_expert else 1, 1), (1, 1)))
         )
         into = _scaled(out, other, row_scales, col_scales, mode)
     else:
-        out, other, row_scales, col_scales = into[0].codes, into[1].codes, into[0].scales, into[1].scales.t()
+        out, other, row_scales, col_scales = into[0].quantized, into[1].quantized, into[0].scales, into[1].scales.t()
     _launch(
         x,
         ends,
@@ -607,7 +607,7 @@ def cast_both(
         (row_scales, col_scales),
         counts,
         format,
-        apart,
+        per_expert,
         cut,
     )
     return into

@@ -32,7 +32,7 @@ from phalanx.ops.quantized.quantize_tile import (
     SQUARES,
     TILE,
     WHOLE,
-    Tiles,
+    CastTiles,
     abs_bits,
     count_losses_of_four,
     note_amaxes,
@@ -43,7 +43,7 @@ from phalanx.ops.quantized.quantize_tile import (
     read_rows,
     reciprocal,
     rounded,
-    write_codes,
+    write_quantized,
 )
 from phalanx.ops.quantized.recipes import Scaled
 
@@ -57,7 +57,7 @@ __all__ = [
     "SQUARES",
     "TILE",
     "WHOLE",
-    "Tiles",
+    "CastTiles",
     "amax",
     "amax_lines",
     "cast_both",
@@ -101,7 +101,7 @@ def _emit(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -135,7 +135,7 @@ def _emit(
                 C,
                 MODE,
                 OTHER,
-                TURNED,
+                TRANSPOSED,
                 MAX,
                 WIDE_RANGE,
                 ROUND,
@@ -159,7 +159,7 @@ def _emit(
             C,
             MODE,
             OTHER,
-            TURNED,
+            TRANSPOSED,
             MAX,
             WIDE_RANGE,
             ROUND,
@@ -185,7 +185,7 @@ def _write(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     MAX: tl.constexpr,
     WIDE_RANGE: tl.constexpr,
     ROUND: tl.constexpr,
@@ -193,7 +193,7 @@ def _write(
 ):
     """Codes and scales. row_scales: one; of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (rows of tiles,
     columns of tiles). col_scales: (C,) or (rows of tiles, C)."""
-    by_row, by_col = write_codes(
+    by_row, by_col = write_quantized(
         v,
         down,
         rows,
@@ -208,7 +208,7 @@ def _write(
         R,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         MAX,
         WIDE_RANGE,
         ROUND,
@@ -243,7 +243,7 @@ def _cast(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -277,7 +277,7 @@ def _cast(
         C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -308,7 +308,7 @@ def _cast_gated(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -348,7 +348,7 @@ def _cast_gated(
         C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -407,7 +407,7 @@ def _cast_half_gated_grad(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -446,7 +446,7 @@ def _cast_half_gated_grad(
         C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -472,7 +472,7 @@ def _cast_gated_grad(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -511,7 +511,7 @@ def _cast_gated_grad(
         2 * C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -540,7 +540,7 @@ def _cast_gated_grad(
         2 * C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -573,7 +573,7 @@ def _cast_normed(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -614,7 +614,7 @@ def _cast_normed(
         C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -626,7 +626,7 @@ def _cast_normed(
 
 
 @triton.jit
-def _turned_back(
+def _rotated_back(
     x,
     cos,
     sin,
@@ -636,7 +636,7 @@ def _turned_back(
     s_seq,
     s_tok,
     R,
-    turned,
+    transposed,
     ROTATE: tl.constexpr,
     K: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -647,7 +647,7 @@ def _turned_back(
     at = (rows // length).to(tl.int64) * s_seq + (rows % length).to(tl.int64) * s_tok
     v = tl.load(x + at[:, None] + i[None, :], mask=there, other=0.0).to(tl.float32)
     if ROTATE:
-        if turned:
+        if transposed:
             pair = tl.load(x + at[:, None] + ((i + K // 2) % K)[None, :], mask=there, other=0.0).to(tl.float32)
             angle = rows[:, None] * (K // 2) + (i % (K // 2))[None, :]
             c = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
@@ -687,7 +687,7 @@ def _cast_rope_grad(
     ROTATE: tl.constexpr,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     NOTE: tl.constexpr,
     MAX: tl.constexpr,
     LEAST: tl.constexpr,
@@ -701,7 +701,7 @@ def _cast_rope_grad(
 ):
     """Of the gradient of the packed qkv (R, C) from those of q, k and v wherever they lie: a tile is of one head."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
-    i, none, head, turned = tl.arange(0, COLS), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
+    i, none, head, transposed = tl.arange(0, COLS), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
     if along < Q:
         x, s_seq, s_tok = q + head * q_head, none + q_seq, none + q_tok
     elif along < Q + KV:
@@ -709,10 +709,10 @@ def _cast_rope_grad(
     else:
         x, s_seq, s_tok = v + (head - Q - KV) * v_head, none + v_seq, none + v_tok
     d = (
-        _turned_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
-        _turned_back(x, cos, sin, rows + 1, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
-        _turned_back(x, cos, sin, rows + 2, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
-        _turned_back(x, cos, sin, rows + 3, i, length, s_seq, s_tok, R, turned, ROTATE, COLS, ROUND),
+        _rotated_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
+        _rotated_back(x, cos, sin, rows + 1, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
+        _rotated_back(x, cos, sin, rows + 2, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
+        _rotated_back(x, cos, sin, rows + 3, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
     )
     _emit(
         d,
@@ -733,7 +733,7 @@ def _cast_rope_grad(
         C,
         MODE,
         OTHER,
-        TURNED,
+        TRANSPOSED,
         NOTE,
         MAX,
         LEAST,
@@ -754,12 +754,12 @@ def _turn(x, out, R, C, TILE: tl.constexpr):
     tl.store(out + cols.to(tl.int64)[:, None] * R + rows[None, :], v.T, mask=mask.T)
 
 
-def transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
+def transposed(quantized: Tensor, out: Tensor | None = None) -> Tensor:
     """(R, C) of 8-bit codes -> (C, R), contiguous, in `out` if given."""
-    rows, columns = codes.shape
-    out = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device) if out is None else out
+    rows, columns = quantized.shape
+    out = torch.empty(columns, rows, dtype=quantized.dtype, device=quantized.device) if out is None else out
     grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
-    _turn[grid](codes.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, TILE=TILE, num_warps=8)
+    _turn[grid](quantized.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, TILE=TILE, num_warps=8)
     return out
 
 
@@ -792,18 +792,18 @@ def takes(x: Source, block: tuple[int, int]) -> bool:
     return True
 
 
-def tiles_of(x: Source, mode: int) -> Tiles:
+def tiles_of(x: Source, mode: int) -> CastTiles:
     """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, heads
     for one of their width. More lines for amaxes of columns: fewer atomics."""
     if mode in (
         BLOCKS,
         SQUARES,
     ):  # as few warps as have registers for two programs on a processor: what a line's scale costs, each warp pays
-        return Tiles(TILE, TILE, 8)
+        return CastTiles(TILE, TILE, 8)
     columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
     if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
-        return Tiles(64, columns, 8)
-    return Tiles(32, columns, 4)
+        return CastTiles(64, columns, 8)
+    return CastTiles(32, columns, 4)
 
 
 def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, int], dict[str, Any]]:
@@ -836,12 +836,12 @@ def _launch(
     counts: Tensor | None = None,
     turn: bool = False,
     format: Format | None = None,
-    tiles: Tiles | None = None,
+    tiles: CastTiles | None = None,
 ) -> None:
     """One of the kernels above over all of x."""
     kernel, sources, (rows, columns), more = _kernel_of(x, mode)
     programs, constants = plan(x, rows, columns, mode, format, counts, tiles or tiles_of(x, mode))
-    more |= dict(OTHER=other is not None, TURNED=turn)
+    more |= dict(OTHER=other is not None, TRANSPOSED=turn)
     kernel[(programs,)](*sources, first, second, out, other, *scales, counts, rows, columns, **constants, **more)
 
 
@@ -855,7 +855,7 @@ def cast_both(
     both: bool = True,
     counts: Tensor | None = None,
     into: tuple[Scaled, Scaled] | None = None,
-    tiles: Tiles | None = None,
+    tiles: CastTiles | None = None,
 ) -> tuple[Scaled, Scaled]:
     """Codes of x (R, C) with scales for sums along its columns, and for sums along its rows: the latter transposed,
     (C, R), if `turn`.
@@ -875,7 +875,7 @@ def cast_both(
     shared = whole or squares
     wanted = both and (turn or not shared)
     if into is not None:
-        out, other = into[0].codes, into[1].codes if wanted else None
+        out, other = into[0].quantized, into[1].quantized if wanted else None
     else:
         out = torch.empty(rows, columns, dtype=format.dtype, device=device)
         other = (

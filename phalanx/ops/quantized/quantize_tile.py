@@ -37,7 +37,7 @@ _WHOLE, _GIVEN, _LINES, _BLOCKS, _SQUARES, _LARGEST, _LARGEST_LINES = (
 
 
 @dataclass(frozen=True)
-class Tiles:
+class CastTiles:
     """What a program does: rows, columns (of gate and up each), by so many warps. 32 values a thread are four reads
     of 16 bytes of bf16."""
 
@@ -60,7 +60,7 @@ def format_constants(format: Format | None, x: Tensor | Any) -> dict[str, Any]:
 
 
 def plan(
-    x: Any, rows: int, columns: int, mode: int, format: Format | None, counts: Tensor | None, t: Tiles
+    x: Any, rows: int, columns: int, mode: int, format: Format | None, counts: Tensor | None, t: CastTiles
 ) -> tuple[int, dict[str, Any]]:
     """(programs that cast tiles t of x, and that only count losses, constants of their kernel). Tiles cover (rows,
     columns)."""
@@ -179,7 +179,7 @@ def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, O
 
 
 @triton.jit
-def store_codes(
+def store_quantized(
     v,
     where,
     stride,
@@ -189,21 +189,21 @@ def store_codes(
     MAX: tl.constexpr,
     WIDE_RANGE: tl.constexpr,
     ROUND: tl.constexpr,
-    TURNED: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr = False,
     OWN: tl.constexpr = False,
 ):
     """Codes of v to `rows` and `cols` of `where`; TURNED: transposed, to columns `rows`; OWN: as `_code` has it."""
-    codes = _code(v, MAX, WIDE_RANGE, ROUND, OWN).to(where.dtype.element_ty)
+    quantized = _code(v, MAX, WIDE_RANGE, ROUND, OWN).to(where.dtype.element_ty)
     if ROUND:  # nor does it cast NaN
-        codes = (
-            tl.where(tl.abs(v) < float("inf"), codes.to(tl.uint8, bitcast=True), 0x7F)
+        quantized = (
+            tl.where(tl.abs(v) < float("inf"), quantized.to(tl.uint8, bitcast=True), 0x7F)
             .to(tl.uint8)
             .to(where.dtype.element_ty, bitcast=True)
         )
-    if TURNED:
-        tl.store(where + cols.to(tl.int64)[:, None] * stride + rows[None, :], codes.T, mask=mask.T)
+    if TRANSPOSED:
+        tl.store(where + cols.to(tl.int64)[:, None] * stride + rows[None, :], quantized.T, mask=mask.T)
     else:
-        tl.store(where + rows.to(tl.int64)[:, None] * stride + cols[None, :], codes, mask=mask)
+        tl.store(where + rows.to(tl.int64)[:, None] * stride + cols[None, :], quantized, mask=mask)
 
 
 @triton.jit
@@ -386,7 +386,7 @@ def _write_rows(
     C,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     MAX: tl.constexpr,
     WIDE_RANGE: tl.constexpr,
     ROUND: tl.constexpr,
@@ -395,18 +395,18 @@ def _write_rows(
     cast from: multiplied by by_col."""
     mask, own = (rows < R)[:, None] & there[None, :], MODE != _GIVEN
     if MODE == _LINES or MODE == _BLOCKS:
-        store_codes(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+        store_quantized(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
         scaled = v * by_col[None, :]
-        if OTHER and not TURNED:
-            store_codes(scaled, other, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+        if OTHER and not TRANSPOSED:
+            store_quantized(scaled, other, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
     else:
         scaled = v * m
-        store_codes(scaled, out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+        store_quantized(scaled, out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
     return scaled
 
 
 @triton.jit
-def write_codes(
+def write_quantized(
     v,
     down,
     rows,
@@ -421,7 +421,7 @@ def write_codes(
     P,
     MODE: tl.constexpr,
     OTHER: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     MAX: tl.constexpr,
     WIDE_RANGE: tl.constexpr,
     ROUND: tl.constexpr,
@@ -443,20 +443,22 @@ def write_codes(
     m2, s2 = _scales(_row_bits(v[2], rows + 2, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
     m3, s3 = _scales(_row_bits(v[3], rows + 3, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
     by_col, col_scales = _scales(_column_bits(v, cols, there, col_amax, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
-    turned = (
-        _write_rows(v[0], m0, by_col, rows, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND),
+    transposed = (
         _write_rows(
-            v[1], m1, by_col, rows + 1, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND
+            v[0], m0, by_col, rows, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
         ),
         _write_rows(
-            v[2], m2, by_col, rows + 2, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND
+            v[1], m1, by_col, rows + 1, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
         ),
         _write_rows(
-            v[3], m3, by_col, rows + 3, R, cols, there, out, other, C, MODE, OTHER, TURNED, MAX, WIDE_RANGE, ROUND
+            v[2], m2, by_col, rows + 2, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
+        ),
+        _write_rows(
+            v[3], m3, by_col, rows + 3, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
         ),
     )
-    if OTHER and TURNED:
-        words = _packed(turned, MAX, WIDE_RANGE, ROUND, MODE != _GIVEN)
+    if OTHER and TRANSPOSED:
+        words = _packed(transposed, MAX, WIDE_RANGE, ROUND, MODE != _GIVEN)
         fours = down * words.shape[0] + tl.arange(0, words.shape[0])  # rows // 4, but known to be consecutive
         tl.store(
             other + cols.to(tl.int64)[:, None] * (P // 4) + fours[None, :],

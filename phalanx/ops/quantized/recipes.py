@@ -1,4 +1,5 @@
-"""Recipes of 8-bit (and 4-bit) training as data, and the plain twins of its casts, scales and scaled products.
+"""Recipes of 8-bit (and 4-bit) training as data, and the reference implementations of its casts, scales and scaled
+products.
 
 A value x is kept as a code c of a narrow format and a scale s shared by a block of values: x ~ c s. The two operands
 of a GEMM share blocks along the dim that is summed over. Which linears use a recipe, and how over ranks, is the
@@ -111,24 +112,24 @@ class Scaled:
     """Codes (R, C) and the scales of their blocks, (R / r, C / c) rounded up, fp32: the values are codes times
     scales."""
 
-    codes: Tensor
+    quantized: Tensor
     scales: Tensor
     block: Block
 
-    def turned(self) -> Scaled:
+    def transposed(self) -> Scaled:
         """The transposed matrix, in its own memory: products want the dim that is summed over to be contiguous."""
-        return Scaled(transposed(self.codes), self.scales.t().contiguous(), (self.block[1], self.block[0]))
+        return Scaled(transposed(self.quantized), self.scales.t().contiguous(), (self.block[1], self.block[0]))
 
     def rows(self, rows: slice) -> Scaled:
         """A run of rows that cuts no block."""
         size = self.block[0]
         scales = self.scales if size == 0 else self.scales[rows.start // size : -(-rows.stop // size)]
-        return Scaled(self.codes[rows], scales, self.block)
+        return Scaled(self.quantized[rows], scales, self.block)
 
 
-def transposed(codes: Tensor) -> Tensor:
-    """The plain twin of kernels.quant.transposed."""
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+def transposed(quantized: Tensor) -> Tensor:
+    """The reference implementation of kernels.quant.transposed."""
+    return quantized.view(torch.uint8).t().contiguous().view(quantized.dtype)
 
 
 def wide_of(x: Tensor) -> torch.dtype:
@@ -190,8 +191,8 @@ def _to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor, key: Key | None = None) -> Scaled:
-    """The plain twin of kernels.quant.cast_both: codes of x times the multiplier of its block, in x's dtype but at
-    least fp32. `key`: of random rounding."""
+    """The reference implementation of kernels.quant.cast_both: codes of x times the multiplier of its block, in x's
+    dtype but at least fp32. `key`: of random rounding."""
     scaled = x.to(wide_of(x)) * spread(multiplier, block, x.shape)  # type: ignore[arg-type]
     return Scaled(cast_scaled(scaled, block, format, key), 1.0 / multiplier, block)
 
@@ -203,18 +204,18 @@ def cast_scaled(scaled: Tensor, block: Block, format: Format, key: Key | None) -
 
 def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
     """(3,) int64, as COUNTED says, of all values."""
-    return count_lost(x, q.codes, x.to(wide_of(x)) * spread(multiplier, q.block, x.shape), format)  # type: ignore[arg-type]
+    return count_lost(x, q.quantized, x.to(wide_of(x)) * spread(multiplier, q.block, x.shape), format)  # type: ignore[arg-type]
 
 
-def count_lost(x: Tensor, codes: Tensor, scaled: Tensor, format: Format) -> Tensor:
+def count_lost(x: Tensor, quantized: Tensor, scaled: Tensor, format: Format) -> Tensor:
     """(3,) int64, as COUNTED says: of values x, which were cast as `scaled` and became `codes`, all of one shape."""
-    zeros, cut = (codes.float() == 0) & (x != 0), scaled.abs() > format.max * (1 + 2.0**-20)
+    zeros, cut = (quantized.float() == 0) & (x != 0), scaled.abs() > format.max * (1 + 2.0**-20)
     return torch.stack((zeros.sum(), cut.sum(), torch.full_like(zeros, True).sum()))
 
 
 def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
     """The values, rounded once to `dtype`, (R, C)."""
-    values = q.codes.to(dtype)  # exact: all dtypes have more bits than codes
+    values = q.quantized.to(dtype)  # exact: all dtypes have more bits than codes
     if 1 in q.block and not any(
         length % max(1, size) for length, size in zip(values.shape, q.block)
     ):  # without a scale for each element in memory
@@ -222,7 +223,7 @@ def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
         blocks = values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
         blocks.mul_(q.scales[:, None, :, None])
         return values
-    return values.mul_(spread(q.scales, q.block, q.codes.shape))  # type: ignore[arg-type]
+    return values.mul_(spread(q.scales, q.block, q.quantized.shape))  # type: ignore[arg-type]
 
 
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:

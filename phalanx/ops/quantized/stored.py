@@ -30,7 +30,7 @@ def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: to
 
 
 def cast_run_(
-    codes: Tensor,
+    quantized: Tensor,
     x: Tensor,
     first: int,
     blocks: Blocks,
@@ -49,23 +49,23 @@ def cast_run_(
     if triton:
         from phalanx.ops.quantized import stored_kernel as kernels
 
-        kernels.cast_run_(codes, x, first, blocks, multiplier, format, dtype, counts, bits)
+        kernels.cast_run_(quantized, x, first, blocks, multiplier, format, dtype, counts, bits)
         return
     if bits is not None:
         note_largest_(bits, x, first, blocks, dtype, triton)
     x = x.to(dtype)
     scaled = x.to(wide_of(x)) * multiplier[blocks.of(first, first + len(x), x.device)]
     made = cast(scaled, format)
-    codes.copy_(made.view(torch.uint8))
+    quantized.copy_(made.view(torch.uint8))
     if counts is not None:
         counts[0, :-1] += count_lost(x, made, scaled, format)
 
 
-def turn_(out: Tensor, codes: Tensor, triton: bool) -> None:
+def turn_(out: Tensor, quantized: Tensor, triton: bool) -> None:
     """out (C, R) = the transpose of 8-bit codes (R, C)."""
     if triton:
         from phalanx.ops.quantized.quantize_kernel import transposed
 
-        transposed(codes, out)
+        transposed(quantized, out)
     else:
-        out.view(torch.uint8).copy_(codes.view(torch.uint8).t())
+        out.view(torch.uint8).copy_(quantized.view(torch.uint8).t())

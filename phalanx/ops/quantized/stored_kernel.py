@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.ops.quantized.quantize_tile import abs_bits, count_losses, format_constants, store_codes
+from phalanx.ops.quantized.quantize_tile import abs_bits, count_losses, format_constants, store_quantized
 
 if TYPE_CHECKING:
     from phalanx.ops.quantized.recipes import Format
@@ -89,7 +89,7 @@ def _note(v, bits, blocks, there):
 @triton.jit
 def _cast_run(
     x,
-    codes,
+    quantized,
     multiplier,
     counts,
     bits,
@@ -120,7 +120,7 @@ def _cast_run(
     m = tl.load(multiplier + blocks, mask=there, other=1.0)
     scaled = v * m[:, None]
     mask = i < n
-    store_codes(scaled, codes, GROUP, groups, tl.arange(0, GROUP), mask, MAX, WIDE_RANGE, ROUND)
+    store_quantized(scaled, quantized, GROUP, groups, tl.arange(0, GROUP), mask, MAX, WIDE_RANGE, ROUND)
     if LARGEST:
         _note(v, bits, blocks, there)
     if NOTE:
@@ -136,7 +136,7 @@ def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: to
 
 
 def cast_run_(
-    codes: Tensor,
+    quantized: Tensor,
     x: Tensor,
     first: int,
     blocks: Blocks,
@@ -150,7 +150,7 @@ def cast_run_(
     sizes, lines = _sizes(first, x, blocks)
     _cast_run[(programs,)](
         x,
-        codes.view(format.dtype),
+        quantized.view(format.dtype),
         multiplier,
         counts,
         bits,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, device
 
 
-class Unmade:
+class LazySource:
     """A source: `x` has its dtype and lies on its device, and is of its shape where a kind does not say otherwise."""
 
     x: Tensor
@@ -31,7 +31,7 @@ class Unmade:
         raise NotImplementedError
 
 
-def stand_in(source: Unmade, nan: Tensor) -> Tensor:
+def lazy_tensor(source: LazySource, nan: Tensor) -> Tensor:
     """A tensor of the source's shape, of one number in memory: `nan` ()."""
     made: Any = nan.expand(source.shape)
     made.source = source

@@ -23,7 +23,7 @@ from phalanx.ops.dense import optional_kernels
 from phalanx.ops.dense.activation import swiglu
 from phalanx.ops.dense.gated_mlp import PlainGemms, gated_mlp, gated_mlp_fits
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.dense.optional_kernels import CAPABILITY, WHEELS, absent, incapable, use_wheel
+from phalanx.ops.dense.optional_kernels import CAPABILITY, PACKAGES, absent, incapable, use_optional_kernel
 from phalanx.sequence.batch import Batch, room_for_documents, usual_documents
 from tests.test_ops import normal
 
@@ -37,19 +37,19 @@ def problems(overrides: list[str], facts: Facts) -> list:
 
 def test_auto_leaves_them_alone_where_they_cannot_run():
     x = torch.zeros(4, 8, dtype=torch.bfloat16)
-    for op in WHEELS:
-        assert not use_wheel(op, "auto", x, True)  # not a GPU
-        assert not use_wheel(op, "plain", x, True) and not use_wheel(op, "triton", x, True)
-        assert use_wheel(op, "wheels", x, True)  # asked for by name: no silent fallback
+    for op in PACKAGES:
+        assert not use_optional_kernel(op, "auto", x, True)  # not a GPU
+        assert not use_optional_kernel(op, "plain", x, True) and not use_optional_kernel(op, "triton", x, True)
+        assert use_optional_kernel(op, "optional", x, True)  # asked for by name: no silent fallback
 
 
 def test_the_tested_version_alone_is_taken(monkeypatch):
-    found = {"flash-attn-4": WHEELS["attention"].version, "quack-kernels": "0.0.1"}
+    found = {"flash-attn-4": PACKAGES["attention"].version, "quack-kernels": "0.0.1"}
     monkeypatch.setattr(optional_kernels.importlib.metadata, "version", lambda name: found[name])
     absent.cache_clear()
     try:
         assert absent("attention") is None
-        assert "0.0.1" in absent("mlp") and WHEELS["mlp"].version in absent("mlp")
+        assert "0.0.1" in absent("mlp") and PACKAGES["mlp"].version in absent("mlp")
     finally:
         absent.cache_clear()
 
@@ -57,9 +57,9 @@ def test_the_tested_version_alone_is_taken(monkeypatch):
 def test_the_extra_pins_the_tested_versions():
     tomllib = pytest.importorskip("tomllib")
     with open("pyproject.toml", "rb") as file:
-        extra = tomllib.load(file)["project"]["optional-dependencies"]["wheels"]
-    for wheel in WHEELS.values():
-        assert f"{wheel.package}=={wheel.version}" in extra
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["kernels"]
+    for package in PACKAGES.values():
+        assert f"{package.package}=={package.version}" in extra
 
 
 def test_devices_are_judged_by_capability():
@@ -67,23 +67,23 @@ def test_devices_are_judged_by_capability():
     assert "8.0" in incapable((8, 0)) and "NVIDIA" in incapable((9, 4), nvidia=False)
 
 
-HERE = [w for w in WHEELS.values() if importlib.metadata.packages_distributions().get(w.module.split(".")[0])]
+HERE = [w for w in PACKAGES.values() if importlib.metadata.packages_distributions().get(w.module.split(".")[0])]
 
 
 @pytest.mark.skipif(bool(HERE), reason="the packages are installed")
 def test_absent_packages_are_named():
-    for op, wheel in WHEELS.items():
-        assert absent(op) == f"{wheel.package} {wheel.version} is not installed"
+    for op, package in PACKAGES.items():
+        assert absent(op) == f"{package.package} {package.version} is not installed"
 
 
 def test_refused_by_name():
     hopper = Facts(device="cuda", device_count=1, device_name="NVIDIA H200", files=False)
-    bf16 = ["train.kernels=wheels", "train.precision=bf16", "model.head_dim=64"]
+    bf16 = ["train.kernels=optional", "train.precision=bf16", "model.head_dim=64"]
     assert problems(bf16, hopper) == []
     assert problems(bf16, Facts(files=False)) == []  # a plan on a laptop
     [none] = problems(bf16, Facts(device_count=0, files=False))
     assert (none.field, none.valid, none.because) == ("train.kernels", ("auto",), {"device": "CPU"})
-    lacking = replace(hopper, no_wheels=(("attention", "compute capability 8.0, 9.0 or newer is needed"),))
+    lacking = replace(hopper, no_optional_kernels=(("attention", "compute capability 8.0, 9.0 or newer is needed"),))
     [old] = problems(bf16, lacking)
     assert old.field == "train.kernels" and "8.0" in old.because["attention"] and "triton" in old.valid
     assert problems([*bf16, "train.plain_ops=[attention]"], lacking) == []
@@ -95,7 +95,7 @@ def test_refused_by_name():
     assert problems([*bf16, "data.document_attention=true"], hopper) == []
     assert problems([*bf16, "model.family=mistral", "model.sliding_window=32"], hopper) == []
     [latent] = check(
-        load_run("recipes/tiny_deepseek_v3.yaml", ["train.kernels=wheels", "train.precision=bf16"]), hopper
+        load_run("recipes/tiny_deepseek_v3.yaml", ["train.kernels=optional", "train.precision=bf16"]), hopper
     )
     assert "and" in latent.because["width of a head"]
     [inner] = problems([*bf16, "model.intermediate_size=100"], hopper)
@@ -132,7 +132,7 @@ def test_shapes():
     assert gated_mlp_fits(4096, 14336) and not gated_mlp_fits(4096, 14340) and not gated_mlp_fits(100, 64)
 
 
-# ---- the op around the wheel's GEMMs, with their plain twins -------------------------------------
+# ---- the op around the package's GEMMs, with their reference implementations -------------------------------------
 
 
 def both(tp: Axis, tokens: int, width: int, inner: int, dtype: torch.dtype, buffers: bool) -> list[list[torch.Tensor]]:
@@ -188,4 +188,4 @@ def over_tp(rank: int, world: int) -> float:
 
 
 def test_one_op_equals_three_over_tp(ranks):
-    assert max(ranks.run("tests.test_wheels:over_tp", 2)) <= 1e-12
+    assert max(ranks.run("tests.test_optional_kernels:over_tp", 2)) <= 1e-12
