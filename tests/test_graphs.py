@@ -375,7 +375,7 @@ def test_ranks_that_exchange_tokens_capture_the_same_micro_batches(ranks):
     assert [make_plan(run, 4).mixes_batches for run in runs] == [True, False, True, False]
 
 
-def transposed(rank: int, world: int) -> bool:
+def turns_of_memory(rank: int, world: int) -> bool:
     """Whether a run that is not captured ends its exchanges, an odd number of them, on the turn on which they began."""
     mesh = Mesh(Grid(tp=world), rank)
     assert mesh.overlap(mesh.tp, "on", 1024) == "on" and mesh.tp.memory is not None
@@ -391,7 +391,7 @@ def transposed(rank: int, world: int) -> bool:
 
 
 def test_what_is_not_captured_ends_on_its_first_turn(ranks):
-    assert all(ranks.run("tests.test_graphs:turned", 2))
+    assert all(ranks.run("tests.test_graphs:turns_of_memory", 2))
 
 
 def test_what_is_forgotten_is_captured_anew():
