@@ -29,7 +29,7 @@ OPTIONAL = {
 }
 
 
-WHEEL_COSTS = {  # benchmarks/results/README.md
+PACKAGE_COSTS = {  # benchmarks/results/README.md
     "attention": "attention is torch's",
     "mlp": "SwiGLU is a kernel between two GEMMs: two more passes over memory",
 }
@@ -184,7 +184,7 @@ def fast_paths() -> Rows:
                 "messages go through main memory; tensor parallelism suffers most",
             )
         )
-    for op, cost in WHEEL_COSTS.items():
+    for op, cost in PACKAGE_COSTS.items():
         rows.append((PACKAGES[op].package, no_gpu or unusable(op), cost))
     return [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
 

@@ -124,9 +124,9 @@ class Attention(Module):
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         if self.q_norm is not None and self.k_norm is not None:
-            twin = "plain" if self.env.kernels_for("norm") == "plain" else self.env.kernels_for("rope")
+            kernels = "plain" if self.env.kernels_for("norm") == "plain" else self.env.kernels_for("rope")
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
-            return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, twin)
+            return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
         nan = nan_for(self.qkv, qkv) if self.qkv_bias is None else None  # a bias sums the gradient
         return rope(qkv, *shape, table, self.env.kernels_for("rope"), nan)
 

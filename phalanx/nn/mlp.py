@@ -49,7 +49,7 @@ class SwiGLU(Module):
     def _of_rows(self, x: Tensor) -> Tensor:
         if self.gate_up_bias is not None:
             return self._in_ops(x)
-        quantizer, twin, recomputes = (
+        quantizer, kernels, recomputes = (
             quantizer_of(self.gate_up) or quantizer_of(self.down),
             self.env.kernels_for("swiglu"),
             self.env.recompute.recomputes,
@@ -59,9 +59,9 @@ class SwiGLU(Module):
         if (
             quantizer is not None
             and not (recomputes("up") or recomputes("activation"))
-            and use_quantized_gated_mlp(self.gate_up, self.down, twin, x)
+            and use_quantized_gated_mlp(self.gate_up, self.down, kernels, x)
         ):
-            return quantized_gated_mlp(x, self.gate_up, self.down, self.env.tp, twin)
+            return quantized_gated_mlp(x, self.gate_up, self.down, self.env.tp, kernels)
         return self._in_ops(x)
 
     def _in_ops(self, x: Tensor) -> Tensor:

@@ -293,13 +293,13 @@ class Recompute:
         if self.cuts is None or name not in self.cuts.names:
             return self.op(name, partial(make, batch), *inputs)
         inside = frozenset() if name in self._recomputed else self._recomputed
-        return self.op(name, self.cuts.op(partial(self._apart, make, inside, self._held is not None), likes), *inputs)
+        return self.op(name, self.cuts.op(partial(self._between, make, inside, self._held is not None), likes), *inputs)
 
     def cuts_at(self, name: str) -> bool:
         """Whether this op runs apart from what is captured now."""
         return self.cuts is not None and name in self.cuts.names
 
-    def _apart(
+    def _between(
         self, make: Callable[..., Any], recomputed: Set[str], offloaded: bool, held: Held | None, *inputs: Any
     ) -> Any:
         """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would

@@ -567,7 +567,9 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["routers: gradients by bf16 pieces"] = routers
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
-    found |= twin_cases() | optional_kernel_cases() | expert_checks() | low_checks() | context_checks() | checkpoint_checks()
+    found |= (
+        twin_cases() | optional_kernel_cases() | expert_checks() | low_checks() | context_checks() | checkpoint_checks()
+    )
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
