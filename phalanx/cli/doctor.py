@@ -133,7 +133,7 @@ def implementations() -> Rows:
             "weight gradients",
             f"addmm into the fp32 buffer, {'inside the GEMM' if cuda else 'operands widened first (CPU)'}",
         ),
-        ("products in 8 bits", quantized_matmuls() if cuda else "emulated, because there is no GPU"),
+        ("matmuls in 8 bits", quantized_matmuls() if cuda else "emulated, because there is no GPU"),
         ("norm, RoPE, SwiGLU", "Triton kernels" if triton_runs() else "PyTorch ops with hand-written backward"),
         ("cross entropy", "chunked over tokens, cut over the vocabulary; the full logits never exist"),
         (
