@@ -196,7 +196,7 @@ def test_every_dependency_has_a_reason():
     """README's table names what pyproject.toml asks for, and nothing else."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
-    wanted = {re.split(r"[\[<>=]", name)[0] for name in asked}
+    wanted = {re.split(r"[\[<>=]", name)[0] for name in asked} - {"phalanx"}  # an extra may name another of ours
     table = PAGES[0].read_text(encoding="utf-8").partition("## Dependencies")[2]
     assert {row for row in re.findall(r"^\| ([a-z0-9.-]+)(?: \(extra[^|]*\))? \|", table, re.MULTILINE)} - {
         "package"
