@@ -38,6 +38,9 @@ class PlanReport:
     text: str
     fits: bool
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def plan_text(run: Run, world: int, device: Device | None = None) -> str:
     return plan_report(run, world, device).text
