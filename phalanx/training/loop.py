@@ -16,7 +16,7 @@ from phalanx.engine.evaluate import evaluate
 from phalanx.engine.fp8_state import shadow_text, unsafe
 from phalanx.engine.guard import NOT_FINITE, REASONS
 from phalanx.engine.replicas import check_replicas
-from phalanx.engine.step import StepResult, accumulate, train_step, update
+from phalanx.engine.step import StepResult, accumulate, end_step, train_step, update
 from phalanx.observe.metrics import Counters, Pending, Reporter
 from phalanx.observe.record import Recorder
 from phalanx.optim.schedules import learning_rate
@@ -169,6 +169,17 @@ class Loop:
         self._made, self._tokens = Pending(self.step, lr, result, self.state.mesh.watch.waits.take()), None
         return result
 
+    def _updated_by_others(self, tokens: Tensor) -> None:
+        """Gradients were accumulated and not applied here: the weights are those of the caller's own optimizer."""
+        if self.state.plan.run.layout.sharding or any(flat.separate_masters for flat in self.state.buffers.flat):
+            raise RuntimeError(
+                f"step {self.step}: accumulate() without apply() is for an optimizer of your own, which needs "
+                "layout.sharding=0 and train.precision=fp32: here weights are made of other numbers"
+            )
+        zero = self.state.buffers.zero_grads  # as our optimizer does in its pass
+        result = end_step(self.state, tokens, self.asked(), lambda skip, factor: zero())
+        self._made, self._tokens = Pending(self.step, self._lr(None), result, self.state.mesh.watch.waits.take()), None
+
     def _lr(self, lr: float | None) -> float:
         run = self.state.plan.run
         return learning_rate(run.optim, self.step, run.train.last_step) if lr is None else lr
@@ -177,8 +188,12 @@ class Loop:
         """Read the step before, whose results are there by now."""
         if self._over:
             return
+        if self._made is None and self._tokens is not None:
+            self._updated_by_others(self._tokens)
         if self._made is None:
-            raise RuntimeError(f"step {self.step}: its batches were taken, but neither train_step() nor apply() called")
+            raise RuntimeError(
+                f"step {self.step}: its batches were taken, but neither train_step() nor accumulate() called"
+            )
         self._read()
         self._pending, self._over = (self._made, self._size), True
         self.saves.check()
@@ -315,14 +330,14 @@ class Loop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()
 
-    def evaluate(self) -> dict[str, float]:
-        """Set name -> mean loss per token over the validation sets; said, and written to metrics."""
+    def evaluate(self, say: bool = True) -> dict[str, float]:
+        """Set name -> mean loss per token over the validation sets; written to metrics, and said if `say`."""
         self.flush()
         step, losses = self.counters.step, evaluate(self.state, self.valid)
         if losses:
-            self.reporter.log.info(
-                " ".join([f"valid step={step}", *(f"{name}={loss:.4f}" for name, loss in losses.items())])
-            )
+            if say:
+                text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items())
+                self.reporter.log.info(f"valid step={step} {text}")
             if self.reporter.trackers is not None:
                 self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
             for callback in self.callbacks:

@@ -13,6 +13,7 @@ from phalanx.base.placement import Placement
 from phalanx.config.run import Run
 from phalanx.engine.build import State
 from phalanx.engine.step import StepResult
+from phalanx.optim.schedules import learning_rate
 from phalanx.sequence.batch import Batch
 from phalanx.training.callbacks import Callback
 from phalanx.training.loop import Loop
@@ -49,6 +50,11 @@ class Session:
         """The step whose batches were taken last; before that, the one that the run begins or goes on after."""
         return self._loop.step or self._loop.counters.step
 
+    @property
+    def lr(self) -> float:
+        """The schedule's learning rate of this step."""
+        return learning_rate(self.run.optim, self.step, self.run.train.last_step)
+
     def batches(self) -> Iterator[list[Batch]]:
         """This rank's micro-batches of each step to come, on the device, until train.steps.
 
@@ -66,7 +72,11 @@ class Session:
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of all micro-batches, for an update of your own: gradients of the mean loss, times
-        the loss scale, reduced over ranks, in `p.grad`. Returns the number of tokens with a loss, () float64."""
+        the loss scale, reduced over ranks, in `p.grad`. Returns the number of tokens with a loss, () float64.
+
+        With layout.sharding=0 and train.precision=fp32 any torch optimizer over `model.parameters()` may take the
+        place of `apply`; its own state is then the caller's to keep.
+        """
         return self._loop.accumulate(batches)
 
     def apply(self, lr: float | None = None) -> StepResult:
@@ -75,7 +85,7 @@ class Session:
 
     def evaluate(self) -> dict[str, float]:
         """Validation set -> mean loss per token, over data.valid's sets; empty without any. Also in metrics.jsonl."""
-        return self._loop.evaluate()
+        return self._loop.evaluate(say=False)
 
     def save(self) -> None:
         """Save a checkpoint of the last step, in the background where the config allows it."""
