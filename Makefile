@@ -1,4 +1,5 @@
 # make train   a small model learns on whatever this machine has (TEXT=file for your own text)
+# make quick   while you work: pure rooms, ops, a handful of layouts and a checkpoint; under 2 minutes on 2 cores
 # make test    lint, types, import direction and the fast tests
 # make soak    the large sets of tests; soak.md says what was run (JOBS=44: so many at once)
 # make test-gpu  tests that need a GPU
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # The package is used where it lies; nothing is installed into the environment but what it needs.
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help env env-dev train test fast lint types imports soak test-gpu clean
+.PHONY: help env env-dev train quick test fast lint types imports soak test-gpu clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -38,6 +39,10 @@ $(VENV)/.ready-dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
 # The demo may use every core.
 train: $(VENV)/.ready
 	env -u OMP_NUM_THREADS $(PY) -m phalanx.cli.demo $(if $(TEXT),--text "$(TEXT)")
+
+# tests/quick.py has the list, and why each entry is on it. Its whole files run beside each other, no layout twice.
+quick: $(VENV)/.ready-dev
+	@$(PY) -m tests.quick | tr '\n' '\0' | xargs -0 $(PY) -m pytest -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The types are checked beside the tests, which leave a core free now and then.
 test: lint imports
