@@ -51,6 +51,7 @@ from tests.pool import RanksFailed
 from tests.sample import covering, features, rest_in_soak
 from tests.test_low import low_run
 from tests.test_low_kernels import same, some
+from tests.weights import make_weight
 
 GPU_RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 ENDS = torch.tensor([37, 37, 165, 200], dtype=torch.int32)  # one has none, one more than a tile; 12 rows are nobody's
@@ -313,14 +314,9 @@ def test_experts_as_one_op_are_their_parts():
         )
         x, weights, stacks = x.requires_grad_(), weights.requires_grad_(), []
         for rows, columns in ((64, 64), (64, 32)):
-            w = (
-                (some(3 * rows, columns, torch.float32, seed=3) / 64)
-                .clamp(-1, 1)
-                .view(3, rows, columns)
-                .requires_grad_()
-            )
-            w.grad, w.quantizer = torch.ones(3, rows, columns), experts_of("delayed", "triton", True)
-            stacks.append(w)
+            values = (some(3 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(3, rows, columns)
+            quantizer, grad = experts_of("delayed", "triton", True), torch.ones(3, rows, columns)
+            stacks.append(make_weight(values, quantizer, grad))
         assert use_quantized_grouped_mlp(*stacks, "triton", x)
         if whole:
             y = quantized_grouped_mlp(x, *stacks, FEW, weights, SWIGLU, "triton", later)
@@ -362,14 +358,9 @@ def test_rows_that_are_never_in_memory(dispatch):
         )
         x, weights = x.requires_grad_(), weights.requires_grad_()
         for rows, columns in ((64, 64), (64, 32)):
-            w = (
-                (some(4 * rows, columns, torch.float32, seed=3) / 64)
-                .clamp(-1, 1)
-                .view(4, rows, columns)
-                .requires_grad_()
-            )
-            w.grad, w.quantizer = torch.zeros(4, rows, columns), experts_of("delayed", "triton", True)
-            stacks.append(w)
+            values = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns)
+            quantizer, grad = experts_of("delayed", "triton", True), torch.zeros(4, rows, columns)
+            stacks.append(make_weight(values, quantizer, grad))
 
         def compute(
             rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks

@@ -52,6 +52,7 @@ from phalanx.ops.quantized.recipes import (
 )
 from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
 from tests.gpu.experts import no_host_sync
+from tests.weights import make_weight
 
 ONE = Axis("tp")
 CAST_SHAPES = [(16, 16), (272, 144), (4096, 1408), (1000, 1024)]
@@ -503,21 +504,19 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
                 torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i, s in sizes
             )
             weights = torch.rand(5100, generator=torch.Generator().manual_seed(9)).to(device).requires_grad_()
-            for w in (up, down):
-                w.requires_grad_()
-                w.grad_dtype, w.grad, w.quantizer = (
-                    torch.float32,
-                    torch.full(w.shape, 3.0, device=device),
-                    experts_of(recipe, "auto", device),
-                )  # type: ignore[attr-defined]
+            quantizers = experts_of(recipe, "auto", device), experts_of(recipe, "auto", device)
+            up, down = (
+                make_weight(w, quantizer, torch.full(w.shape, 3.0, device=device))
+                for w, quantizer in zip((up, down), quantizers)
+            )
             x, nan = x.requires_grad_(), x.new_full((), torch.nan) if whole else None
             with no_host_sync(device):
                 h = gather_rows(x, rows, "auto", nan)
                 if whole:
                     h = quantized_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
                 else:
-                    h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, up.quantizer), rows.ends_E, weights)  # type: ignore[attr-defined]
-                    h = quantized_grouped_matmul(h, down, rows.ends_E, down.quantizer)  # type: ignore[attr-defined]
+                    h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, quantizers[0]), rows.ends_E, weights)
+                    h = quantized_grouped_matmul(h, down, rows.ends_E, quantizers[1])
                 y = combine_rows(h, None, rows, tokens, "auto", nan)
                 y.backward(dy)
             last = int(rows.ends_E[-1])
