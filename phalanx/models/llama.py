@@ -81,9 +81,9 @@ class LlamaLayer(Block):
         self.mlp = (make_mlp or mlp)(config, env, layer)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x, normed = self.norm1.add(x, None, self.attention.nan_for_input(x))
+        x, normed = self.norm1.add(x, reader=self.attention)
         delta = self.attention(normed, batch)
-        x, normed = self.norm2.add(x, delta, self.mlp.nan_for_input(x))
+        x, normed = self.norm2.add(x, delta, reader=self.mlp)
         return x + self.mlp(normed, batch)
 
 

@@ -60,10 +60,10 @@ class Module(nn.Module):
         )
         return self.param(ParamSpec((size,), (whole,)))
 
-    def nan_for_input(self, x: Tensor) -> Tensor | None:
-        """(), if a stand-in (ops.quantized.lazy_tensor) of a tensor like x can be the input: all that reads it are
-        casts to 8 bits."""
-        return None
+    def takes_lazy(self, x: Tensor) -> bool:
+        """Whether a lazy tensor (ops.lazy_tensor) may be the input in place of one like x: one linear reads it, and
+        casts it to FP8."""
+        return False
 
     def flops(self, seq_length: int) -> float:
         """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as

@@ -36,7 +36,7 @@ from phalanx.ops.quantized.experts import (
     quantized_grouped_mlp,
     use_quantized_grouped_mlp,
 )
-from phalanx.ops.quantized.linear import nan_for, quantizer_of
+from phalanx.ops.quantized.linear import quantizer_of, takes_lazy
 from phalanx.sequence.batch import IGNORE, Batch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
@@ -207,9 +207,9 @@ class Experts(Module):
         fits = self.bias is None and not (recomputes("up") or recomputes("activation"))
         return fits and use_quantized_grouped_mlp(self.gate_up, self.down, self.env.kernels_for("swiglu"), x)
 
-    def nan_for_rows(self, x: Tensor) -> Tensor | None:
-        """For stand-ins of the rows that come, and of the gradient of those that go (ops.quantized.lazy_tensor)."""
-        return nan_for(self.gate_up, x) if self._one_op(x) else None
+    def takes_lazy(self, x: Tensor) -> bool:
+        """Of the rows that come, and of the gradient of those that go."""
+        return self._one_op(x) and takes_lazy(self.gate_up, x)
 
     def _of(self, p: Parameter, source: int) -> Parameter:
         return p if source == 0 else p.extra_grads[source - 1]
@@ -307,8 +307,8 @@ class MoE(Module):
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
                 exchange.send(chosen, experts, self.env.kernels_for("permute"))
-            nan = self.experts.nan_for_rows(x)
-            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for("permute"), nan)
+            lazy = self.experts.takes_lazy(x)
+            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for("permute"), lazy)
             return y if len(y) == len(x) else y[: len(x)], missing
 
         likes = ((x.shape, x.dtype), ((), torch.int64))

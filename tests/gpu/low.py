@@ -285,7 +285,7 @@ def gated_casts(recipe: str) -> Callable[[torch.device], str]:
     return check
 
 
-def unmade_casts(recipe: str) -> Callable[[torch.device], str]:
+def lazy_casts(recipe: str) -> Callable[[torch.device], str]:
     """RMSNorm's output and the gradient of rope, cast as they are made: against the plain formulas and casts on the
     CPU."""
 
@@ -509,15 +509,15 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
                 make_weight(w, quantizer, torch.full(w.shape, 3.0, device=device))
                 for w, quantizer in zip((up, down), quantizers)
             )
-            x, nan = x.requires_grad_(), x.new_full((), torch.nan) if whole else None
+            x.requires_grad_()
             with no_host_sync(device):
-                h = gather_rows(x, rows, "auto", nan)
+                h = gather_rows(x, rows, "auto", lazy=whole)
                 if whole:
                     h = quantized_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
                 else:
                     h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, quantizers[0]), rows.ends_E, weights)
                     h = quantized_grouped_matmul(h, down, rows.ends_E, quantizers[1])
-                y = combine_rows(h, None, rows, tokens, "auto", nan)
+                y = combine_rows(h, None, rows, tokens, "auto", lazy_grad=whole)
                 y.backward(dy)
             last = int(rows.ends_E[-1])
             found.append([t.detach() for t in (y, x.grad, up.grad, down.grad, weights.grad[:last])])  # type: ignore[union-attr,index]
@@ -570,7 +570,7 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
-        found[f"low precision, norm, rope and casts {recipe}"] = unmade_casts(recipe)
+        found[f"low precision, norm, rope and casts {recipe}"] = lazy_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
         found[f"low precision, casts of experts {recipe}"] = expert_casts(recipe)
         found[f"low precision, what experts make, cast {recipe}"] = expert_made_casts(recipe)
