@@ -29,6 +29,7 @@ from phalanx.nn.dry_run import FusedAttention, KnownShapes, Use, bucket_bytes, m
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
+from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.optim.adamw import moment_bytes
 from phalanx.planning.plan import BlockFacts, Plan, fp8_names
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
@@ -158,9 +159,8 @@ class DryBlock:
         dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
         with torch.no_grad(), dry.known, FusedAttention():
             for p in block.parameters():
-                fp8 = getattr(p, "quantizer", None)
-                if fp8 is not None:
-                    fp8.refresh(p)  # counted with the weights
+                if isinstance(p.quantizer, WeightQuantizer):
+                    p.quantizer.refresh(p)  # counted with the weights
             run_block(
                 block, dry.new_input(), batch
             )  # makes what all layers share of a batch, so that it does not count as this block's
@@ -238,11 +238,11 @@ def _rank_use(
         shared += 4 * plan.expert_exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
     lows = [
-        (p.quantizer, p.spec)  # type: ignore[attr-defined]
+        (p.quantizer, p.spec)
         for run in blocks_here.values()
         for b in run
         for p in b.parameters()
-        if getattr(p, "quantizer", None) is not None
+        if isinstance(p.quantizer, WeightQuantizer)
     ]
     quantized = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(
