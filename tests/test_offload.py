@@ -16,7 +16,7 @@ from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import accumulate
 from phalanx.forecast.capacity import DoesNotFit, MachineMemory, check_capacity
 from phalanx.forecast.decide import make_plan
-from phalanx.forecast.memory import block_uses, fixed_bytes, rank_uses
+from phalanx.forecast.memory import rank_uses
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.dry_run import Allocations
@@ -221,27 +221,6 @@ def test_a_host_with_too_little_memory_is_told():
     assert check_capacity(twice, 2, machine(4 * use.host, 2)) is None
     with pytest.raises(DoesNotFit, match="its 2 ranks need"):
         check_capacity(twice, 2, machine(use.host, 2))
-
-
-def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
-    """Of each, two layers at most are here at once: one that is computed, and one on its way. Without graphs
-    micro-batches share that room."""
-    run = load_run(
-        "recipes/tiny_llama.yaml",
-        ["model.num_hidden_layers=8", "train.offload_layers=8", "train.global_batch=4", "train.micro_batch=1"],
-    )
-    run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), train=replace(run.train, cuda_graphs="on"))
-    plan = make_plan(run, 1)
-    (use,), _ = rank_uses(plan, 4)
-    blocks = block_uses(plan)
-    layer = blocks[1].bytes
-    stays = sum(blocks[b].bytes.kept for b in (0, 9)) + 8 * layer.output + fixed_bytes(plan, 0, blocks)
-    leaves = layer.kept - layer.output
-    head = (
-        blocks[9].bytes.kept + blocks[9].bytes.output
-    )  # of the last micro-batch it is not there yet while two layers are
-    assert use.memory["activations"] == 4 * stays + 2 * leaves - head
-    assert use.memory["activations"] + use.pools == 4 * (stays + 2 * leaves) + 3 * max(b.bytes.working for b in blocks)
 
 
 @pytest.mark.parametrize("recompute", ["none", "long", "full"])

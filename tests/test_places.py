@@ -159,6 +159,6 @@ def test_a_growing_batch_has_the_same_places():
 
 def test_only_graphs_keep_places():
     run = fixed(base_run("llama"), sharding=3)
-    assert make_plan(run, 2).places and not make_plan(run, 1).places
-    assert not make_plan(replace(run, train=replace(run.train, cuda_graphs="auto")), 2).places
-    assert not make_plan(replace(run, layout=replace(run.layout, sharding=1)), 2).places
+    assert make_plan(run, 2).slots and not make_plan(run, 1).slots
+    assert not make_plan(replace(run, train=replace(run.train, cuda_graphs="auto")), 2).slots
+    assert not make_plan(replace(run, layout=replace(run.layout, sharding=1)), 2).slots

@@ -3,13 +3,13 @@ leaves and comes back.
 
 Knows tensors and a device, not when to move: whoever runs the blocks says that (pipeline.execute, at instructions of
 the schedule). On a GPU copies go to pinned memory and back on a stream of their own, beside compute; on the CPU they
-are plain copies. What is held in the memory of CUDA graphs is copied by graphs, always between the same places.
-Either way the bits that come back are those that left. Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.
+are plain copies. Either way the bits that come back are those that left. Rajbhandari et al., "ZeRO-Infinity", 2021,
+section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,38 +133,6 @@ class Held:
         """The device goes on when what came back is there."""
         if self.arrived is not None:
             torch.cuda.current_stream(self.mover.device).wait_event(self.arrived)
-
-    def between_places(self, new_host: Callable[[int], Tensor]) -> Places:
-        """Where all that is held now is to lie on the host; from here on the graph alone holds it. `new_host`: that
-        many bytes there."""
-        memories = list(self.memories.values())
-        self.memories.clear()
-        return Places(memories, [new_host(m.here.nbytes) for m in memories])  # type: ignore[union-attr]
-
-
-@dataclass(eq=False)
-class Places:
-    """What was held, until it is fetched, and its places on the host. The copies can be captured: none allocates on
-    the host or waits."""
-
-    memories: list[Memory]
-    hosts: list[Tensor]
-
-    def copy_out(self) -> None:
-        for m, host in zip(self.memories, self.hosts, strict=True):
-            host.copy_(m.here, non_blocking=True)  # type: ignore[arg-type]
-
-    def let_go(self) -> None:
-        """Of the memory here, which others may write from now on."""
-        for m in self.memories:
-            m.here = None
-
-    def copy_in(self, device: torch.device) -> None:
-        """To new memory, which the graph alone holds."""
-        for m, host in zip(self.memories, self.hosts, strict=True):
-            m.here = torch.empty(host.shape, dtype=host.dtype, device=device)
-            m.here.copy_(host, non_blocking=True)
-        self.memories.clear()
 
 
 def hollow(x: Tensor) -> None:

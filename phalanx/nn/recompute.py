@@ -233,8 +233,7 @@ class CutPoints(Protocol):
     """Of those ops."""
 
     def op(self, make: Callable[..., Any], likes: Sequence[Like]) -> Callable[..., Any]:
-        """What to call with inputs alone in place of make(held, batch, *inputs), a tensor or several, like these.
-        `held` is given what the op saves, if its block is one whose activations wait on the host."""
+        """What to call with inputs alone in place of make(batch, *inputs), a tensor or several, like these."""
         ...
 
 
@@ -293,18 +292,16 @@ class Recompute:
         if self.cuts is None or name not in self.cuts.names:
             return self.op(name, partial(make, batch), *inputs)
         inside = frozenset() if name in self._recomputed else self._recomputed
-        return self.op(name, self.cuts.op(partial(self._apart, make, inside, self._held is not None), likes), *inputs)
+        return self.op(name, self.cuts.op(partial(self._apart, make, inside), likes), *inputs)
 
     def cuts_at(self, name: str) -> bool:
         """Whether this op runs apart from what is captured now."""
         return self.cuts is not None and name in self.cuts.names
 
-    def _apart(
-        self, make: Callable[..., Any], recomputed: Set[str], offloaded: bool, held: Held | None, *inputs: Any
-    ) -> Any:
+    def _apart(self, make: Callable[..., Any], recomputed: Set[str], *inputs: Any) -> Any:
         """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would
         store."""
-        with self.block(recomputed, held if offloaded else None):
+        with self.block(recomputed):
             return make(*inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:

@@ -63,6 +63,7 @@ class Stages:
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
         self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
+        self._held: dict[tuple[int, int, int], Held] = {}  # of runs with activations that wait on the host
         self.offloaded_bytes = 0  # that left for the host in this step
         self._receiving: dict[Value, Work] = {}
         self._sending: list[Work] = []
@@ -108,7 +109,9 @@ class Stages:
         x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
         if self.seed is not None:
             held = Held(self._mover) if any(block.offloaded for block in self.runs[where]) else None
-            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where), held)
+            if held is not None:
+                self._held[i.stage, i.run, i.mb] = held
+            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where, held=held))
             self._saved[i.stage, i.run, i.mb] = (x, y)
         else:
             with torch.no_grad():
@@ -134,20 +137,23 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it; and
-        its input, if that is memory of a graph."""
-        where, (x, y), batch = (i.stage, i.run), self._saved[i.stage, i.run, i.mb], self.batches[i.mb]
-        weights = (p for block in self.runs[where] for p in block.parameters())
-        self.offloaded_bytes += self.runner.leave(
-            where, i.mb, (y, *weights, *batch.tensors, *((x,) if self.runner.reuses_memory else ()))
-        )
-        if self.runner.has_left(where, i.mb, x):
+        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it."""
+        (x, y), held = self._saved[i.stage, i.run, i.mb], self._held[i.stage, i.run, i.mb]
+        weights = (p for block in self.runs[i.stage, i.run] for p in block.parameters())
+        self.offloaded_bytes += held.leave((y, *weights, *self.batches[i.mb].tensors))
+        if held.took(x):
             before = self._saved.get((i.stage, i.run - 1, i.mb))
             for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
                 hollow(tensor)
 
     def fetch(self, i: Fetch) -> None:
-        self.runner.come_back((i.stage, i.run), i.mb)
+        self._held[i.stage, i.run, i.mb].come_back()
+
+    def _arrive(self, i: Backward) -> None:
+        """What had left is back before the backward that is to read it, and from here on the graph alone holds it."""
+        held = self._held.pop((i.stage, i.run, i.mb), None)
+        if held is not None:
+            held.arrive()
 
     def take_output(self, mb: int, out: Tensor) -> None:
         """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
@@ -163,6 +169,7 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
+        self._arrive(i)
         dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
         if (i.stage, i.run) == self._ends[0]:
             self.batches[i.mb].forget()

@@ -8,16 +8,12 @@ What forward makes lies in a pool of memory of its slot: within a slot the order
 between slots it is not. What backward makes is needed no longer than until the stage's backward of that micro-batch
 is over, and nothing comes between its runs, so all slots of a rank share one pool for it; whoever keeps the gradient
 of a stage's input takes a copy.
-
-Where activations wait on the host, graphs of copies take them there and back, on a stream of their own. Until the
-slot's next compute is over they are in both places; then what is captured in the slot may use their memory. They
-come back to other memory of the slot.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -26,15 +22,14 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Overlap
-from phalanx.nn.offload import Held, Places
 from phalanx.nn.recompute import Recompute
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.segments import CapturedSegment, Cuda, GraphCuts, uncollected
 from phalanx.schedule.actions import Schedule
 from phalanx.sequence.batch import Batch, usual_documents
 
-Compute = Callable[[Tensor, Batch, Held | None], Tensor]
-"""(input, batch, what holds activations that are to wait on the host) -> output."""
+Compute = Callable[[Tensor, Batch], Tensor]
+"""(input, batch) -> output."""
 Where = tuple[int, int]
 SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
 """Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a
@@ -62,50 +57,22 @@ class Eager:
     reuses_memory = False
     captures = False
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[Where, int], Held] = {}
-
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
         """At the start of a step with these micro-batches; `seed` () is the gradient of the summed loss. Returns the
         tensor to use in its place."""
         return seed
 
-    def forward(
-        self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first).
-        `held`: of a run with activations that are to wait on the host."""
-        if held is not None:
-            self._held[where, mb] = held
+    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
+        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first)."""
         x = x if where == (0, 0) else x.detach().requires_grad_()
         with torch.enable_grad():
-            return x, compute(x, batch, held)
-
-    def leave(self, where: Where, mb: int, staying: Iterable[Tensor]) -> int:
-        """What the run saved of this micro-batch leaves for the host, but the memory of `staying`. The bytes that
-        leave."""
-        return self._held[where, mb].leave(staying)
-
-    def has_left(self, where: Where, mb: int, x: Tensor) -> bool:
-        """Whether the memory of x is among what left."""
-        held = self._held.get((where, mb))
-        return held is not None and held.took(x)
-
-    def come_back(self, where: Where, mb: int) -> None:
-        self._held[where, mb].come_back()
+            return x, compute(x, batch)
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         """Gradient of the run's input. `last`: nothing of this micro-batch is left in this stage after it."""
-        self._arrive(where, mb)
         if y.requires_grad:  # not where all that the model's first run has is frozen
             backward_from(y, dy)
         return x.grad
-
-    def _arrive(self, where: Where, mb: int) -> None:
-        """What had left is back before the backward that is to read it."""
-        held = self._held.pop((where, mb), None)
-        if held is not None:
-            held.arrive()
 
     def end(self) -> None:
         """At the end of a step."""
@@ -118,49 +85,26 @@ class Eager:
 
 
 @dataclass
-class _Away:
-    """Graphs that take what a run saved to its places on the host, and back; `left` and `came` are what to wait for,
-    once they are replayed."""
-
-    places: Places
-    out: Any
-    back: Any = None
-    left: Any = None
-    came: Any = None
-
-
-@dataclass
 class _Captured:
-    """A run's two rows of graphs and the tensors they read and write. `held`: what forward saved that may leave for
-    the host; `away`: how, if it did so before its backward was captured."""
+    """A run's two rows of graphs and the tensors they read and write."""
 
     x: Tensor
     y: Tensor
     forward: CapturedSegment
-    held: Held | None = None
     dy: Tensor | None = None
     backward: CapturedSegment | None = None
-    away: _Away | None = None
 
     def reset(self) -> None:
-        rows = (
-            (self.forward, self.backward)
-            if self.away is None
-            else (self.forward, self.backward, self.away.out, self.away.back)
-        )
-        for row in rows:
+        for row in (self.forward, self.backward):
             if row is not None:
                 row.reset()
 
 
 @dataclass
 class _Slot:
-    """`leaving`: runs whose activations may still be on their way to the host."""
-
     batch: Batch
     pool: Any
     runs: dict[Where, _Captured] = field(default_factory=dict)
-    leaving: list[_Away] = field(default_factory=list)
 
 
 class Graphs(Eager):
@@ -180,7 +124,6 @@ class Graphs(Eager):
         hosts: Axis | None = None,
         schedule: Callable[[int], Schedule] | None = None,
     ):
-        super().__init__()
         self.device, self.memories, self._recompute, self._cuts, self._hosts = (
             device,
             memories,
@@ -217,7 +160,7 @@ class Graphs(Eager):
         for slot in (s for slots in self._slots.values() for s in slots):
             for run in slot.runs.values():
                 run.reset()
-        for kept in (self._slots, self._free, self._taken, self._held, self._known, self._most):
+        for kept in (self._slots, self._free, self._taken, self._known, self._most):
             kept.clear()
         self.memories, self._warm = (), False
 
@@ -226,56 +169,25 @@ class Graphs(Eager):
         self.close()
         self.memories, self._passing = memories, self.device.pool()  # a pool whose graphs are all gone takes no more
 
-    def forward(
-        self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm or self._kinds[mb] == SELDOM:
-            return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute, held))
+            return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute))
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
         slot = self._taken[where[0], mb][1]
         run = slot.runs.get(where)
         if run is None:
-            run = slot.runs[where] = self._capture_forward(
-                slot, where, x, compute, None if held is None else Held(held.mover)
-            )
+            run = slot.runs[where] = self._capture_forward(slot, where, x, compute)
         elif x.data_ptr() != run.x.data_ptr():
             run.x.detach().copy_(x)
-        if held is not None:
-            self._held[where, mb] = held  # what ops between graphs save
-        run.forward.replay(batch, held)
-        self._settle(slot)
-        if run.away is not None:
-            self._leave(slot, run.away)  # asked for or not: what is captured behind it may use its memory
+        run.forward.replay(batch)
         return run.x, run.y
-
-    def leave(self, where: Where, mb: int, staying: Iterable[Tensor]) -> int:
-        if (where[0], mb) not in self._taken:
-            return super().leave(where, mb, staying)
-        slot = self._taken[where[0], mb][1]
-        run = slot.runs[where]
-        staying = (*staying, *slot.batch.tensors, *run.forward.fixed)
-        if run.held is not None and run.backward is None:
-            run.away, run.held = self._capture_leaving(slot, run.held, staying), None
-        nbytes = super().leave(where, mb, staying)
-        return nbytes if run.away is None else nbytes + sum(host.nbytes for host in run.away.places.hosts)
-
-    def come_back(self, where: Where, mb: int) -> None:
-        super().come_back(where, mb)
-        if (where[0], mb) in self._taken:
-            slot = self._taken[where[0], mb][1]
-            away = slot.runs[where].away
-            if away is not None:
-                self._come_back(slot, away)
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         if (where[0], mb) not in self._taken:
             return self._turning(lambda: super(Graphs, self).backward(where, mb, x, y, dy, last))
         kind, slot, batch = self._taken[where[0], mb]
         run = slot.runs[where]
-        self._arrive(where, mb)
-        if run.away is not None:
-            self._wait_for(slot, run.away)
         if run.backward is None and run.y.requires_grad:
             if dy is None:
                 raise RuntimeError("the gradient of a run that is being captured must be given")
@@ -287,55 +199,10 @@ class Graphs(Eager):
             run.dy.copy_(dy)
         if run.backward is not None:
             run.backward.replay(batch)
-        self._settle(slot)
         if last:
             del self._taken[where[0], mb]
             self._free[kind].append(slot)
         return run.x.grad
-
-    def _leave(self, slot: _Slot, away: _Away) -> None:
-        away.left = self.device.beside(away.out)
-        slot.leaving.append(away)
-
-    def _come_back(self, slot: _Slot, away: _Away) -> None:
-        self._settle(slot)
-        if away.back is None:
-            away.back = self._capture_copies(slot.pool, lambda: away.places.copy_in(slot.batch.tokens.device))
-        away.came = self.device.beside(away.back)
-
-    def _wait_for(self, slot: _Slot, away: _Away) -> None:
-        """Backward reads it where it comes back to; nobody asks for it where nobody asked that it leave."""
-        if away.came is None:
-            self._come_back(slot, away)
-        self.device.join(away.came)
-        away.came = None
-
-    def _settle(self, slot: _Slot) -> None:
-        """What is on its way to the host has arrived before anything else is done in this slot; its memory may be
-        written."""
-        for away in slot.leaving:
-            self.device.join(away.left)
-            away.places.let_go()
-        slot.leaving.clear()
-
-    def _capture_leaving(self, slot: _Slot, held: Held, staying: Iterable[Tensor]) -> _Away | None:
-        """None: nothing leaves."""
-        held.spare(staying)
-        places = held.between_places(self.device.host)
-        if not places.hosts:
-            return None
-        away = _Away(places, self._capture_copies(slot.pool, places.copy_out))
-        self._leave(slot, away)
-        return away
-
-    def _capture_copies(self, pool: Any, copy: Callable[[], None]) -> Any:
-        with uncollected(), self.device.aside():
-            graph = self.device.begin(pool)
-            try:
-                copy()
-            finally:
-                self.device.end(graph)
-        return graph
 
     def _turning(self, work: Callable[[], T]) -> T:
         """Do what is not captured, its exchanges ending on the turn on which they began, as those of graphs do:
@@ -405,17 +272,17 @@ class Graphs(Eager):
             if writer.x.grad is not None and run.dy is not None and writer.x.grad.data_ptr() == run.dy.data_ptr():
                 writer.x.grad = run.dy = None
 
-    def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute, held: Held | None) -> _Captured:
+    def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute) -> _Captured:
         if where != (0, 0):
             x = (x if self._stays(slot, x) else x.clone()).detach().requires_grad_()
         made: list[Tensor] = []
 
         def run() -> None:
             with torch.enable_grad():
-                made.append(compute(x, slot.batch, held))
+                made.append(compute(x, slot.batch))
 
         graph = self._capture(slot.pool, run)
-        return _Captured(x, made[0], graph, held)
+        return _Captured(x, made[0], graph)
 
     def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> CapturedSegment:
         row = CapturedSegment(self.device, pool, late)

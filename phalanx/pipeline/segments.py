@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.nn.offload import Held
 from phalanx.nn.recompute import Like
 from phalanx.sequence.batch import Batch
 
@@ -46,7 +45,7 @@ class Cuda:
             device,
             "relaxed" if loose else "thread_local",
         )  # either way other threads watch communicators meanwhile
-        self._stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -71,20 +70,6 @@ class Cuda:
         finally:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def host(self, nbytes: int) -> Tensor:
-        """Memory of the host that graphs copy to and from."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def beside(self, graph: Any) -> Any:
-        """Replay a graph of copies beside what is asked of the device after it; what to `join`."""
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copies):
-            graph.replay()
-            return self._copies.record_event()
-
-    def join(self, event: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
-
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
@@ -105,18 +90,12 @@ class CapturedSegment:
     def end(self) -> None:
         self.device.end(self.parts[-1])
 
-    def replay(self, batch: Batch, held: Held | None = None) -> None:
-        """`held`: of a forward, what is given to hold what ops between graphs save."""
+    def replay(self, batch: Batch) -> None:
         for part in self.parts:
             if isinstance(part, _Step):
-                part.run(batch, held)
+                part.run(batch)
             else:
                 part.replay()
-
-    @property
-    def fixed(self) -> Iterator[Tensor]:
-        """What ops between graphs read and write: it has places of its own."""
-        return (t for part in self.parts if isinstance(part, _Onward) for t in (*part.inputs, *part.outs))
 
     def reset(self) -> None:
         for part in self.parts:
@@ -142,7 +121,7 @@ class GraphCuts:
         return self._places[key]
 
     def op(self, make: Callable[..., Any], likes: Sequence[Like]) -> Callable[..., Any]:
-        """What to run in place of make(held, batch, *inputs), a tensor or several, like these: called with the
+        """What to run in place of make(batch, *inputs), a tensor or several, like these: called with the
         inputs alone."""
         return _Site(self, make, likes)
 
@@ -184,7 +163,7 @@ class _Site:
 class _Step:
     """A part of a row that runs as it is."""
 
-    def run(self, batch: Batch, held: Held | None) -> None:
+    def run(self, batch: Batch) -> None:
         raise NotImplementedError
 
 
@@ -193,17 +172,17 @@ class _Onward(_Step):
         self.site, self.inputs, self.wanted = site, inputs, wanted
         self.outs = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in site.likes)
 
-    def run(self, batch: Batch, held: Held | None) -> None:
+    def run(self, batch: Batch) -> None:
         site = self.site
         if site.calls[-1] is not self or (
             site.late and not site.goes_back
         ):  # it is made again before backward, or has none
             with torch.no_grad():
-                self._keep(site.make(None, batch, *self.inputs))
+                self._keep(site.make(batch, *self.inputs))
             return
         leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(self.inputs, self.wanted)]
         with torch.enable_grad():
-            out = self._keep(site.make(held, batch, *leaves))
+            out = self._keep(site.make(batch, *leaves))
         site.kept = leaves, get_gradient_edge(out) if out.requires_grad else None
 
     def _keep(self, made: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -218,7 +197,7 @@ class _Back(_Step):
     def __init__(self, site: _Site, dout: Tensor, grads: list[Tensor | None]):
         self.site, self.dout, self.grads = site, dout, grads
 
-    def run(self, batch: Batch, held: Held | None) -> None:
+    def run(self, batch: Batch) -> None:
         if self.site.kept is None:
             raise RuntimeError("backward of an op between graphs that did not run forward")
         (leaves, edge), self.site.kept = self.site.kept, None
