@@ -20,7 +20,7 @@ from phalanx.forecast.memory import rank_uses
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.dry_run import Allocations
-from phalanx.nn.offload import Held, Mover
+from phalanx.nn.offload import Mover, OffloadedActivations
 from phalanx.schedule.actions import Backward, Fetch, Forward, Offload, Program, ScheduleError
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
@@ -30,19 +30,20 @@ from tests.parity import MODELS, base_run, step_batches
 CPU = torch.device("cpu")
 
 
-def test_what_is_held_comes_back_to_the_bit():
-    """Views of one storage are held once; what others hold anyway stays."""
+def test_what_is_offloaded_comes_back_to_the_bit():
+    """Views of one storage are copied once; what others keep alive anyway stays."""
     x, other = torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(5)
     views = [x[1:], x.t(), x.as_strided((3, 2), (8, 1), 2)]
     truth = [v.clone() for v in views]
-    held = Held(Mover(CPU))
-    parts, beside = [held.put(v) for v in views], held.put(other)
-    assert len(held.memories) == 2 and held.leave([other]) == x.nbytes
+    offloaded = OffloadedActivations(Mover(CPU))
+    saved, beside = [offloaded.put(v) for v in views], offloaded.put(other)
+    assert len(offloaded.storages) == 2 and offloaded.to_host([other]) == x.nbytes
+    assert offloaded.holds(x) and not offloaded.holds(other)
     x.zero_()
     with pytest.raises(RuntimeError, match="before it was fetched"):
-        parts[0].tensor()
-    held.come_back()
-    assert all(torch.equal(p.tensor(), t) and p.tensor().stride() == v.stride() for p, t, v in zip(parts, truth, views))
+        saved[0].tensor()
+    offloaded.to_device()
+    assert all(torch.equal(p.tensor(), t) and p.tensor().stride() == v.stride() for p, t, v in zip(saved, truth, views))
     assert beside.tensor().data_ptr() == other.data_ptr()
 
 

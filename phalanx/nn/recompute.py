@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.nn.offload import Held, Part
+from phalanx.nn.offload import OffloadedActivations, OffloadedTensor
 from phalanx.ops.dense.pieces import in_pieces
 from phalanx.sequence.batch import Batch
 
@@ -203,11 +203,11 @@ class _View:
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
-Kept = Tensor | _View | Part
+Kept = Tensor | _View | OffloadedTensor
 
 
 def stored(kept: Kept) -> Tensor:
-    """The tensor that was kept, made again, or held."""
+    """The tensor, whether it was kept, is recomputed or was offloaded."""
     return kept if isinstance(kept, Tensor) else kept.tensor()
 
 
@@ -251,22 +251,22 @@ class Recompute:
         self.cuts: CutPoints | None = None
         self._recomputed: Set[str] = frozenset()
         self._whole: _Recomputed | None = None  # what runs now is inside of it
-        self._held: Held | None = None
+        self._offloaded: OffloadedActivations | None = None
         self._outputs: dict[int, _Output] = {}
 
     @contextmanager
-    def block(self, recomputed: Set[str], held: Held | None = None) -> Iterator[None]:
-        """Around the forward of a block: the ops named in `again` are made again in its backward. `held` is given
-        the rest to keep."""
-        if not (recomputed or held) or not torch.is_grad_enabled():
+    def block(self, recomputed: Set[str], offloaded: OffloadedActivations | None = None) -> Iterator[None]:
+        """Around the forward of a block: the ops named in `recomputed` run again in its backward. What else the block
+        saves goes to `offloaded`."""
+        if not (recomputed or offloaded) or not torch.is_grad_enabled():
             yield
             return
-        self._recomputed, self._held = recomputed, held
+        self._recomputed, self._offloaded = recomputed, offloaded
         try:
             with saved_tensors_hooks(self._pack, stored):
                 yield
         finally:
-            self._recomputed, self._held = frozenset(), None
+            self._recomputed, self._offloaded = frozenset(), None
             self._outputs.clear()
 
     def op(self, name: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -381,7 +381,7 @@ class Recompute:
         if (
             found is None or found.storage() is not storage or found.dtype != tensor.dtype
         ):  # memory is used anew once it is free
-            return tensor if self._held is None else self._held.put(tensor)
+            return tensor if self._offloaded is None else self._offloaded.put(tensor)
         return _View(partial(found.recomputed.output, found.number), *_place(tensor, found.offset))
 
 

@@ -14,7 +14,7 @@ from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
-from phalanx.nn.offload import Held, Mover, hollow
+from phalanx.nn.offload import Mover, OffloadedActivations, free_storage
 from phalanx.nn.run_block import run_block
 from phalanx.pipeline.graphs import Eager
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Recv, Send, Value, Wait
@@ -63,8 +63,8 @@ class Stages:
         self._values: dict[Value, Tensor] = {}  # named by their reader
         self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
         self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
-        self._held: dict[tuple[int, int, int], Held] = {}  # of runs with activations that wait on the host
-        self.offloaded_bytes = 0  # that left for the host in this step
+        self._offloaded: dict[tuple[int, int, int], OffloadedActivations] = {}  # of runs with offloaded blocks
+        self.offloaded_bytes = 0  # copied to the host in this step
         self._receiving: dict[Value, Work] = {}
         self._sending: list[Work] = []
 
@@ -108,10 +108,10 @@ class Stages:
     def forward(self, i: Forward) -> None:
         x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
         if self.seed is not None:
-            held = Held(self._mover) if any(block.offloaded for block in self.runs[where]) else None
-            if held is not None:
-                self._held[i.stage, i.run, i.mb] = held
-            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where, held=held))
+            offloaded = None
+            if any(block.offloaded for block in self.runs[where]):
+                offloaded = self._offloaded[i.stage, i.run, i.mb] = OffloadedActivations(self._mover)
+            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where, offloaded=offloaded))
             self._saved[i.stage, i.run, i.mb] = (x, y)
         else:
             with torch.no_grad():
@@ -126,10 +126,12 @@ class Stages:
         else:
             self._inner["act", i.stage, i.run + 1, i.mb] = out
 
-    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch, held: Held | None = None) -> Tensor:
+    def _compute(
+        self, where: tuple[int, int], x: Tensor, batch: Batch, offloaded: OffloadedActivations | None = None
+    ) -> Tensor:
         blocks, finish = self.runs[where], self.finish if self.is_last(*where) else None
         for block in blocks[:-1] if finish else blocks:
-            x = run_block(block, x, batch, held)
+            x = run_block(block, x, batch, offloaded)
         return finish(blocks[-1], x, batch) if finish else x
 
     @cached_property
@@ -137,23 +139,26 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it."""
-        (x, y), held = self._saved[i.stage, i.run, i.mb], self._held[i.stage, i.run, i.mb]
+        """Copy to the host what the run saved, except what something else keeps alive anyway: the run's output,
+        weights, the batch and what was derived from it."""
+        x, y = self._saved[i.stage, i.run, i.mb]
+        offloaded = self._offloaded[i.stage, i.run, i.mb]
         weights = (p for block in self.runs[i.stage, i.run] for p in block.parameters())
-        self.offloaded_bytes += held.leave((y, *weights, *self.batches[i.mb].tensors))
-        if held.took(x):
+        self.offloaded_bytes += offloaded.to_host((y, *weights, *self.batches[i.mb].tensors))
+        if offloaded.holds(x):
             before = self._saved.get((i.stage, i.run - 1, i.mb))
             for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
-                hollow(tensor)
+                free_storage(tensor)
 
     def fetch(self, i: Fetch) -> None:
-        self._held[i.stage, i.run, i.mb].come_back()
+        self._offloaded[i.stage, i.run, i.mb].to_device()
 
-    def _arrive(self, i: Backward) -> None:
-        """What had left is back before the backward that is to read it, and from here on the graph alone holds it."""
-        held = self._held.pop((i.stage, i.run, i.mb), None)
-        if held is not None:
-            held.arrive()
+    def _wait_for_offloaded(self, i: Backward) -> None:
+        """The device waits until what was offloaded is back. No reference to it may outlive this method: backward
+        frees each saved tensor after its last use."""
+        offloaded = self._offloaded.pop((i.stage, i.run, i.mb), None)
+        if offloaded is not None:
+            offloaded.wait()
 
     def take_output(self, mb: int, out: Tensor) -> None:
         """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
@@ -169,7 +174,7 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
-        self._arrive(i)
+        self._wait_for_offloaded(i)
         dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
         if (i.stage, i.run) == self._ends[0]:
             self.batches[i.mb].forget()

@@ -163,8 +163,19 @@ class _Edge:
 
 
 @dataclass
-class _Held:
-    """The buckets of one rank. What a step is told to do and must not is returned as the reason, else ""."""
+class _BucketStates:
+    """The state of each bucket of one rank. A method that is told to do what the state forbids returns the reason,
+    else "".
+
+        weights        Gather            Ready            Free
+              sharded ───────▶ gathered ──────▶ readable ──────▶ sharded
+
+        gradients   Open         Forward, Backward         Reduce             Close
+              none ──────▶ open ───────────────────▶ added ───────▶ reducing ───────▶ none, or reduced for this step
+
+    A bucket whose weights are not sharded has no Gather and no Free, one whose gradients are not sharded has no Open
+    (actions.Flow).
+    """
 
     gathered: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
@@ -226,7 +237,7 @@ class _Held:
         self.added.add(bucket)
         return ""
 
-    def left(self, buckets: set[int], trained: bool) -> str:
+    def missing(self, buckets: set[int], trained: bool) -> str:
         """What is missing at the end."""
         if trained and self.reduced != buckets:
             return f"never reduces buckets {sorted(buckets - self.reduced)} for the last time"
@@ -251,10 +262,10 @@ class _Rank:
     posted: dict[Value, int] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
     done: set[Forward | Backward] = field(default_factory=set)
-    held: _Held = field(default_factory=lambda: _Held())
+    bucket_states: _BucketStates = field(default_factory=lambda: _BucketStates())
     sent_at: list[tuple[int, int, float]] = field(default_factory=list)
     sending: bool = False
-    away: set[tuple[int, int, int]] = field(default_factory=set)
+    on_host: set[tuple[int, int, int]] = field(default_factory=set)
     spans: list[ActionSpan] = field(default_factory=list)
     live: Counter[int] = field(default_factory=Counter)
     live_changes: list[LiveChange] = field(default_factory=list)
@@ -317,7 +328,7 @@ class _Rank:
                 self.move(instruction)
             case Gather() | Ready() | Free() | Open() | Reduce() | Close():
                 self.require(instruction.bucket in self.buckets, "is about an unknown bucket")
-                wrong = self.held.step(instruction, self.program.flow(self.rank, instruction.bucket))
+                wrong = self.bucket_states.step(instruction, self.program.flow(self.rank, instruction.bucket))
                 self.require(not wrong, wrong)
         return True
 
@@ -325,11 +336,11 @@ class _Rank:
         where = (do.stage, do.run, do.mb)
         self.require(Forward(*where) in self.done and Backward(*where) not in self.done, "there is nothing to move")
         if isinstance(do, Offload):
-            self.require(where not in self.away, "has left already")
-            self.away.add(where)
+            self.require(where not in self.on_host, "is on the host already")
+            self.on_host.add(where)
         else:
-            self.require(where in self.away, "is not on the host")
-            self.away.remove(where)
+            self.require(where in self.on_host, "is not on the host")
+            self.on_host.remove(where)
 
     # ---- compute
 
@@ -352,7 +363,7 @@ class _Rank:
         self.check_place(do)
         last = self.program.runs_per_stage[do.stage] - 1
         self.require(Forward(do.stage, last, do.mb) in self.done, "its forward has not run")
-        self.require((do.stage, do.run, do.mb) not in self.away, "its activations are on the host")
+        self.require((do.stage, do.run, do.mb) not in self.on_host, "its activations are on the host")
         if do.run < last:
             self.require(Backward(do.stage, do.run + 1, do.mb) in self.done, "the run after it has not run backward")
         else:
@@ -441,10 +452,10 @@ class _Rank:
 
     def use_buckets(self, do: Forward | Backward, adds: bool) -> None:
         mine = self.buckets_of[do.stage, do.run]
-        missing = [bucket for bucket in mine if bucket not in self.held.ready]
+        missing = [bucket for bucket in mine if bucket not in self.bucket_states.ready]
         self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
         for bucket in mine if adds else ():
-            wrong = self.held.add(bucket, self.program.flow(self.rank, bucket))
+            wrong = self.bucket_states.add(bucket, self.program.flow(self.rank, bucket))
             self.require(not wrong, wrong)
 
     def check_complete(self) -> None:
@@ -463,7 +474,7 @@ class _Rank:
             raise ScheduleError(
                 f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}"
             )
-        wrong = self.held.left(set(self.buckets), self.schedule.has_backward)
+        wrong = self.bucket_states.missing(set(self.buckets), self.schedule.has_backward)
         if wrong:
             raise ScheduleError(f"rank {self.rank} {wrong}")
 
