@@ -1,4 +1,10 @@
-"""The one executor: runs a list of instructions in order; what each does is in the handlers it is given."""
+"""The executor: carries out a rank's list of instructions in order, and the handlers that compute and pass messages.
+
+Recv, Wait ──▶ _values ──▶ Forward ──▶ _values ──▶ Send
+                           │      ▲
+                           ▼      │ between segments of one stage: _inner
+                         _saved ──▶ Backward (Offload and Fetch in between: _offloaded)
+"""
 
 from __future__ import annotations
 
@@ -29,11 +35,11 @@ def execute(instructions: Sequence[Instruction], handlers: Handlers) -> None:
 
 
 class Stages:
-    """The blocks of one rank, grouped in runs, and the values in flight between them.
+    """The blocks of one rank in segments, and the values in flight between them.
 
-    A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on.
-    `begin` sets what a step works on; afterwards `loss_sum` () float64 is the summed loss of this rank's last stage
-    (else 0). With `loss_seed` the head makes its gradients in forward, else in backward.
+    Autograd's graph is cut at the borders of a segment: forward detaches the input, backward passes on its gradient.
+    `begin` starts a step; after it `loss_sum` () float64 is the summed loss if the model's last stage is on this rank,
+    else 0. With `loss_seed` the head computes its gradients in forward, else in backward.
     """
 
     def __init__(
@@ -47,29 +53,26 @@ class Stages:
         loss_seed: bool = True,
     ):
         self.runner = runner or Eager()
-        self._ends = (
-            min(runs),
-            max(runs),
-        )  # the first and the last run that this rank computes of a micro-batch in forward
-        self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
+        self._ends = min(runs), max(runs)  # the first and the last segment of a micro-batch on this rank
+        self.runs = runs
+        self.runs_per_stage = runs_per_stage
+        self.mesh, self.width, self.dtype = mesh, width, dtype
         self.loss_seed = loss_seed
-        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = (
-            None  # what to ask of the last block instead of its loss
-        )
+        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # computes this in place of the loss
         self.losses = torch.zeros(1, dtype=torch.float64, device=mesh.device)  # of each micro-batch
-        self._none = torch.empty(
-            0, dtype=dtype, device=mesh.device
-        )  # what the first block gets instead of an activation
+        self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # the input of the model's first block
         self._values: dict[Value, Tensor] = {}  # named by their reader
-        self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
-        self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
-        self._offloaded: dict[tuple[int, int, int], OffloadedActivations] = {}  # of runs with offloaded blocks
+        # Activations and gradients between segments of one stage, by (kind, stage, segment, micro-batch).
+        self._inner: dict[tuple[str, int, int, int], Tensor] = {}
+        # Input and output of each segment in flight, by (stage, segment, micro-batch).
+        self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._offloaded: dict[tuple[int, int, int], OffloadedActivations] = {}  # if a block of it is
         self.offloaded_bytes = 0  # copied to the host in this step
         self._receiving: dict[Value, Work] = {}
         self._sending: list[Work] = []
 
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
-        """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
+        """Start a step. `batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
         self.seed = None if seed is None else self.runner.begin(seed, batches)
         self.batches = [replace(b, loss_seed=self.seed, late=not self.loss_seed) for b in batches]
         self.outputs: dict[int, Tensor] = {}
@@ -81,7 +84,7 @@ class Stages:
         return pairwise_sum(self.losses)
 
     def end(self) -> None:
-        """Wait for the sends, so that their buffers may go."""
+        """End a step: wait for the sends, so that their buffers are freed."""
         for work in self._sending:
             work.wait()
         self._sending.clear()
@@ -139,7 +142,7 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """Copy to the host what the run saved, except what something else keeps alive anyway: the run's output,
+        """Copy to the host what the segment saved, except what something else keeps alive anyway: the segment's output,
         weights, the batch and what was derived from it."""
         x, y = self._saved[i.stage, i.run, i.mb]
         offloaded = self._offloaded[i.stage, i.run, i.mb]
@@ -147,7 +150,7 @@ class Stages:
         self.offloaded_bytes += offloaded.to_host((y, *weights, *self.batches[i.mb].tensors))
         if offloaded.holds(x):
             before = self._saved.get((i.stage, i.run - 1, i.mb))
-            for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
+            for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the segment before
                 free_storage(tensor)
 
     def fetch(self, i: Fetch) -> None:
@@ -161,7 +164,7 @@ class Stages:
             offloaded.wait()
 
     def take_output(self, mb: int, out: Tensor) -> None:
-        """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
+        """Keep the result of the last block: the micro-batch's summed loss, or the result of `finish`."""
         if self.finish is None:
             self.losses[mb].copy_(out)
         else:
@@ -202,9 +205,7 @@ class Stages:
         self._values[i.value] = self._receiving.pop(i.value).wait().to(self.mesh.device)
 
     def send(self, i: Send) -> None:
-        self._sending = [
-            work for work in self._sending if not work.over()
-        ]  # frees the buffers of those that are complete
+        self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of complete sends
         hosts, value = self._hosts, self._values.pop(i.value)
         value = value.clone() if self.runner.reuses_memory and i.kind == "act" else value.contiguous()
         self._sending.append(
@@ -213,5 +214,5 @@ class Stages:
 
     @property
     def _hosts(self) -> Axis | None:
-        """Who passes messages on in place of the devices, in a step in which none may be under way on those."""
+        """Messages go through hosts in a step that captures graphs: then none may be pending on the devices."""
         return self.mesh.pp_hosts if self.runner.captures else None

@@ -1,13 +1,21 @@
-"""CUDA graphs of runs of blocks: after a step without them, forward and backward of each run become one launch each.
+"""CUDA graphs: after one eager step, the forward and the backward of each segment of blocks are one launch each.
 
-A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight in a stage: its tokens, its
-activations and its gradients always lie at the same addresses, so what a run writes is what the next run's graph
-reads, without copies. A stage has as many slots as micro-batches were ever in flight in it at once.
+A graph belongs to (stage, segment, slot). A slot holds one micro-batch in flight in a stage: its tokens, activations
+and gradients always have the same addresses, so a segment's graph writes where the next segment's graph reads, without
+copies. A stage has as many slots as micro-batches were ever in flight in it at once.
 
-What forward makes lies in a pool of memory of its slot: within a slot the order of captures is the order of replays,
-between slots it is not. What backward makes is needed no longer than until the stage's backward of that micro-batch
-is over, and nothing comes between its runs, so all slots of a rank share one pool for it; whoever keeps the gradient
-of a stage's input takes a copy.
+    step 1        eager, nothing is captured
+    later steps   a micro-batch enters a stage ──▶ takes a free slot that fits it, or a new one
+                  each segment forward         ──▶ the first time in this slot: capture; then replay
+                  each segment backward        ──▶ the first time in this slot: capture; then replay
+                  the last backward is over    ──▶ the slot is free again
+
+Forward writes to a memory pool of its slot: within a slot graphs are replayed in the order of their capture, between
+slots they are not. Backward writes to one pool that all slots of a rank share: its results are needed only until the
+stage's backward of that micro-batch is over, and nothing else runs in between. Code that keeps the gradient of a
+stage's input for longer copies it.
+
+Segments with offloaded activations are never captured (forecast.check).
 """
 
 from __future__ import annotations
@@ -32,8 +40,9 @@ Compute = Callable[[Tensor, Batch], Tensor]
 """(input, batch) -> output."""
 Where = tuple[int, int]
 SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
-"""Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a
-pool of memory; whose documents are dealt to ranks; without documents; with them."""
+"""Kinds of micro-batches. SELDOM: it has more documents than slots have room for; it may come only once, which is not
+worth a memory pool. BALANCED: its documents are balanced over ranks. PLAIN: without documents.
+OF_DOCUMENTS: attention is inside documents."""
 T = TypeVar("T")
 
 
@@ -46,47 +55,48 @@ def _kind(batch: Batch) -> int:
 
 
 class Eager:
-    """Runs blocks as they are: what graphs are the fast implementation of.
+    """Runs segments without CUDA graphs: the reference implementation of `Graphs`.
 
-    `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long
-    takes a copy. `captures`: whether graphs may be made in this step. CUDA may wait then for all that the device is
-    doing, so nothing may be under way there that another rank's host has yet to ask for: a message received ahead
-    would wait for what that rank computes from this run.
+    reuses_memory   a segment's result is overwritten when its slot is used again: copy it to keep it
+    captures        graphs may be captured in this step. CUDA may then wait for all work of the device, so nothing may
+                    be pending there that depends on another rank's host: a receive posted ahead would wait for what
+                    that rank computes from this segment
     """
 
     reuses_memory = False
     captures = False
 
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
-        """At the start of a step with these micro-batches; `seed` () is the gradient of the summed loss. Returns the
-        tensor to use in its place."""
+        """Start a step with these micro-batches. `seed` () is the gradient of the summed loss; returns the tensor to
+        use in its place."""
         return seed
 
     def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
-        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first)."""
+        """(input, output) of a segment. The input is a leaf that will get a gradient, except in the model's first
+        segment."""
         x = x if where == (0, 0) else x.detach().requires_grad_()
         with torch.enable_grad():
             return x, compute(x, batch)
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
-        """Gradient of the run's input. `last`: nothing of this micro-batch is left in this stage after it."""
-        if y.requires_grad:  # not where all that the model's first run has is frozen
+        """Gradient of the segment's input. `last`: it is the stage's last backward of this micro-batch."""
+        if y.requires_grad:  # the model's first segment may be frozen as a whole
             backward_from(y, dy)
         return x.grad
 
     def end(self) -> None:
-        """At the end of a step."""
+        """End a step."""
 
     def close(self) -> None:
-        """Let go of what was captured. Communicators cannot be closed before the graphs that use them."""
+        """Delete all graphs. Communicators cannot be closed before the graphs that use them."""
 
     def forget(self) -> None:
-        """What runs compute has changed: capture it anew, after another step without graphs."""
+        """The blocks compute something else now: delete all graphs and capture again after another eager step."""
 
 
 @dataclass
 class _Captured:
-    """A run's two rows of graphs and the tensors they read and write."""
+    """A segment captured in one slot: its forward, its backward and the tensors they read and write."""
 
     x: Tensor
     y: Tensor
@@ -102,16 +112,21 @@ class _Captured:
 
 @dataclass
 class _Slot:
+    """Memory for one micro-batch in flight in a stage, and the segments captured on it."""
+
     batch: Batch
     pool: Any
     runs: dict[Where, _Captured] = field(default_factory=dict)
 
 
 class Graphs(Eager):
-    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange
-    through inside. `between`: names of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose
-    runs exchange while they have different micro-batches. `schedule`: of so many micro-batches, where stages on
-    other ranks pass messages."""
+    """Captures each segment when it first runs in a slot after the first step, and replays it from then on.
+
+    memories    shared memory through which ranks exchange inside segments
+    between     names of ops that cannot be captured and run between graphs (segments.GraphCuts)
+    hosts       the ranks that exchange tokens inside segments although their micro-batches differ
+    schedule    the schedule for a number of micro-batches, if stages on other ranks pass messages
+    """
 
     reuses_memory = True
 
@@ -124,21 +139,19 @@ class Graphs(Eager):
         hosts: Axis | None = None,
         schedule: Callable[[int], Schedule] | None = None,
     ):
-        self.device, self.memories, self._recompute, self._cuts, self._hosts = (
-            device,
-            memories,
-            recompute,
-            GraphCuts(between),
-            hosts,
-        )
-        self._passing = device.pool()  # what backward makes
+        self.device = device
+        self.memories = memories
+        self._recompute = recompute
+        self._cuts = GraphCuts(between)
+        self._hosts = hosts
+        self._passing = device.pool()  # backward of all slots
         self._warm = False
         self._seed: Tensor | None = None
         self._kinds: list[int] = []  # of the step's micro-batches
         self._schedule = schedule
-        self._known: set[tuple] = set()  # the sorts of micro-batches of steps so far
+        self._known: set[tuple] = set()  # the sorts of micro-batches of each step so far
         self._most: Counter[tuple[int, Hashable]] = Counter()  # slots by stage and sort, of all stages
-        self._slots: dict[tuple, list[_Slot]] = {}  # by stage and what sort of batch it takes
+        self._slots: dict[tuple, list[_Slot]] = {}  # by stage and sort of micro-batch
         self._free: dict[tuple, list[_Slot]] = {}
         self._taken: dict[tuple[int, int], tuple[tuple, _Slot, Batch]] = {}  # by stage and micro-batch
 
@@ -152,7 +165,7 @@ class Graphs(Eager):
 
     def end(self) -> None:
         if not self._warm:
-            self.device.tidy()  # what the first step used goes to the graphs' pools
+            self.device.tidy()  # the cached memory of the first step becomes free for the graphs' pools
         self._warm = True
 
     def close(self) -> None:
@@ -205,8 +218,8 @@ class Graphs(Eager):
         return run.x.grad
 
     def _turning(self, work: Callable[[], T]) -> T:
-        """Do what is not captured, its exchanges ending on the turn on which they began, as those of graphs do:
-        other graphs, and ranks that replay theirs of this run, count on it."""
+        """Do eager work so that exchanges through shared memory end on the turn on which they began, as they do in
+        graphs. Other graphs, and ranks that replay this segment, rely on it."""
         turns = [memory.turn for memory in self.memories]
         done = work()
         for memory, turn in zip(self.memories, turns):
@@ -214,16 +227,16 @@ class Graphs(Eager):
         return done
 
     def _agreed(self, kinds: list[int]) -> list[int]:
-        """What is not of one kind on all ranks that exchange tokens is captured on none: NCCL requires that of an
-        exchange, and that all replay the graphs that they captured together."""
+        """The kinds on all ranks that exchange tokens: a micro-batch that is not of one kind on all of them is captured
+        on none. NCCL requires that ranks capture an exchange together and replay it together."""
         if self._hosts is None:
             return kinds
         everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
         return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
 
     def _needs_slots(self, batches: Sequence[Batch]) -> bool:
-        """Whether some stage gets slots in this step. All stages find the same: they have micro-batches of the same
-        sorts."""
+        """Whether some stage gets new slots in this step. All stages find the same answer, because they have
+        micro-batches of the same sorts."""
         sorts = tuple(
             None if kind == SELDOM else (b.num_sequences, b.seq_length, kind) for kind, b in zip(self._kinds, batches)
         )
@@ -236,7 +249,7 @@ class Graphs(Eager):
         return more
 
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
-        """A free slot of the stage for such a batch, holding its values."""
+        """The kind of slot that the batch needs, and a free one of the stage that now holds the batch."""
         kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
@@ -256,17 +269,16 @@ class Graphs(Eager):
         return kind, slot
 
     def _stays(self, slot: _Slot, x: Tensor) -> bool:
-        """Whether `x` always lies where it lies now: the seed, or what another run of the slot writes."""
+        """Whether `x` has the same address in every step: it is the seed, or another segment of the slot writes it."""
         mine = {self._seed.data_ptr() if self._seed is not None else 0}
         for run in slot.runs.values():
             mine |= {run.y.data_ptr(), run.x.grad.data_ptr() if run.x.grad is not None else 0}
         return x.data_ptr() in mine
 
     def _let_go(self, slot: _Slot, run: _Captured) -> None:
-        """The gradient that `run` has read may be overwritten by what is captured after it: its writer no longer
-        holds it.
+        """Drop the references to the gradient that `run` has read, so that later captures may reuse its memory.
 
-        From then on it is passed on as None: it lies where the graph expects it.
+        From then on it is passed on as None: the graphs know its address.
         """
         for writer in slot.runs.values():
             if writer.x.grad is not None and run.dy is not None and writer.x.grad.data_ptr() == run.dy.data_ptr():
@@ -296,7 +308,7 @@ class Graphs(Eager):
 
     @contextmanager
     def _cutting(self, row: CapturedSegment) -> Iterator[None]:
-        """What the tape runs meanwhile stands in this row, if it is of the sort that runs as it is."""
+        """Inside, ops that cannot be captured become eager steps of this captured segment."""
         self._recompute.cuts, self._cuts.row = self._cuts, row
         try:
             yield

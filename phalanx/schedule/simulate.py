@@ -1,9 +1,16 @@
-"""Runs the instruction lists of all ranks on paper: proves that they finish and compute the right thing, and says
-how long and how full.
+"""Simulates the instruction lists of all ranks: proves that they finish and compute the right thing, and measures time
+and memory.
 
-The reference of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order,
-as one communicator per edge does; what the instructions mean is written in `actions`, how they were made does not
-matter here.
+The reference implementation of the executor (pipeline.execute). Each directed edge between two ranks does one transfer
+at a time, unbuffered and in the order of posting, as one communicator per edge does. `actions` says what instructions
+mean; how the lists were made does not matter here.
+
+One rank, per instruction:
+
+    the next instruction ──▶ allowed in this state? ──▶ do it, advance the clock ──▶ the next instruction
+                                    │ no                        │ Wait, Send: the peer has not posted yet
+                                    ▼                           ▼
+                              ScheduleError               stay here; if all ranks stay: deadlock
 """
 
 from __future__ import annotations
@@ -51,7 +58,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """One run of blocks at work on one rank."""
+    """The time that one rank spends on the forward or backward of one segment."""
 
     rank: int
     start: float
@@ -70,8 +77,8 @@ class LiveChange:
 
 @dataclass(frozen=True)
 class ScheduleTrace:
-    """What a simulation saw. Times are seconds since the start of the step; tuples go by rank unless the name says
-    otherwise."""
+    """The result of a simulation. Times are in seconds since the start of the step; tuples are indexed by rank unless
+    the name says otherwise."""
 
     program: Program
     makespan: float
@@ -100,9 +107,10 @@ class ScheduleTrace:
 
 
 def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool = False) -> ScheduleTrace:
-    """Run all lists to their end. With `host_rendezvous` a Send also stops its host until the receiver has posted.
+    """Simulate all lists to their end. With `host_rendezvous` a Send also blocks its host until the receiver has
+    posted.
 
-    Raises ScheduleError, naming ranks and instructions, when a list reads a value that is not there, computes
+    Raises ScheduleError, which names ranks and instructions, when a list reads a value that is not there or computes
     something twice or never, when the two ends of an edge disagree, when a bucket is used before it is gathered or
     reduced before its last gradient, or when ranks wait for each other.
     """
@@ -116,8 +124,7 @@ def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool
     edges: dict[tuple[int, int], _Edge] = defaultdict(lambda: _Edge(costs.send))
     ranks = [_Rank(program, rank, costs, edges, host_rendezvous) for rank in range(program.schedule.pp)]
     while any(not rank.finished for rank in ranks):
-        # The result does not depend on who goes first: a rank's next instruction and all times follow from the lists
-        # alone.
+        # The order of the ranks does not matter: all times follow from the lists alone.
         if not any([rank.advance() for rank in ranks]):
             _deadlock(ranks)
     for (source, to), edge in edges.items():
@@ -238,7 +245,7 @@ class _BucketStates:
         return ""
 
     def missing(self, buckets: set[int], trained: bool) -> str:
-        """What is missing at the end."""
+        """What is missing at the end of the step, or ""."""
         if trained and self.reduced != buckets:
             return f"never reduces buckets {sorted(buckets - self.reduced)} for the last time"
         left = self.gathered | self.opened | self.added
@@ -247,7 +254,7 @@ class _BucketStates:
 
 @dataclass
 class _Rank:
-    """One executor: a list, a place in it, a clock, and the values it holds."""
+    """The executor of one rank: its list, its position in it, its clock, and the values it has."""
 
     program: Program
     rank: int
@@ -305,14 +312,14 @@ class _Rank:
             self.fail(why)
 
     def advance(self) -> bool:
-        """Go on until the end or a wait; says whether anything was done."""
+        """Do instructions until the end of the list or until one must wait. Returns whether any was done."""
         start = self.at
         while not self.finished and self.step(self.list[self.at]):
             self.at += 1
         return self.at > start
 
     def step(self, instruction: Instruction) -> bool:
-        """Do one instruction; False when it must wait for a peer."""
+        """Do one instruction. Returns False if it must wait for a peer."""
         match instruction:
             case Forward():
                 self.forward(instruction)
@@ -425,7 +432,7 @@ class _Rank:
         return True
 
     def send(self, do: Send) -> bool:
-        """Post; then, when the host stops for its receiver, stay here until that has posted too."""
+        """Post the send; with `host_rendezvous`, stay here until the receiver has posted too."""
         edge = self.edges[self.rank, do.peer]
         if not self.sending:
             self.require(
@@ -480,8 +487,8 @@ class _Rank:
 
 
 def _deadlock(ranks: list[_Rank]) -> NoReturn:
-    """Follow who waits for whom from any stuck rank: the walk ends in a ring of waits, or at a rank that has
-    finished."""
+    """Raise ScheduleError. From any blocked rank, follow who waits for whom: the walk ends in a cycle, or at a rank
+    that has finished."""
     rank = next(rank for rank in ranks if not rank.finished)
     walk: list[_Rank] = []
     while rank not in walk and not rank.finished:
