@@ -591,19 +591,12 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
-    for recompute in ("none", "selective"):
-        found[f"llama: graphs on = off, bf16, recompute {recompute}, offload"] = graphs_check(
-            "llama", "bf16", recompute, offload_layers=3
-        )
     for recipe in ("tensorwise", "nvfp4"):
         fp8 = Fp8Config(recipe=recipe)
         found[f"llama: graphs on = off, {recipe}, then bf16"] = graphs_check(
             "llama", "bf16", "none", low_steps=3, fp8=fp8
         )
     found["mixtral: graphs on = off, bf16, all-to-all"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall")
-    found["mixtral: graphs on = off, bf16, all-to-all, offload"] = graphs_check(
-        "mixtral", "bf16", "none", dispatch="alltoall", offload_layers=2
-    )
     found["mixtral: graphs on = off, bf16, plain experts"] = graphs_check(
         "mixtral", "bf16", "none", dispatch="allgather", plain_ops=["grouped"]
     )
