@@ -110,6 +110,11 @@ def names(seam: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*BUILT_IN.get(seam, {}), *here, *_installed(seam))))
 
 
+def configs(seam: str) -> tuple[type, ...]:
+    """The config dataclasses of our own of a seam, each once."""
+    return tuple(dict.fromkeys(find(seam, name).Config for name in BUILT_IN[seam]))
+
+
 def lacking(value: Any, protocol: type) -> tuple[str, ...]:
     """Members that a protocol asks for (its abstract methods) and that `value` does not have, with their signatures."""
     asked: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
@@ -119,7 +124,7 @@ def lacking(value: Any, protocol: type) -> tuple[str, ...]:
 def near(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Up to three of the known names that are like this one."""
     lower = {n.lower(): n for n in known}
-    return tuple(lower[m] for m in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5))
+    return tuple(lower[m] for m in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.6))
 
 
 def _is_set(value: Any, name: str) -> bool:
