@@ -29,8 +29,9 @@ from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.optional_kernels import PACKAGES, unusable
-from phalanx.optim.adamw import AdamW, moment_dtype
+from phalanx.optim.optimizer import FusedOptimizer, find_optimizer
 from phalanx.optim.scaler import LossScaler
+from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
@@ -49,7 +50,7 @@ class State:
     mesh: Mesh
     blocks: dict[tuple[int, int], list[Block]]
     buffers: Buffers
-    optimizer: AdamW
+    optimizer: ShardedOptimizer
     scaler: LossScaler
     guard: Guard
     stages: Stages
@@ -133,12 +134,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         together=1 + (plan.run.model.predict_layers > 0),
         slots=plan.slots[mesh.at.pp] if plan.slots else None,
     )
-    optimizer = AdamW(
-        buffers.shards(moment_dtype(plan.run.optim)),
-        plan.run.optim,
-        mesh.device,
-        plan.env(mesh.at).kernels_for("adamw"),
-    )
+    optimizer = sharded_optimizer(plan, buffers, mesh)
     scaler = LossScaler(
         mesh.device,
         train.loss_scale if kind.loss_scaling else 1.0,
@@ -164,6 +160,14 @@ def build(plan: Plan, mesh: Mesh) -> State:
     mesh.warm_up()
     routed, mtp = routed_layers(blocks, mesh.device), mtp_blocks(blocks, mesh.device)
     return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, mtp, fp8)
+
+
+def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimizer:
+    """The optimizer that the config names, over this rank's shards."""
+    config = plan.run.optim
+    made = find_optimizer(config.name)(config)
+    kernels = plan.env(mesh.at).kernels_for(made.op) if isinstance(made, FusedOptimizer) else "plain"
+    return ShardedOptimizer(made, buffers.shards(made.state, moment_dtype(config)), mesh.device, kernels)
 
 
 def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: torch.device) -> Fp8State | None:

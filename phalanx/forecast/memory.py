@@ -30,7 +30,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.linear import WeightQuantizer
-from phalanx.optim.adamw import moment_bytes
+from phalanx.optim.sharded import state_bytes
 from phalanx.planning.plan import BlockFacts, Plan, fp8_names
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
@@ -246,7 +246,12 @@ def _rank_use(
     ]
     quantized = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(
-        buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim)
+        buckets,
+        kind.compute.itemsize,
+        kind.master.itemsize,
+        grid,
+        plan.sharding,
+        state_bytes(run.optim, kind.master.itemsize),
     )
     held["weights"] += staying_values(plan, buckets, kind)
     shadow = shadow_bytes(plan, buckets, (spec for _, spec in lows), kind)

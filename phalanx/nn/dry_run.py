@@ -190,10 +190,10 @@ def measure(
 
 
 def bucket_bytes(
-    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, moment: float = 0
+    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, state: float
 ) -> dict[str, int]:
-    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `moment` (0:
-    as master) are bytes per element.
+    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `state` (the
+    optimizer's) are bytes per element.
 
     Where weights have the master dtype they are their own masters, as what is frozen or not trained always is.
     """
@@ -208,7 +208,7 @@ def bucket_bytes(
         if b.learns:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
             found["masters"] += 0 if weight == master and not b.coded else updated * master
-            found["moments"] += round(2 * updated * (moment or master))
+            found["moments"] += round(updated * state)
     return found
 
 
