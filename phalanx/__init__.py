@@ -7,7 +7,8 @@
     print(px.plan(run, ranks=8))   # stages, memory, messages, FLOPs; needs no GPU
     px.train(run)
 
-and `with px.session(run) as s:` for a loop of your own.
+and `with px.session(run) as s:` for a loop of your own. `px.Optimizer` and `@px.optimizer` are for optimizers of your
+own, `px.Callback` for programs that listen.
 """
 
 from __future__ import annotations
@@ -20,18 +21,40 @@ from phalanx.base.version import VERSION as __version__
 if TYPE_CHECKING:
     from phalanx.api import check, load, plan, session, train
     from phalanx.config.run import Run
+    from phalanx.ops.optimizer.state import Moment
+    from phalanx.optim.config import OptimConfig
+    from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
     from phalanx.training.callbacks import Callback
 
 PUBLIC = {
     "Callback": "phalanx.training.callbacks",
+    "Moment": "phalanx.ops.optimizer.state",
+    "OptimConfig": "phalanx.optim.config",
+    "Optimizer": "phalanx.optim.optimizer",
+    "ParamRange": "phalanx.optim.optimizer",
     "Run": "phalanx.config.run",
     "check": "phalanx.api",
     "load": "phalanx.api",
+    "optimizer": "phalanx.optim.optimizer",
     "plan": "phalanx.api",
     "session": "phalanx.api",
     "train": "phalanx.api",
 }
-__all__ = ["Callback", "Run", "__version__", "check", "load", "plan", "session", "train"]
+__all__ = [
+    "Callback",
+    "Moment",
+    "OptimConfig",
+    "Optimizer",
+    "ParamRange",
+    "Run",
+    "__version__",
+    "check",
+    "load",
+    "optimizer",
+    "plan",
+    "session",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
