@@ -1,6 +1,8 @@
 # make train   a small model learns on whatever this machine has (TEXT=file for your own text)
+# make quick   while you work: pure rooms, ops, a handful of layouts and a checkpoint; under 2 minutes on 2 cores
 # make test    lint, types, import direction and the fast tests
 # make soak    the large sets of tests; soak.md says what was run (JOBS=44: so many at once)
+# make docs    the pages as a site, in site/
 # make test-gpu  tests that need a GPU
 
 PYTHON ?= python3
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 # The package is used where it lies; nothing is installed into the environment but what it needs.
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help env env-dev train test fast lint types imports soak test-gpu clean
+.PHONY: help env env-dev train quick test fast lint types imports docs soak test-gpu clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -39,6 +41,10 @@ $(VENV)/.ready-dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
 train: $(VENV)/.ready
 	env -u OMP_NUM_THREADS $(PY) -m phalanx.cli.demo $(if $(TEXT),--text "$(TEXT)")
 
+# tests/quick.py has the list, and why each entry is on it. Its whole files run beside each other, no layout twice.
+quick: $(VENV)/.ready-dev
+	@$(PY) -m tests.quick | tr '\n' '\0' | xargs -0 $(PY) -m pytest -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
 # The types are checked beside the tests, which leave a core free now and then.
 test: lint imports
 	$(MAKE) --no-print-directory -j2 types fast
@@ -56,6 +62,10 @@ types: $(VENV)/.ready-dev
 imports: $(VENV)/.ready-dev
 	$(VENV)/bin/lint-imports
 
+# Strictly: a link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.ready-dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 # The longest files begin first, and who is done takes the next test.
 soak: $(VENV)/.ready-dev
 	$(PY) -m pytest tests -m soak -n $(JOBS) --dist load --maxschedchunk 2 --table soak.md $(ARGS)
@@ -65,4 +75,4 @@ test-gpu:
 	$(PYTHON) -m pytest tests -m gpu $(ARGS)
 
 clean:
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -72,7 +72,7 @@ def row(
     flops = keys_read(batch, window) * heads * 2 * (wide_k + wide_v) * 3.5
     ways = {"a mask" if mean or window else "torch": lambda: attention(q, k, v, batch, kind, sinks, "plain")}
     if mean or window:
-        ways["torch's flash"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks, wheel=False)
+        ways["torch's flash"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks, flash_attn=False)
     if unusable("attention") is None:
         ways["flash-attn-4"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks)
 

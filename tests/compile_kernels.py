@@ -224,7 +224,7 @@ def fp8_linears() -> list[tuple]:
     groups = dict(LINES=False, GROUP=stored_kernel.GROUP, GROUPS=stored_kernel.GROUPS, DTYPE=tl.bfloat16)
     found.append((stored_kernel._largest, dict(x="*fp32", bits="*i32", **run_of), groups, run))
     noted = dict(NOTE=True, LARGEST=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=False, ROUND=False, EVERY=16, SLOTS=32)
-    outs = dict(codes="*fp8e4nv", multiplier="*fp32", counts="*i64", bits="*i32")
+    outs = dict(quantized="*fp8e4nv", multiplier="*fp32", counts="*i64", bits="*i32")
     found.append((stored_kernel._cast_run, dict(x="*fp32", **outs, **run_of), groups | noted, run))
     numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")
     for kinds, out, add in (((0, 0), "*fp32", True), ((0, 0), BF, False), ((1, 2), BF, False), ((1, 1), "*fp32", True)):
@@ -306,7 +306,7 @@ def expert_quantizer() -> list[tuple]:
             t = quantize_grouped_kernel.tiles_of(source, mode)
             consts = dict(
                 MODE=mode,
-                APART=int(mode == quantize_tile.WHOLE),
+                PER_EXPERT=int(mode == quantize_tile.WHOLE),
                 NOTE=True,
                 MAX=448.0,
                 LEAST=2.0**-10,

@@ -575,7 +575,7 @@ def test_the_report_says_where_it_was_in_backward_and_in_the_update(config, tmp_
     text = run_out(config, tmp_path)
     assert "schedule  backward stage 0 run 0 mb 0" in text and "layers 0-2" in text
     monkeypatch.setattr(activation._Gated, "backward", plain)
-    monkeypatch.setattr(step, "tell", exhausted)
+    monkeypatch.setattr(step, "reduce_step_totals", exhausted)
     assert "phase     gradient norm and optimizer update" in run_out(config, tmp_path)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from phalanx.base import tree
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.config.limits import check_limits
-from phalanx.config.read import explain, load_run, read, save_run, to_dict, to_yaml
+from phalanx.config.read import explain, load_run, read, recipes, save_run, to_dict, to_yaml
 from phalanx.config.run import Run
 from phalanx.forecast import check as checks
 from phalanx.forecast.check import Facts, check, raise_problems
@@ -553,6 +553,15 @@ RULES = [
         "[0, num_hidden_layers]",
         {"model.num_hidden_layers"},
         (4,),
+    ),
+    (
+        "train.offload_layers=1 train.cuda_graphs=on",
+        1,
+        "train.cuda_graphs",
+        "on",
+        "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0",
+        {"train.offload_layers"},
+        ("off",),
     ),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
@@ -1368,7 +1377,7 @@ ACCEPTED = [
     (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic train.cuda_graphs=on", 2),
     (BASE, f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall train.cuda_graphs=on", 2),
     (BASE, f"{MIXTRAL} train.plain_ops=[grouped] train.cuda_graphs=on", 1),
-    (BASE, "train.offload_layers=1 train.cuda_graphs=on", 1),
+    (BASE, "train.offload_layers=1", 1),
     (BASE, "train.eval_interval=5 train.eval_samples=8 data.valid.web=[x]", 1),
     (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp
@@ -1860,6 +1869,27 @@ def test_brackets_without_end(tmp_path):
     [deep] = yaml_of(tmp_path, f"train:\n  steps: {'{a: ' * 5000}").problems
     assert "inside each other" in deep.rule and deep.where.endswith("x.yaml:1")
     assert [p.field for p in read(None, [f"train.steps={'- ' * 5000}1"], BASE).problems] == ["train.steps"]
+
+
+def test_recipes_by_name(tmp_path):
+    """In a folder that has none of them; a path of that name goes first."""
+    names = {path.stem.replace("_", "-"): path for path in RECIPES.iterdir() if path.is_file()}
+    assert recipes() == names and len(names) > 20
+    assert load_run("qwen3-8b") == load_run(RECIPES / "qwen3_8b.py")
+    assert load_run("tiny-llama", ["train.steps=7"]).train.steps == 7
+    assert read("tiny-llama").where("train.steps").startswith(f"{RECIPES / 'tiny_llama.yaml'}:")
+    (tmp_path / "tiny-llama").mkdir()
+    [problem] = read("tiny-llama").problems
+    assert "is a folder without a config.yaml" in problem.rule
+
+
+def test_an_unknown_recipe_lists_near_names():
+    [problem] = read("lama3-8b").problems
+    assert "no recipe of this name" in problem.rule and problem.valid[0] == "llama3-8b"
+    [problem] = read("zzz").problems
+    assert set(problem.valid) == set(recipes())
+    [problem] = read("folder/llama3-8b").problems
+    assert problem.valid == ()
 
 
 def test_missing_file_names_near_ones(tmp_path):

@@ -400,7 +400,7 @@ def turns(rank: int, world: int, run: Run) -> tuple[list[tuple[bool, set[str]]],
     state.fp8.fall_back(names[1:2])
     for step, over in enumerate((False, True, False, False)):
         new = state.fp8.turn(over)
-        told = train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3, shadow=step == 3).low
+        told = train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3, shadow=step == 3).fp8
         found.append((new, {name for name, values in zip(names, told[..., -1].sum(1).tolist()) if values}))
     return found, list(names)
 

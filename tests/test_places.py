@@ -134,7 +134,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_layouts_with_fixed_places(ranks, name):
+def test_layouts_with_fixed_slots(ranks, name):
     """They compute what one process does, and every weight and gradient lies at one address whenever a block reads
     or adds to it."""
     model, world, layout = FIXED[name]
@@ -159,6 +159,6 @@ def test_a_growing_batch_has_the_same_places():
 
 def test_only_graphs_keep_places():
     run = fixed(base_run("llama"), sharding=3)
-    assert make_plan(run, 2).places and not make_plan(run, 1).places
-    assert not make_plan(replace(run, train=replace(run.train, cuda_graphs="auto")), 2).places
-    assert not make_plan(replace(run, layout=replace(run.layout, sharding=1)), 2).places
+    assert make_plan(run, 2).slots and not make_plan(run, 1).slots
+    assert not make_plan(replace(run, train=replace(run.train, cuda_graphs="auto")), 2).slots
+    assert not make_plan(replace(run, layout=replace(run.layout, sharding=1)), 2).slots

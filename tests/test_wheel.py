@@ -3,6 +3,7 @@ code."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """Built from a copy, so that nothing appears in the source tree."""
     pytest.importorskip("setuptools", minversion="77", reason="building a wheel needs setuptools (requirements.txt)")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("phalanx", "tests", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -51,12 +52,33 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     files = (
         path for path in (ROOT / "phalanx").rglob("*") if path.is_file() and path.parent.name != "__pycache__"
     )  # others compile meanwhile
-    assert code == {path.relative_to(ROOT).as_posix() for path in files}
+    recipes = (path for path in (ROOT / "recipes").iterdir() if path.is_file())
+    assert code == {path.relative_to(ROOT).as_posix() for path in files} | {
+        f"phalanx/recipes/{p.name}" for p in recipes
+    }
     assert {name.removeprefix(info) for name in wheel.namelist()} >= {
         "licenses/LICENSE",
         "entry_points.txt",
         "METADATA",
     }
+
+
+def test_recipes_are_found_by_name_where_it_is_installed(wheel, tmp_path):
+    """With nothing of this checkout on the path, and from a folder that has none of these files."""
+    wheel.extractall(tmp_path / "site")
+    program = "from phalanx.cli.main import main; main(['plan', 'tiny-llama', 'layout.tp=2', '--ranks', '2'])"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    names = "import phalanx.config.read as r; print(*r.recipes()); print(r.read('llama3-8b').run.dir, r.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", names], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    found, (folder, file) = done.stdout.splitlines()[0].split(), done.stdout.splitlines()[1].split()
+    assert (folder, Path(file).is_relative_to(tmp_path)) == ("runs/llama3-8b", True)
+    assert set(found) == {p.stem.replace("_", "-") for p in (ROOT / "recipes").iterdir() if p.is_file()}
 
 
 def test_its_metadata(wheel):

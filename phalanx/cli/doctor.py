@@ -12,8 +12,8 @@ import shutil
 import torch
 from torch.nn.attention import SDPBackend
 
-from phalanx import __version__
 from phalanx.base.devices import find_device
+from phalanx.base.version import VERSION
 from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES, unusable
 from phalanx.ops.op import has_triton, use_triton
 from phalanx.ops.quantized import cublaslt
@@ -29,7 +29,7 @@ OPTIONAL = {
 }
 
 
-WHEEL_COSTS = {  # benchmarks/results/README.md
+PACKAGE_COSTS = {  # benchmarks/results/README.md
     "attention": "attention is torch's",
     "mlp": "SwiGLU is a kernel between two GEMMs: two more passes over memory",
 }
@@ -56,7 +56,7 @@ def text_of(rows: Rows) -> str:
 
 def versions() -> Rows:
     python = f"{platform.python_version()} on {platform.system()} {platform.release()}"
-    rows = [("phalanx", __version__), ("python", python), ("torch", torch.__version__)]
+    rows = [("phalanx", VERSION), ("python", python), ("torch", torch.__version__)]
     if torch.cuda.is_available():
         rows += [
             ("cuda", str(torch.version.cuda)),
@@ -133,7 +133,7 @@ def implementations() -> Rows:
             "weight gradients",
             f"addmm into the fp32 buffer, {'inside the GEMM' if cuda else 'operands widened first (CPU)'}",
         ),
-        ("products in 8 bits", quantized_matmuls() if cuda else "emulated, because there is no GPU"),
+        ("matmuls in 8 bits", quantized_matmuls() if cuda else "emulated, because there is no GPU"),
         ("norm, RoPE, SwiGLU", "Triton kernels" if triton_runs() else "PyTorch ops with hand-written backward"),
         ("cross entropy", "chunked over tokens, cut over the vocabulary; the full logits never exist"),
         (
@@ -184,7 +184,7 @@ def fast_paths() -> Rows:
                 "messages go through main memory; tensor parallelism suffers most",
             )
         )
-    for op, cost in WHEEL_COSTS.items():
+    for op, cost in PACKAGE_COSTS.items():
         rows.append((PACKAGES[op].package, no_gpu or unusable(op), cost))
     return [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
 

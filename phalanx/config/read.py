@@ -31,6 +31,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+import phalanx
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
@@ -196,9 +197,20 @@ def _default_text(key: tree.ConfigField) -> str:
 # ---- files and overrides -> plain values ---------------------------------------------------------
 
 
+def recipes() -> dict[str, Path]:
+    """The packaged recipes by name: llama3_8b.py is llama3-8b. A wheel has them inside the package, a checkout beside
+    it."""
+    package = Path(phalanx.__file__).parent
+    folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
+    files = (path for path in folder.glob("[a-z]*") if path.suffix in (".py", ".yaml"))
+    return {path.stem.replace("_", "-"): path for path in sorted(files)}
+
+
 def read_file(path: str | Path) -> ConfigSource:
-    """A YAML or Python file, or the folder of a run: its config.yaml, and the run goes on in that folder, wherever
-    it is called from."""
+    """A YAML or Python file, the name of a recipe, or the folder of a run: its config.yaml, and the run goes on in
+    that folder, wherever it is called from."""
+    if not os.path.exists(path):
+        path = recipes().get(str(path), path)
     if not os.path.isdir(path):
         return read_python(path) if Path(path).suffix == ".py" else read_yaml(path)
     inside = Path(path) / "config.yaml"
@@ -284,7 +296,12 @@ def _python_origins(path: Path) -> dict[str, str]:
 
 def _unreadable(path: str | Path, error: Exception) -> Problem:
     reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-    return Problem("CONFIG", str(path), f"cannot be read ({reason})", {}, near_paths(str(path)), COMMAND_LINE)
+    near = near_paths(str(path))
+    if isinstance(error, FileNotFoundError) and re.fullmatch(r"[\w-]+", str(path)):
+        names = recipes()
+        near += _close(str(path).replace("_", "-"), tuple(names)) or tuple(names)
+        reason = "there is no such file, and no recipe of this name"
+    return Problem("CONFIG", str(path), f"cannot be read ({reason})", {}, near, COMMAND_LINE)
 
 
 def apply_override(source: ConfigSource, text: str) -> None:

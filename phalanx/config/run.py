@@ -139,7 +139,7 @@ class TrainConfig:
     optimizer state."""
     offload_layers: int = 0
     """Layers of each stage, from its first, whose activations wait in host memory between forward and backward,
-    copied beside compute."""
+    copied beside compute. Such a run has no CUDA graphs."""
     kernels: Literal["auto", "plain", "triton", "optional"] = "auto"
     """Implementations of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, optional (triton,
     attention and MLP from the packages of phalanx[kernels])."""

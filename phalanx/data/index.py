@@ -40,7 +40,7 @@ from phalanx.data.files import must_exist, replacing, sync, sync_folder, tempora
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 CHUNK = 1 << 20  # entries looked at or copied at a time: memory stays flat however many documents there are
 MAX_LENGTH = 2**31 - 1  # lengths are int32
 
@@ -260,9 +260,9 @@ class CorpusWriter:
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype)
-        if self.dtype.name not in CODES.values() or self.dtype.kind == "f":
+        if self.dtype.name not in DTYPES.values() or self.dtype.kind == "f":
             raise ValueError(
-                f"token ids cannot be stored as {self.dtype.name}; integer types of {', '.join(CODES.values())} can"
+                f"token ids cannot be stored as {self.dtype.name}; integer types of {', '.join(DTYPES.values())} can"
             )
         self.num_tokens = self.num_sequences = self.num_documents = 0
         self._bin_path, self._idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
@@ -333,7 +333,7 @@ class CorpusWriter:
         sync_folder(self._bin_path.parent)
 
     def _write_index(self, idx: HashedFile) -> None:
-        code = next(c for c, name in CODES.items() if name == self.dtype.name)
+        code = next(c for c, name in DTYPES.items() if name == self.dtype.name)
         idx.write(HEADER.pack(MAGIC, 1, code, self.num_sequences, self.num_documents + 1))
         self._lengths.seek(0)
         shutil.copyfileobj(self._lengths, idx)
@@ -393,8 +393,8 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     _, version, code, sequences, indices = HEADER.unpack(head)
     if version != 1:
         raise DataError(f"{path}: index version {version}, expected 1")
-    if code not in CODES or CODES[code].startswith("float"):
-        raise DataError(f"{path}: dtype code {code} ({CODES.get(code, 'unknown')}) cannot hold token ids")
+    if code not in DTYPES or DTYPES[code].startswith("float"):
+        raise DataError(f"{path}: dtype code {code} ({DTYPES.get(code, 'unknown')}) cannot hold token ids")
     expected = HEADER.size + 12 * sequences + 8 * indices
     if indices < 1 or size not in (expected, expected + sequences):  # the longer one has a mode per sequence
         kind = "truncated" if size < expected else "damaged"
@@ -402,7 +402,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             f"{path}: {kind}: {size} bytes, expected {expected} for {sequences} sequences and {indices} "
             "document indices"
         )
-    return np.dtype(CODES[code]), sequences, indices
+    return np.dtype(DTYPES[code]), sequences, indices
 
 
 def _map(path: Path, dtype: DTypeLike, offset: int, count: int) -> NDArray[Any]:

@@ -281,8 +281,8 @@ class MockSource:
         jumps = (bits % np.uint64(10) == 0) | self._begins(bits)
         jumps[0] = True
         last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
-        landing = (hash64(steps.astype(np.uint64), make_key(key, 1)) % np.uint64(self.vocab_size)).astype(np.int64)
-        place = (landing[last_jump] + steps - last_jump) % self.vocab_size
+        target = (hash64(steps.astype(np.uint64), make_key(key, 1)) % np.uint64(self.vocab_size)).astype(np.int64)
+        place = (target[last_jump] + steps - last_jump) % self.vocab_size
         return permute(place, self.vocab_size, self.key)
 
     def starts(self, w: int) -> NDArray[np.int64]:

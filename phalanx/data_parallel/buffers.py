@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.mesh import Mesh, Mode
@@ -21,6 +21,7 @@ from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import SumAxis
 from phalanx.layout.shards import Sharding
 from phalanx.nn.dry_run import pulled_bytes, summed_bytes
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.optimizer.shard import Shard, zero_state
 from phalanx.ops.optimizer.state import Moment
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
@@ -64,7 +65,7 @@ class Buffers:
     def __init__(
         self,
         buckets: list[Bucket],
-        params: list[nn.Parameter],
+        params: list[Parameter],
         mesh: Mesh,
         precision: Precision,
         sharding: Sharding,

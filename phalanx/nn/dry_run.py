@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Grid
 from phalanx.layout.shards import Cut, Sharding
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.backends import fused_gradients
 
 
@@ -168,13 +169,13 @@ class Use:
 def measure(
     forward: Callable[[Tensor], Tensor],
     x: Callable[[], Tensor],
-    params: Iterable[torch.nn.Parameter],
+    params: Iterable[Parameter],
     grad_dtype: torch.dtype,
 ) -> Use:
     """Run a block forward and backward on the meta device. Weight gradients are added to buffers of `grad_dtype`, as
     in training."""
     for p in params:
-        p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+        p.grad_dtype = grad_dtype
         p.grad = torch.empty_like(p, dtype=grad_dtype)
     with Allocations() as seen, FusedAttention():
         y = forward(x().requires_grad_())

@@ -218,7 +218,10 @@ class Reporter:
         interval: int | None,
         device: torch.device,
         fp8_names: tuple[str, ...] = (),
+        heard: Callable[[dict[str, Any]], None] = lambda values: None,
     ):
+        self.heard = heard  # is given each finished step's row
+        self.quiet = False  # no step lines: somebody else says what there is to say
         self.fp8_names = fp8_names
         self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
         self.total_steps, self.interval, self.device = total_steps, interval, device
@@ -255,11 +258,14 @@ class Reporter:
         if self.trackers is not None:
             self.trackers.write(values)
         self._show(values)
+        self.heard(values)
         return stop
 
     def _show(self, values: dict[str, Any]) -> None:
         """A line every `interval` steps; without one, for each step in files, and as fast as a person reads on a
         terminal."""
+        if self.quiet:
+            return
         step, width = values["step"], self.log.console_width()
         last = step == self.total_steps
         if self.interval is not None and step % self.interval and not last:

@@ -256,7 +256,7 @@ def flash_check(
     length: int,
     sequences: int,
     dtype: torch.dtype,
-    wheel: bool = True,
+    flash_attn: bool = True,
     documents: int = 0,
     window: int | None = None,
     sinks: bool = False,
@@ -268,7 +268,7 @@ def flash_check(
     """
 
     def check(device: torch.device) -> str:
-        why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0) if wheel else None
+        why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0) if flash_attn else None
         count = sequences if why is None else 2
         each = length if why is None else 32
         n = each * count
@@ -287,7 +287,7 @@ def flash_check(
             if wide or why:
                 y = plain_attention.attention(q, k, v, batch, kind, given)
             else:
-                y = flash_attention(q, k, v, spans_of(batch), window, None, given, wheel)
+                y = flash_attention(q, k, v, spans_of(batch), window, None, given, flash_attn)
             y.backward(normal(*y.shape, seed=1, dtype=dtype).to(device).to(y.dtype))
             found.append([y.detach(), packed.grad, *([logits.grad] if sinks else [])])
         worst = max(
@@ -375,7 +375,7 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
     return check
 
 
-def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
+def optional_kernel_cases() -> dict[str, Callable[[torch.device], str]]:
     cases: dict[str, Callable[[torch.device], str]] = {}
     shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1))
     for heads, kv_heads, width, length, sequences in shapes:
@@ -400,7 +400,7 @@ def wheel_cases() -> dict[str, Callable[[torch.device], str]]:
         if set(how) != {"sinks"}:
             for widths in ((40, 40), (64, 64), (128, 128), (192, 128)):
                 name_of = f"torch's flash attention of {widths[0]}, {widths[1]}, {name}"
-                cases[name_of] = flash_check(8, 2, widths, 1000, 2, torch.bfloat16, wheel=False, **how)
+                cases[name_of] = flash_check(8, 2, widths, 1000, 2, torch.bfloat16, flash_attn=False, **how)
     cases["optional kernels: attention of 192, 128"] = flash_check(16, 16, (192, 128), 1000, 2, torch.bfloat16)
     for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
         cases[f"optional kernels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
@@ -567,7 +567,9 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found["weight gradients in fp32 (addmm out_dtype)"] = weight_gradients
     found["routers: gradients by bf16 pieces"] = routers
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
-    found |= twin_cases() | wheel_cases() | expert_checks() | low_checks() | context_checks() | checkpoint_checks()
+    found |= (
+        twin_cases() | optional_kernel_cases() | expert_checks() | low_checks() | context_checks() | checkpoint_checks()
+    )
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found[f"attention S={length} {str(dtype)[6:]}, torch's choice"] = attention_check(length, dtype, None)
@@ -589,19 +591,12 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
-    for recompute in ("none", "selective"):
-        found[f"llama: graphs on = off, bf16, recompute {recompute}, offload"] = graphs_check(
-            "llama", "bf16", recompute, offload_layers=3
-        )
     for recipe in ("tensorwise", "nvfp4"):
         fp8 = Fp8Config(recipe=recipe)
         found[f"llama: graphs on = off, {recipe}, then bf16"] = graphs_check(
             "llama", "bf16", "none", low_steps=3, fp8=fp8
         )
     found["mixtral: graphs on = off, bf16, all-to-all"] = graphs_check("mixtral", "bf16", "none", dispatch="alltoall")
-    found["mixtral: graphs on = off, bf16, all-to-all, offload"] = graphs_check(
-        "mixtral", "bf16", "none", dispatch="alltoall", offload_layers=2
-    )
     found["mixtral: graphs on = off, bf16, plain experts"] = graphs_check(
         "mixtral", "bf16", "none", dispatch="allgather", plain_ops=["grouped"]
     )

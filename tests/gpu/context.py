@@ -111,7 +111,7 @@ def one_token_check(device: torch.device) -> str:
     )
     offsets = torch.ones(65, dtype=torch.int32, device=device)
     offsets[0] = 0
-    out = flash_attention(q, k, v, Spans(offsets, 1, False), wheel=False)
+    out = flash_attention(q, k, v, Spans(offsets, 1, False), flash_attn=False)
     out.sum().backward()
     truth = v.detach().repeat_interleave(4, 1).flatten()
     if not (torch.equal(out.flatten(), truth) and torch.equal(v.grad, torch.full_like(v, 4)) and not q.grad.any()):

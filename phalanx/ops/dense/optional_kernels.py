@@ -22,7 +22,7 @@ EXTRA = "pip install 'phalanx[kernels]'"
 
 
 @dataclass(frozen=True)
-class Wheel:
+class OptionalPackage:
     """A package with the twin of an op. `version` is the one that was tested; `module` is imported when the op first
     runs."""
 
@@ -32,8 +32,8 @@ class Wheel:
 
 
 PACKAGES = {
-    "attention": Wheel("flash-attn-4", "4.0.0b36", "flash_attn.cute.interface"),
-    "mlp": Wheel("quack-kernels", "0.6.5", "quack.gemm_interface"),
+    "attention": OptionalPackage("flash-attn-4", "4.0.0b36", "flash_attn.cute.interface"),
+    "mlp": OptionalPackage("quack-kernels", "0.6.5", "quack.gemm_interface"),
 }
 
 

@@ -6,36 +6,34 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.ops.optimizer.state import Moment
-from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
+import phalanx as px
 
 
 @dataclass(frozen=True, kw_only=True)
-class LionConfig(OptimConfig):
+class LionConfig(px.OptimConfig):
     beta1: float = 0.9
     """Share of the momentum in the direction of a step."""
     beta2: float = 0.99
     """Decay of the momentum."""
 
 
-@optimizer("lion")
-class Lion(Optimizer):
+@px.optimizer("lion")
+class Lion(px.Optimizer):
     Config = LionConfig
-    state = {"momentum": Moment()}
+    state = {"momentum": px.Moment()}
 
-    def update(self, p: ParamRange) -> None:
+    def update(self, p: px.ParamRange) -> None:
         direction = torch.lerp(p.grad, p.momentum, self.config.beta1).sign()
         p.master.mul_(1 - p.lr * p.weight_decay).sub_(p.lr * direction)
         p.momentum.lerp_(p.grad, 1 - self.config.beta2)
 
 
-class Unfinished(Optimizer):
-    state = {"momentum": Moment()}
+class Unfinished(px.Optimizer):
+    state = {"momentum": px.Moment()}
 
 
 class Shadowing(Lion):
-    state = {"grad": Moment()}
+    state = {"grad": px.Moment()}
 
 
 class Whole(Lion):
