@@ -31,7 +31,6 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-import phalanx
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
@@ -200,7 +199,7 @@ def _default_text(key: tree.ConfigField) -> str:
 def recipes() -> dict[str, Path]:
     """The packaged recipes by name: llama3_8b.py is llama3-8b. A wheel has them inside the package, a checkout beside
     it."""
-    package = Path(phalanx.__file__).parent
+    package = Path(__file__).parents[1]
     folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
     files = (path for path in folder.glob("[a-z]*") if path.suffix in (".py", ".yaml"))
     return {path.stem.replace("_", "-"): path for path in sorted(files)}
