@@ -242,7 +242,7 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
         norm = some(1, 64, torch.float32, seed=3)[0].clamp(-2, 2).requires_grad_()
         quantizer = weight_of(recipe, "triton", recipe == "delayed")
         w = make_weight((some(128, 64, torch.float32, seed=4) / 16).clamp(-1, 1), quantizer, torch.ones(128, 64))
-        assert FP8.takes_lazy(w, x)
+        assert FP8.reads_lazy(w, x)
         total, normed = add_rms_norm(x, delta, norm, 1e-5, "triton", lazy)
         assert isinstance(normed, LazyTensor) == lazy
         table = rotary_table(torch.arange(32), 1e4 ** (-torch.arange(16) / 16), torch.float32)
@@ -265,14 +265,14 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
 
 def test_who_takes_a_lazy_tensor():
     w = make_weight(some(16, 32))
-    assert not FP8.takes_lazy(w, w)
+    assert not FP8.reads_lazy(w, w)
     for twin, dtype, expected in (
         ("plain", torch.bfloat16, False),
         ("triton", torch.float64, False),
         ("triton", torch.bfloat16, True),
     ):
         w.quantizer = weight_of("delayed", twin, True)
-        assert FP8.takes_lazy(w, w.to(dtype)) == expected
+        assert FP8.reads_lazy(w, w.to(dtype)) == expected
 
 
 @pytest.mark.parametrize("recipe", rest_in_soak(CAST, ["tensorwise", "blockwise"]))

@@ -77,7 +77,7 @@ class FP8Method(LinearMethod):
     def is_plain(self, weight: Parameter) -> bool:
         return quantizer_of(weight) is None
 
-    def takes_lazy(self, weight: Parameter, x: Tensor) -> bool:
+    def reads_lazy(self, weight: Parameter, x: Tensor) -> bool:
         quantizer = quantizer_of(weight)
         return quantizer is not None and quantizer.by_triton(x)
 

@@ -43,7 +43,7 @@ class Linear(Module):
         return self.method.is_plain(self.weight)
 
     def takes_lazy(self, x: Tensor) -> bool:
-        return self.fed_lazily and self.method.takes_lazy(self.weight, x)
+        return self.fed_lazily and self.method.reads_lazy(self.weight, x)
 
 
 class ColumnLinear(Linear):

@@ -52,7 +52,7 @@ class LinearMethod:
         and some tokens may go through at a time."""
         return True
 
-    def takes_lazy(self, weight: Parameter, x: Tensor) -> bool:
+    def reads_lazy(self, weight: Parameter, x: Tensor) -> bool:
         """Whether a lazy tensor (ops.lazy_tensor) may be the input, or the gradient of the output, in place of one
         like x."""
         return False
