@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from phalanx.base.placement import Placement
-from phalanx.bench.ops import OpCall, bench_ops, calls_of, forward_flop
+from phalanx.bench.ops import OpCall, bench_ops, block_samples, calls_of, forward_flop
 from phalanx.bench.sweep import combinations, problem_of, split_values, sweep_table
 from phalanx.bench.timing import Times, measure
 from phalanx.cli import doctor
@@ -33,6 +33,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import step_flops
 from phalanx.forecast.memory import OVERHEAD
 from phalanx.forecast.text import num_parameters
+from phalanx.layout.grid import Coords
 from phalanx.models.config import GPT2Config
 from phalanx.observe.out_of_memory import OutOfMemory, held, request, way_out
 from phalanx.observe.profile import Recording, named
@@ -49,6 +50,7 @@ from phalanx.observe.step_budget import (
     read_budget,
 )
 from phalanx.ops.attention.attention import Kind, attention
+from phalanx.planning.plan import make_blocks
 from phalanx.training.main import train
 from phalanx.verifying.compare import step_batches
 
@@ -414,6 +416,17 @@ def test_bench_ops_counts_what_the_modules_call(config, tmp_path):
     assert rows["rms_norm"].nbytes == 4 * (2 * 32 * 32 + 32)  # input, output, weight
     assert rows["swiglu"].both is not None and rows["update"].both is None
     assert "of ceiling" in "\n".join(said) and "ceilings measured" in "\n".join(said)
+
+
+def test_bench_ops_times_fp8_linears_on_tensors_in_memory(config):
+    """Each op is timed alone, so none is handed a lazy tensor."""
+    run = small(config, "train.fp8.recipe=tensorwise", "train.fp8.end_layers=0", "train.kernels=triton")
+    plan, x = make_plan(run, 1), torch.empty(16, run.model.hidden_size)
+    (layer,) = make_blocks(run.model, plan.env(Coords()), [1])
+    assert layer.attention.takes_lazy(x) and layer.mlp.takes_lazy(x)
+    layer = block_samples(plan, torch.device("cpu"))[1]
+    assert not layer.attention.takes_lazy(x) and not layer.mlp.takes_lazy(x)
+    assert not layer.attention.qkv.is_plain and not layer.mlp.down.is_plain
 
 
 def test_flop_of_attention_with_a_window_and_values_of_their_own_width(config):

@@ -42,7 +42,7 @@ def test_it_has_a_shape_and_no_memory(device):
     source = normed(device)
     lazy = LazyTensor(source)
     assert lazy.shape == (16, 32) and lazy.dtype == torch.bfloat16 and lazy.device.type == device and len(lazy) == 16
-    assert lazy.untyped_storage().nbytes() == 16 * 32 * 2 or lazy.untyped_storage().data_ptr() == 0
+    assert lazy.data_ptr() == 0
     assert source_of(lazy) is source and source_of(source.x) is source.x
     like, zeros = lazy.new_empty(3, 4), lazy.new_zeros(2, dtype=torch.float32)
     assert type(like) is Tensor and like.shape == (3, 4) and like.dtype == torch.bfloat16 and like.device.type == device

@@ -318,9 +318,10 @@ def test_experts_as_one_op_are_their_parts():
             values = (some(3 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(3, rows, columns)
             quantizer, grad = experts_of("delayed", "triton", True), torch.ones(3, rows, columns)
             stacks.append(make_weight(values, quantizer, grad))
-        assert use_quantized_grouped_mlp(*stacks, "triton", x)
+        quantizers = tuple(w.quantizer for w in stacks)
+        assert use_quantized_grouped_mlp(quantizers, "triton", x)
         if whole:
-            y = quantized_grouped_mlp(x, *stacks, FEW, weights, SWIGLU, "triton", later)
+            y = quantized_grouped_mlp(x, *stacks, FEW, weights, SWIGLU, "triton", later, quantizers=quantizers)
         else:
             hidden = gated_rows(
                 quantized_grouped_matmul(x, stacks[0], FEW, stacks[0].quantizer), FEW, weights, SWIGLU, "triton"
@@ -366,7 +367,8 @@ def test_rows_that_are_never_in_memory(dispatch):
             rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks
         ) -> Tensor:
             seen.append(isinstance(rows, LazyTensor))
-            return quantized_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later)
+            quantizers = tuple(w.quantizer for w in stacks)
+            return quantized_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later, quantizers=quantizers)
 
         exchange = EXCHANGES[dispatch](x, ModelAxes())
         exchange.send(choice, 4, "triton")

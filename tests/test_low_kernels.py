@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.nn.fp8 import FP8
 from phalanx.ops.dense.activation import Gated, GatedGrad, swiglu
-from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.dense.norm import Normed, add_rms_norm
 from phalanx.ops.dense.rope import RopeGrad, rope, rotary_table
 from phalanx.ops.lazy_tensor import LazyTensor
@@ -28,7 +28,6 @@ from phalanx.ops.quantized.linear import (
     WeightQuantizer,
     X,
     quantized_gated_mlp,
-    takes_lazy,
     use_quantized_gated_mlp,
 )
 from phalanx.ops.quantized.recipes import (
@@ -243,11 +242,11 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
         norm = some(1, 64, torch.float32, seed=3)[0].clamp(-2, 2).requires_grad_()
         quantizer = weight_of(recipe, "triton", recipe == "delayed")
         w = make_weight((some(128, 64, torch.float32, seed=4) / 16).clamp(-1, 1), quantizer, torch.ones(128, 64))
-        assert takes_lazy(w, x)
+        assert FP8.reads_lazy(w, x)
         total, normed = add_rms_norm(x, delta, norm, 1e-5, "triton", lazy)
         assert isinstance(normed, LazyTensor) == lazy
         table = rotary_table(torch.arange(32), 1e4 ** (-torch.arange(16) / 16), torch.float32)
-        q, k, v = rope(gather_matmul(normed, w, Axis("tp")), 2, 1, 1, table, "triton", lazy)
+        q, k, v = rope(FP8.gather_matmul(normed, w, Axis("tp")), 2, 1, 1, table, "triton", lazy)
         (q * 0.5 + k * v).float().square().sum().add(total.sum()).backward()
         found.append(
             [
@@ -266,14 +265,14 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
 
 def test_who_takes_a_lazy_tensor():
     w = make_weight(some(16, 32))
-    assert not takes_lazy(w, w)
+    assert not FP8.reads_lazy(w, w)
     for twin, dtype, expected in (
         ("plain", torch.bfloat16, False),
         ("triton", torch.float64, False),
         ("triton", torch.bfloat16, True),
     ):
         w.quantizer = weight_of("delayed", twin, True)
-        assert takes_lazy(w, w.to(dtype)) == expected
+        assert FP8.reads_lazy(w, w.to(dtype)) == expected
 
 
 @pytest.mark.parametrize("recipe", rest_in_soak(CAST, ["tensorwise", "blockwise"]))
@@ -289,11 +288,12 @@ def test_a_gated_mlp_as_one_op_is_its_parts(recipe):
             quantizer = weight_of(recipe, "triton", recipe == "delayed")
             weights.append(make_weight(values, quantizer, torch.ones(rows, columns)))
         tp = Axis("tp")
-        assert use_quantized_gated_mlp(*weights, "triton", x)
+        quantizers = tuple(w.quantizer for w in weights)
+        assert use_quantized_gated_mlp(quantizers, "triton", x)
         if whole:
-            y = quantized_gated_mlp(x, *weights, tp, "triton")
+            y = quantized_gated_mlp(x, *weights, tp, quantizers, "triton")
         else:
-            y = matmul_scatter(swiglu(gather_matmul(x, weights[0], tp), "triton"), weights[1], tp)
+            y = FP8.matmul_scatter(swiglu(FP8.gather_matmul(x, weights[0], tp), "triton"), weights[1], tp)
         y.backward(some(80, 48, torch.float32, seed=7).clamp(-10, 10))
         told = [
             t for w in weights for t in (w.grad, w.quantizer.counts.sum(1)[:, :-1], w.quantizer.counts[..., -1].amax(1))

@@ -26,7 +26,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.param import Replica
 from phalanx.models import gpt2
 from phalanx.nn import attention as attention_module
-from phalanx.nn import moe, mtp
+from phalanx.nn import linear_method, moe, mtp
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
 from phalanx.ops.dense import cross_entropy
@@ -213,10 +213,10 @@ def weights_of_others_stay() -> list[Change]:
 
 
 def bias_on_rank_0_alone(function: str) -> list[Change]:
-    real = getattr(attention_module, function)
+    real = getattr(linear_method, function)
     return [
         (
-            attention_module,
+            linear_method,
             function,
             lambda x, weight, tp, bias=None: real(x, weight, tp, bias if tp.index == 0 else None),
         )

@@ -33,6 +33,7 @@ from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
+from phalanx.nn.linear import Linear
 from phalanx.ops.attention.attention import CAUSAL, Kind
 from phalanx.planning.plan import Plan, make_blocks, num_blocks, without_layout
 from phalanx.sequence.batch import Batch
@@ -177,6 +178,8 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     env = plan.env(Coords(), axes)
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
     kind = precision(plan.run.train.precision)
+    for linear in (m for block in blocks for m in block.modules() if isinstance(m, Linear)):
+        linear.fed_lazily = False  # each op is timed alone: what it reads and makes is in memory
     for block in blocks:
         shapes = [p.shape for p in block.parameters()]
         params = list(block.parameters())

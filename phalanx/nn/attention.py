@@ -10,16 +10,15 @@ from torch import Tensor
 
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
-from phalanx.nn.module import Module, OutputRows, bias_spec, column_spec, row_spec
+from phalanx.nn.linear import ColumnLinear, RowLinear
+from phalanx.nn.module import Module, OutputRows, bias_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import attention as ops
 from phalanx.ops.attention import context
 from phalanx.ops.dense.head_norm import norm_rope
-from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.dense.rope import rope
 from phalanx.ops.dense.rope_scaling import Rotation
-from phalanx.ops.quantized.linear import takes_lazy
 from phalanx.sequence.batch import Batch
 
 
@@ -55,6 +54,8 @@ class Attention(Module):
     head_norm: names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon.
     """
 
+    first_in_memory = ("qkv.weight", "out.weight", "qkv.bias", "out.bias", "sinks")
+
     def __init__(
         self,
         env: Env,
@@ -80,15 +81,17 @@ class Attention(Module):
         self.first_head, self.dropout, self.layer = own.q0, dropout, layer
         self.rotary, self.kind = None if rotation is None else Rotary(rotation), kind
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
-        self.qkv = self.matrix(column_spec(rows, width, Init("normal", std), transposed), cut=0)
-        a, b = own.q0 * head_dim, own.q1 * head_dim
-        self.out = self.matrix(
-            row_spec(names[3], width, heads * head_dim, a, b, Init("normal", std_out), transposed), cut=1
-        )
-        biases = [OutputRows(r.name.replace(".weight", ".bias"), r.size, r.start, r.stop, r.replicas) for r in rows]
-        self.qkv_bias = self.param(bias_spec(biases)) if bias != "none" else None
-        self.out_bias = (
-            self.replicated(names[3].replace(".weight", ".bias"), width, Init("zeros")) if bias == "all" else None
+        self.qkv = ColumnLinear(env, rows, width, Init("normal", std), transposed=transposed, bias=bias != "none")
+        features = own.q0 * head_dim, own.q1 * head_dim
+        self.out = RowLinear(
+            env,
+            names[3],
+            width,
+            heads * head_dim,
+            features,
+            Init("normal", std_out),
+            transposed=transposed,
+            bias=bias == "all",
         )
         self.sinks = (
             self.param(bias_spec([OutputRows(sinks, heads, own.q0, own.q1)], Init("normal", std))) if sinks else None
@@ -111,13 +114,13 @@ class Attention(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
-        qkv = recompute.op("qkv", lambda x: gather_matmul(x, self.qkv, self.env.tp, self.qkv_bias), x)
+        qkv = recompute.op("qkv", self.qkv, x)
         q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
-        return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
+        return self.out(mixed)
 
     def takes_lazy(self, x: Tensor) -> bool:
-        return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and takes_lazy(self.qkv, x)
+        return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normed and turned."""
@@ -127,7 +130,7 @@ class Attention(Module):
             kernels = "plain" if self.env.kernels_for("norm") == "plain" else self.env.kernels_for("rope")
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
             return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
-        lazy_grad = self.qkv_bias is None and takes_lazy(self.qkv, qkv)  # a bias sums the gradient
+        lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias sums the gradient
         return rope(qkv, *shape, table, self.env.kernels_for("rope"), lazy_grad)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

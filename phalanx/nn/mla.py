@@ -16,12 +16,12 @@ from torch import Tensor
 
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
-from phalanx.nn.module import Module, OutputRows, column_spec, row_spec
+from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
+from phalanx.nn.module import Module, OutputRows
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import attention as ops
 from phalanx.ops.attention import context
-from phalanx.ops.dense.matmul import gather_matmul, local_matmul, matmul_scatter
 from phalanx.ops.dense.rope import turn
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.exchange import gather
@@ -81,26 +81,21 @@ class LatentAttention(Module):
         init, s = Init("normal", std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
         q_down = [OutputRows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []
-        self.down = self.param(column_spec([*q_down, kv_down], width, init))
-        self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
-        self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
+        self.down = ReplicatedLinear(env, [*q_down, kv_down], width, init)
         q_up = OutputRows(
             f"{at}.q_b_proj.weight" if s.q_rank else f"{at}.q_proj.weight",
             heads * s.query,
             first * s.query,
             last * s.query,
         )
-        self.q_up = self.matrix(column_spec([q_up], s.q_rank or width, init), cut=0)
+        self.q_up = ColumnLinear(env, [q_up], s.q_rank or width, init)
         each = s.nope + s.value
-        self.kv_up = self.matrix(
-            column_spec(
-                [OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)], s.kv_rank, init
-            ),
-            cut=0,
-        )
-        self.out = self.matrix(
-            row_spec(f"{at}.o_proj.weight", width, heads * s.value, first * s.value, last * s.value, init), cut=1
-        )
+        kv_up = OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)
+        self.kv_up = ColumnLinear(env, [kv_up], s.kv_rank, init)
+        values = first * s.value, last * s.value
+        self.out = RowLinear(env, f"{at}.o_proj.weight", width, heads * s.value, values, init)
+        self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
+        self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
         self.num_weights = s.num_weights(width, heads)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -108,7 +103,7 @@ class LatentAttention(Module):
         recompute = self.env.recompute
         q, k, v = recompute.op("rope", partial(self._rotated, batch), *recompute.op("qkv", self._project, x))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
-        return matmul_scatter(mixed, self.out, self.env.tp)
+        return self.out(mixed)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         how = (
@@ -125,11 +120,11 @@ class LatentAttention(Module):
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,
         rope)."""
         s, tp, recompute = self.sizes, self.env.tp, self.env.recompute
-        q_latent, kv_latent, k_rope = local_matmul(x, self.down).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
+        q_latent, kv_latent, k_rope = self.down(x).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
         q_from = x if self.q_norm is None else recompute.op("norm", self.q_norm, q_latent.contiguous())
-        q = gather_matmul(q_from, self.q_up, tp).unflatten(-1, (self.heads, s.query))
+        q = self.q_up(q_from).unflatten(-1, (self.heads, s.query))
         kv_from = recompute.op("norm", self.kv_norm, kv_latent.contiguous())
-        kv = gather_matmul(kv_from, self.kv_up, tp).unflatten(-1, (self.heads, s.nope + s.value))
+        kv = self.kv_up(kv_from).unflatten(-1, (self.heads, s.nope + s.value))
         return q, kv, gather(k_rope.contiguous(), tp).unsqueeze(1)
 
     def _rotated(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:

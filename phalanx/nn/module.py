@@ -12,14 +12,20 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
-from phalanx.nn.parameter import Parameter, Quantizer
+from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import Batch
 
 ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Module(nn.Module):
-    """A torch module whose parameters know how they are sharded; `self.param(...)` makes one on the meta device."""
+    """A torch module whose parameters know how they are sharded; `self.param(...)` makes one on the meta device.
+
+    first_in_memory   names of parameters, below this module, that lie before its others, in this order; the others
+                      lie in the order of the modules
+    """
+
+    first_in_memory: tuple[str, ...] = ()
 
     def __init__(self, env: Env):
         super().__init__()
@@ -35,22 +41,15 @@ class Module(nn.Module):
                 raise TypeError(f"{type(self).__name__} has a parameter without a spec: make it with self.param(...)")
             yield each
 
-    def matrix(self, spec: ParamSpec, cut: int) -> Parameter:
-        """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision."""
-        return self.with_quantizer(self.param(spec), self.env.weight_quantizer((p.name for p in spec.pieces), cut))
-
-    def with_quantizer(self, made: Parameter, quantizer: Quantizer | None) -> Parameter:
-        """The parameter with what it keeps beside it in low precision."""
-        spec = made.spec
-        kept = (
-            quantizer is not None
-            and self.env.fp8 is not None
-            and self.env.fp8.kept
-            and spec.learns
-            and quantizer.keeps_quantized(spec.shape)
-        )
-        made.quantizer, made.spec = quantizer, replace(spec, coded=kept)
-        return made
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, in the order in which they lie in memory."""
+        found = dict(super().named_parameters(prefix, recurse, remove_duplicate))
+        for path, module in self.named_modules(prefix=prefix):
+            if isinstance(module, Module) and module.first_in_memory:
+                found = _reordered(found, path, module.first_in_memory)
+        yield from found.items()
 
     def replicated(self, name: str, size: int, init: Init) -> Parameter:
         """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight
@@ -73,6 +72,15 @@ class Module(nn.Module):
     def loss_flops(self, seq_length: int) -> float:
         """Of these, those of heads, which in training make the gradients of their products in forward."""
         return sum(m.loss_flops(seq_length) for m in self.children() if isinstance(m, Module))
+
+
+def _reordered(found: dict[str, nn.Parameter], path: str, first: tuple[str, ...]) -> dict[str, nn.Parameter]:
+    """The same with those of the module at `path` that are named `first` before its others."""
+    at = f"{path}." if path else ""
+    mine = [name for name in found if name.startswith(at)]
+    front = [at + name for name in first if at + name in found]
+    order = iter([*front, *(name for name in mine if name not in front)])
+    return {(n := next(order) if name.startswith(at) else name): found[n] for name in found}
 
 
 class Block(Module):

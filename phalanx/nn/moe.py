@@ -20,6 +20,8 @@ from torch.autograd import Function
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
+from phalanx.nn.linear import GroupedLinear, gradient_of
+from phalanx.nn.linear_method import FusedOp
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.activation import gated_rows
@@ -27,16 +29,9 @@ from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
 from phalanx.ops.experts import route as ops
 from phalanx.ops.experts.exchange import EXCHANGES, Dispatch
-from phalanx.ops.experts.grouped import Later, grouped_matmul
+from phalanx.ops.experts.grouped import Later
 from phalanx.ops.experts.route import BalanceSums, Choice
 from phalanx.ops.experts.router import Router
-from phalanx.ops.quantized.experts import (
-    ExpertQuantizer,
-    quantized_grouped_matmul,
-    quantized_grouped_mlp,
-    use_quantized_grouped_mlp,
-)
-from phalanx.ops.quantized.linear import quantizer_of, takes_lazy
 from phalanx.sequence.batch import IGNORE, Batch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
@@ -167,17 +162,14 @@ class Experts(Module):
     """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp
     by width."""
 
+    first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias")
+
     def __init__(self, env: Env, names: ExpertNames | StackedNames, count: int, width: int, inner: int, std: float):
         super().__init__(env)
         gate_up, down, bias = names.matrices(ExpertShard.of(env, count, width, inner), std)
-        self.gate_up, self.down = self.param(gate_up), self.param(down)
-        for dim, (stack, matrices) in enumerate(
-            zip((self.gate_up, self.down), names.stacks)
-        ):  # gate and up by outputs, down by inputs
-            self.with_quantizer(stack, env.expert_quantizer(matrices, count, dim))
-        self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
-        for p in self.parameters():
-            p.add_extra_grads(env.sources - 1)
+        of_up, of_down = names.stacks
+        self.gate_up = GroupedLinear(env, gate_up, of_up, 0, count, bias)
+        self.down = GroupedLinear(env, down, of_down, 1, count)  # its bias is added once, by MoE
         self.activation: Gate = names.activation
 
     def forward(
@@ -189,38 +181,25 @@ class Experts(Module):
         Weights are applied before the last product, which is linear: then its backward needs no output.
         """
         recompute, inputs = self.env.recompute, () if weights is None else (weights,)
-        up, down, bias = (
-            self._of(self.gate_up, source),
-            self._of(self.down, source),
-            None if self.bias is None else self._of(self.bias, source),
-        )
-        if self._one_op(x):
-            return quantized_grouped_mlp(
-                x, up, down, ends, weights, self.activation, self.env.kernels_for("swiglu"), later
-            )
-        gate_up = recompute.op("up", lambda x: self._multiply(x, up, ends, bias, later), x)
+        fused = self._fused(x)
+        if fused is not None:
+            up, down = gradient_of(self.gate_up.weight, source), gradient_of(self.down.weight, source)
+            return fused(x, up, down, ends, weights, self.activation, self.env.kernels_for("swiglu"), later)
+        gate_up = recompute.op("up", lambda x: self.gate_up(x, ends, source, later), x)
         hidden = recompute.op("activation", partial(self._activate, ends), gate_up, *inputs)
-        return self._multiply(hidden, down, ends)
+        return self.down(hidden, ends, source)
 
-    def _one_op(self, x: Tensor) -> bool:
-        recomputes = self.env.recompute.recomputes  # of one op, no part can be
-        fits = self.bias is None and not (recomputes("up") or recomputes("activation"))
-        return fits and use_quantized_grouped_mlp(self.gate_up, self.down, self.env.kernels_for("swiglu"), x)
+    def _fused(self, x: Tensor) -> FusedOp | None:
+        """All as one op, where the method of the linears has one."""
+        recomputes = self.env.recompute.recomputes
+        if self.gate_up.bias is not None or recomputes("up") or recomputes("activation"):  # of one op, no part can be
+            return None
+        kernels = self.env.kernels_for("swiglu")
+        return self.gate_up.method.fused_experts(self.gate_up.weight, self.down.weight, kernels, x)
 
     def takes_lazy(self, x: Tensor) -> bool:
         """Of the rows that come, and of the gradient of those that go."""
-        return self._one_op(x) and takes_lazy(self.gate_up, x)
-
-    def _of(self, p: Parameter, source: int) -> Parameter:
-        return p if source == 0 else p.extra_grads[source - 1]
-
-    def _multiply(
-        self, x: Tensor, weight: Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None
-    ) -> Tensor:
-        quantizer = quantizer_of(weight)
-        if isinstance(quantizer, ExpertQuantizer):
-            return quantized_grouped_matmul(x, weight, ends, quantizer, bias, later)
-        return grouped_matmul(x, weight, ends, self.env.kernels_for("grouped"), bias, later)
+        return self._fused(x) is not None and self.gate_up.takes_lazy(x)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for("swiglu"))

@@ -16,10 +16,10 @@ from phalanx.layout.param import Init
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
-from phalanx.nn.module import Block, Module, OutputRows, column_spec
+from phalanx.nn.linear import ReplicatedLinear
+from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.moe import Attach
 from phalanx.nn.norm import RMSNorm
-from phalanx.ops.dense.matmul import local_matmul
 from phalanx.sequence.batch import IGNORE, Batch
 
 
@@ -29,22 +29,20 @@ class Depth(Module):
 
     def __init__(self, env: Env, at: str, width: int, eps: float, std: float, layer: Block):
         super().__init__(env)
-        self.enorm, self.hnorm = RMSNorm(env, f"{at}.enorm", width, eps), RMSNorm(env, f"{at}.hnorm", width, eps)
-        self.project = self.param(
-            column_spec(
-                [OutputRows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)], 2 * width, Init("normal", std)
-            )
-        )
+        rows = [OutputRows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)]
+        self.project = ReplicatedLinear(env, rows, 2 * width, Init("normal", std))
+        self.enorm = RMSNorm(env, f"{at}.enorm", width, eps)
+        self.hnorm = RMSNorm(env, f"{at}.hnorm", width, eps)
         self.layer = layer
         self.norm = RMSNorm(env, f"{at}.shared_head.norm", width, eps)
 
     def forward(self, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
         """h, ahead (T / tp, D) -> (T / tp, D)."""
-        x = local_matmul(torch.cat((self.enorm(next_embedding), self.hnorm(h)), -1), self.project)
+        x = self.project(torch.cat((self.enorm(next_embedding), self.hnorm(h)), -1))
         return self.norm(self.layer(x, batch))
 
     def flops(self, seq_length: int) -> float:
-        rows, columns = self.project.shape
+        rows, columns = self.project.weight.shape
         return 2.0 * rows * columns + self.layer.flops(seq_length)
 
 

@@ -13,7 +13,8 @@ from phalanx.base.rules import at_least, multiples, no_effect, problem, within
 from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.models.config import GPT2Config, LlamaConfig
-from phalanx.nn.env import Env, Fp8Linears
+from phalanx.nn.env import Env
+from phalanx.nn.fp8 import FP8Linears
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks
 
@@ -136,14 +137,16 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 
 @lru_cache(maxsize=16)
 def local_shapes(
-    key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int], fp8: Fp8Linears
+    key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int], fp8: FP8Linears
 ) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
     """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the
     first and the last rank of each of the `cuts`, tp and etp."""
     found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
     for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
         for rank in {0, grid.world - 1}:
-            for block in make_blocks(model, Env(grid=grid, at=grid.coords(rank), fp8=fp8), range(num_blocks(model))):
+            for block in make_blocks(
+                model, Env(grid=grid, at=grid.coords(rank), linears=fp8), range(num_blocks(model))
+            ):
                 for p in block.parameters():
                     if p.quantizer is not None and p.dim() == dims:
                         found[(tuple(piece.name for piece in p.spec.pieces), (p.shape[-2], p.shape[-1]))] = None

@@ -19,7 +19,8 @@ from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from phalanx.models.config import GPT2Config, LlamaConfig
-from phalanx.nn.env import Env, Fp8Linears
+from phalanx.nn.env import Env
+from phalanx.nn.fp8 import FP8Linears
 from phalanx.nn.module import Block
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
@@ -58,20 +59,20 @@ def num_blocks(model: LlamaConfig | GPT2Config) -> int:
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
 
-def fp8_linears(run: Run) -> Fp8Linears | None:
+def fp8_linears(run: Run) -> FP8Linears | None:
     """Which linears of a run use train.fp8's recipe."""
     c, layers = run.train.fp8, run.model.num_hidden_layers
     if c is None:
         return None
     kept = run.layout.sharding > 0  # at level 0 anybody's optimizer may update the weights themselves
-    return Fp8Linears(
+    return FP8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
 
 
 @lru_cache(maxsize=8)
-def _fp8_names(key: str, model: LlamaConfig | GPT2Config, fp8: Fp8Linears) -> tuple[str, ...]:
-    blocks = make_blocks(model, Env(fp8=fp8), range(num_blocks(model)))
+def _fp8_names(key: str, model: LlamaConfig | GPT2Config, fp8: FP8Linears) -> tuple[str, ...]:
+    blocks = make_blocks(model, Env(linears=fp8), range(num_blocks(model)))
     lows = (p.quantizer for block in blocks for p in block.parameters())
     return tuple(dict.fromkeys(fp8.name for fp8 in lows if isinstance(fp8, WeightQuantizer)))
 
@@ -331,7 +332,7 @@ class Plan:
             seed=train.seed,
             tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
             mtp_stage=self.mtp_stage,
-            fp8=fp8_linears(self.run),
+            linears=fp8_linears(self.run),
             kernels=train.kernels,
             plain_ops=tuple(train.plain_ops),
             dispatch=self.dispatch,

@@ -513,7 +513,7 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
             with no_host_sync(device):
                 h = gather_rows(x, rows, "auto", lazy=whole)
                 if whole:
-                    h = quantized_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
+                    h = quantized_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU, quantizers=quantizers)
                 else:
                     h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, quantizers[0]), rows.ends_E, weights)
                     h = quantized_grouped_matmul(h, down, rows.ends_E, quantizers[1])

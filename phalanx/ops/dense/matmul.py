@@ -3,8 +3,7 @@
 Between blocks each tensor-parallel rank holds T / tp tokens of the micro-batch (sequence parallelism, Korthikanti et
 al., "Reducing activation recomputation in large transformer models", 2022). Inside a sub-layer each holds all T
 tokens and its part of the features. For y = x W^T: dx = dy W and dW = dy^T x; gathering in forward is scattering in
-backward and the reverse. The tokens are gathered again in backward instead of being kept. Weights in low precision
-(train.fp8) go through ops.quantized.linear.
+backward and the reverse. The tokens are gathered again in backward instead of being kept.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_grad, add_product_grad
-from phalanx.ops.quantized.linear import quantized_gather_matmul, quantized_matmul_scatter, quantizer_of
 
 
 class _GatherMatmul(Function):
@@ -143,9 +141,6 @@ def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
     """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is cut like the outputs."""
-    quantizer = quantizer_of(weight)
-    if quantizer is not None:
-        return quantized_gather_matmul(x, weight, tp, bias, quantizer)
     return _GatherMatmul.apply(x, weight, bias, tp)
 
 
@@ -159,7 +154,4 @@ def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = No
 
     The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
     """
-    quantizer = quantizer_of(weight)
-    if quantizer is not None:
-        return quantized_matmul_scatter(h, weight, tp, bias, quantizer)
     return _MatmulScatter.apply(h, weight, bias, tp)

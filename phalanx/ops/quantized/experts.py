@@ -33,7 +33,7 @@ from phalanx.ops.experts.grouped import Later, add_sum_grad, segments
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.lazy_tensor import source_of
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X, quantizer_of, takes_lazy
+from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import (
     Block,
     Format,
@@ -386,18 +386,19 @@ class _QuantizedGroupedMLP(Function):
         x: Tensor,
         gate_up: Tensor,
         down: Tensor,
+        quantizers: tuple[ExpertQuantizer, ExpertQuantizer],
         ends: Tensor,
         weights: Tensor | None,
         gate: Gate,
         kernels: Kernels,
         later: Later | None,
     ) -> Tensor:  # type: ignore[override]
-        up_quantizer, quantizer = _expert_quantizers(gate_up), _expert_quantizers(down)
+        up_quantizer, quantizer = quantizers
         q, kept = up_quantizer.rows(X, x, ends)
         both = up_quantizer.times_weight(q, gate_up, ends, x.dtype)
         h, h_kept = quantizer.rows(X, GatedRows(both, weights, ends[-1], gate, kernels), ends)
         ctx.gate_up, ctx.down, ctx.gate, ctx.kernels, ctx.later = gate_up, down, gate, kernels, later
-        ctx.quantizers, ctx.blocks = (up_quantizer, quantizer), (kept.block, h_kept.block)
+        ctx.quantizers, ctx.blocks = quantizers, (kept.block, h_kept.block)
         ctx.save_for_backward(kept.quantized, kept.scales, both, h_kept.quantized, h_kept.scales, ends, weights)
         return quantizer.times_weight(h, down, ends, x.dtype)
 
@@ -422,18 +423,13 @@ class _QuantizedGroupedMLP(Function):
             later.append(grads)
         elif need_up:
             d_up = grads()
-        return dx, d_up, d_down, None, None if sums is None else sums.sum(0), None, None, None
+        return dx, d_up, d_down, None, None, None if sums is None else sums.sum(0), None, None, None
 
 
-def _expert_quantizers(weight: Tensor) -> ExpertQuantizer:
-    quantizer: Any = quantizer_of(weight)
-    return quantizer
-
-
-def use_quantized_grouped_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
-    """Whether experts with these matrices, and no biases, are one op: both in low precision, casts by Triton.
-    `kernels`: of the activation."""
-    return all(takes_lazy(weight, x) for weight in (gate_up, down)) and use_triton(kernels, x)
+def use_quantized_grouped_mlp(quantizers: tuple[ExpertQuantizer, ExpertQuantizer], kernels: Kernels, x: Tensor) -> bool:
+    """Whether experts whose matrices have these quantizers, and no biases, are one op: casts by Triton. `kernels`: of
+    the activation."""
+    return all(quantizer.by_triton(x) for quantizer in quantizers) and use_triton(kernels, x)
 
 
 def quantized_grouped_mlp(
@@ -445,11 +441,13 @@ def quantized_grouped_mlp(
     gate: Gate,
     kernels: Kernels = "auto",
     later: Later | None = None,
+    *,
+    quantizers: tuple[ExpertQuantizer, ExpertQuantizer],
 ) -> Tensor:
     """Gated experts: x (R, D) -> (R, D), of codes of x, of what the activation makes (times `weights_R`), and of
     gate_up (E, 2F, D) and down (E, D, F), both in low precision. x, and the gradient of what this makes, may be
     lazy tensors (ops.lazy_tensor)."""
-    return _QuantizedGroupedMLP.apply(x_RD, gate_up, down, ends, weights_R, gate, kernels, later)
+    return _QuantizedGroupedMLP.apply(x_RD, gate_up, down, quantizers, ends, weights_R, gate, kernels, later)
 
 
 def quantized_grouped_matmul(

@@ -273,19 +273,6 @@ class WeightQuantizer:
         return Scaled(transposed(q.quantized), q.scales.t().contiguous(), (q.block[1], q.block[0]))
 
 
-def quantizer_of(weight: Tensor) -> WeightQuantizer | None:
-    """What a weight has if its products use codes now."""
-    quantizer: WeightQuantizer | None = getattr(weight, "quantizer", None)
-    return quantizer if quantizer is not None and quantizer.on else None
-
-
-def takes_lazy(weight: Tensor, x: Tensor) -> bool:
-    """Whether a lazy tensor (ops.lazy_tensor) may be the input of the linear with this weight, or the gradient of its
-    output, in place of one like x: it is cast, and by Triton."""
-    quantizer = quantizer_of(weight)
-    return quantizer is not None and quantizer.by_triton(x)
-
-
 def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
     """The gathering of codes (n, F) of each rank into (T, F), as bytes, and the scales of all of them. ValueError if
     ranks cut a block."""
@@ -483,16 +470,20 @@ def quantized_matmul_scatter(
     return _QuantizedMatmulScatter.apply(h, weight, bias, tp, quantizer)
 
 
-def use_quantized_gated_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
-    """Whether an MLP with these weights is one op: both are in low precision, and what it saves is saved, casts by
-    Triton. `kernels`: of SwiGLU."""
-    quantizers = quantizer_of(gate_up), quantizer_of(down)
-    return all(quantizer is not None and use_triton(quantizer.kernels, x) for quantizer in quantizers) and use_triton(
-        kernels, x
-    )
+def use_quantized_gated_mlp(quantizers: tuple[WeightQuantizer, WeightQuantizer], kernels: Kernels, x: Tensor) -> bool:
+    """Whether an MLP whose weights have these quantizers is one op: what it saves is saved, casts by Triton.
+    `kernels`: of SwiGLU."""
+    return all(use_triton(quantizer.kernels, x) for quantizer in quantizers) and use_triton(kernels, x)
 
 
-def quantized_gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, kernels: Kernels = "auto") -> Tensor:
+def quantized_gated_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    tp: Axis,
+    quantizers: tuple[WeightQuantizer, WeightQuantizer],
+    kernels: Kernels = "auto",
+) -> Tensor:
     """As ops.dense.gated_mlp.gated_mlp, of the codes of x and weights, both in low precision: gate_up (2F, D)
     stacked, down (D, F)."""
-    return _QuantizedGatedMLP.apply(x, gate_up, down, tp, quantizer_of(gate_up), quantizer_of(down), kernels)
+    return _QuantizedGatedMLP.apply(x, gate_up, down, tp, *quantizers, kernels)

@@ -1,0 +1,145 @@
+"""The FP8 method of linears: matmuls of quantized values (ops.quantized), for the linears that train.fp8 names.
+
+Only a run with train.fp8 imports this; the layers do not know of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+from torch import Tensor
+
+from phalanx.comm.axis import Axis
+from phalanx.nn.linear_method import PLAIN, AnyLinear, FusedOp, LinearMethod, Place
+from phalanx.nn.parameter import Parameter
+from phalanx.ops.experts.grouped import Later
+from phalanx.ops.op import Kernels
+from phalanx.ops.quantized.experts import (
+    ExpertQuantizer,
+    quantized_grouped_matmul,
+    quantized_grouped_mlp,
+    use_quantized_grouped_mlp,
+)
+from phalanx.ops.quantized.linear import (
+    Accumulate,
+    WeightQuantizer,
+    quantized_gated_mlp,
+    quantized_gather_matmul,
+    quantized_matmul_scatter,
+    use_quantized_gated_mlp,
+)
+from phalanx.ops.quantized.recipes import Recipe
+
+
+def quantizer_of(weight: Parameter) -> WeightQuantizer | None:
+    """What quantizes a weight, if its matmuls use quantized values now."""
+    quantizer = weight.quantizer
+    return quantizer if isinstance(quantizer, WeightQuantizer) and quantizer.on else None
+
+
+def expert_quantizer_of(weight: Parameter) -> ExpertQuantizer | None:
+    quantizer = quantizer_of(weight)
+    return quantizer if isinstance(quantizer, ExpertQuantizer) else None
+
+
+class FP8Method(LinearMethod):
+    """Matmuls of quantized values while the weight's quantizer is on; plain while it is off, or where there is none
+    (inference)."""
+
+    def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
+        quantizer = quantizer_of(weight)
+        if quantizer is None:
+            return super().gather_matmul(x, weight, tp, bias)
+        return quantized_gather_matmul(x, weight, tp, bias, quantizer)
+
+    def matmul_scatter(self, h: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
+        quantizer = quantizer_of(weight)
+        if quantizer is None:
+            return super().matmul_scatter(h, weight, tp, bias)
+        return quantized_matmul_scatter(h, weight, tp, bias, quantizer)
+
+    def grouped_matmul(
+        self,
+        x: Tensor,
+        weight: Parameter,
+        ends: Tensor,
+        kernels: Kernels,
+        bias: Tensor | None = None,
+        later: Later | None = None,
+    ) -> Tensor:
+        quantizer = expert_quantizer_of(weight)
+        if quantizer is None:
+            return super().grouped_matmul(x, weight, ends, kernels, bias, later)
+        return quantized_grouped_matmul(x, weight, ends, quantizer, bias, later)
+
+    def is_plain(self, weight: Parameter) -> bool:
+        return quantizer_of(weight) is None
+
+    def reads_lazy(self, weight: Parameter, x: Tensor) -> bool:
+        quantizer = quantizer_of(weight)
+        return quantizer is not None and quantizer.by_triton(x)
+
+    def fused_mlp(self, gate_up: Parameter, down: Parameter, kernels: Kernels, x: Tensor) -> FusedOp | None:
+        first, second = quantizer_of(gate_up), quantizer_of(down)
+        if first is None or second is None:
+            return None
+        quantizers = first, second
+        return (
+            partial(quantized_gated_mlp, quantizers=quantizers, kernels=kernels)
+            if use_quantized_gated_mlp(quantizers, kernels, x)
+            else None
+        )
+
+    def fused_experts(self, gate_up: Parameter, down: Parameter, kernels: Kernels, x: Tensor) -> FusedOp | None:
+        first, second = expert_quantizer_of(gate_up), expert_quantizer_of(down)
+        if first is None or second is None:
+            return None
+        quantizers = first, second
+        return (
+            partial(quantized_grouped_mlp, quantizers=quantizers)
+            if use_quantized_grouped_mlp(quantizers, kernels, x)
+            else None
+        )
+
+
+FP8 = FP8Method()
+
+
+@dataclass(frozen=True)
+class FP8Linears:
+    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`:
+    their weights are stored as quantized values, where the recipe allows it."""
+
+    recipe: Recipe
+    layers: range
+    exclude: tuple[str, ...] = ()
+    accumulate: Accumulate = "mixed"
+    kept: bool = False
+
+    def takes(self, name: str) -> bool:
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        return (layer is None or layer in self.layers) and not any(fnmatchcase(name, glob) for glob in self.exclude)
+
+    def method_of(self, linear: AnyLinear) -> LinearMethod:
+        """All or none of the matrices of a linear use the recipe, of all experts, so that all ranks agree."""
+        names = list(dict.fromkeys(linear.names))
+        if not all(self.takes(name.format(e)) for name in names for e in range(max(1, linear.experts))):
+            return PLAIN
+        weight, place = linear.weight, linear.env
+        quantizer = self._quantizer(joint_name(names), linear.cut, linear.experts > 0, place)
+        weight.quantizer = quantizer
+        coded = self.kept and weight.spec.learns and quantizer.keeps_quantized(weight.spec.shape)
+        weight.spec = replace(weight.spec, coded=coded)
+        return FP8
+
+    def _quantizer(self, name: str, cut: int, experts: bool, place: Place) -> WeightQuantizer:
+        kind = ExpertQuantizer if experts else WeightQuantizer
+        return kind(self.recipe, name, cut, place.axes, place.kernels_for("quant"), self.accumulate, place.seed)
+
+
+def joint_name(names: list[str]) -> str:
+    """One name for matrices that are stored together."""
+    first, *others = (name.replace("{}.", "").removesuffix(".weight") for name in names)
+    return "+".join((first, *(other.rsplit(".", 1)[-1] for other in others)))
