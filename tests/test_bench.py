@@ -113,7 +113,7 @@ def milli(budget, row: str) -> float:
 
 
 def test_pointwise_kernels_are_told_apart_by_grid():
-    gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 300)
+    gpu = GPU().says("forward stage 0 segment 0 mb 0", 0, 300)
     for start, grid in (
         (-90, [8, 1, 1]),
         (100, [8, 1, 1]),
@@ -133,7 +133,7 @@ def test_each_moment_of_a_gpu_belongs_to_one_row():
     host."""
     gpu = (
         GPU()
-        .says("forward stage 0 run 0 mb 0", 0, 300)
+        .says("forward stage 0 segment 0 mb 0", 0, 300)
         .says("comm tp all_gather", 20, 30)
         .says("comm dp reduce_scatter", 60, 70, tid=5)
     )
@@ -155,7 +155,7 @@ def test_each_moment_of_a_gpu_belongs_to_one_row():
 def test_the_profiler_lengthens_nothing_but_gaps():
     """A step of 1000 us under the profiler takes 700 without it: 100 us of the 400 us gap are real. Of 1100 us, 100
     stay unexplained."""
-    events = GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("nvjet_hsh_128x256", 10, 300, 900).events
+    events = GPU().says("forward stage 0 segment 0 mb 0", 0, 900).runs("nvjet_hsh_128x256", 10, 300, 900).events
     quick, slow = budget_of(events, 0.7e-3), budget_of(events, 1.1e-3)
     assert (milli(quick, GEMM), milli(quick, HOST)) == (600, 100) and quick.unattributed == pytest.approx(0, abs=1e-12)
     assert milli(slow, HOST) == 400 and slow.unattributed == pytest.approx(1e-4)
@@ -163,7 +163,7 @@ def test_the_profiler_lengthens_nothing_but_gaps():
 
 def test_kernels_of_unknown_names_are_unattributed():
     """They are named, not hidden in a row. A Triton kernel of our ops is known by its module."""
-    budget = budget_of(GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("mystery_v2", 10, 300, 450).events)
+    budget = budget_of(GPU().says("forward stage 0 segment 0 mb 0", 0, 900).runs("mystery_v2", 10, 300, 450).events)
     assert budget.unattributed == pytest.approx(1.5e-4) and budget.unknown == {"mystery_v2": pytest.approx(1.5e-4)}
     assert any("mystery_v2" in line for line in budget.lines())
 
@@ -178,7 +178,7 @@ def test_kernels_of_wheels_are_known():
         "kernel_cutlass_kernel_quackgemm_default_epiGemmDefaultSm90_object_at__TiledMMA_ThrLayoutVMNK1281111000": GEMM,
     }
     for name, row in rows.items():
-        budget = budget_of(GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs(name, 10, 300, 450).events)
+        budget = budget_of(GPU().says("forward stage 0 segment 0 mb 0", 0, 900).runs(name, 10, 300, 450).events)
         assert milli(budget, row) == 150 and not budget.unknown
 
 
@@ -188,7 +188,7 @@ def test_our_triton_kernels_are_known():
     from phalanx.observe.step_budget import triton_names
 
     name = sorted(triton_names())[0]
-    budget = budget_of(GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs(name, 10, 300, 450).events)
+    budget = budget_of(GPU().says("forward stage 0 segment 0 mb 0", 0, 900).runs(name, 10, 300, 450).events)
     assert milli(budget, POINTWISE) == 150 and not budget.unknown
 
 
@@ -209,7 +209,7 @@ def test_each_moment_of_a_cpu_belongs_to_the_innermost_operator():
     not nest."""
     events = [
         event("user_annotation", "step 3", 0, 1000),
-        event("user_annotation", "forward stage 0 run 0 mb 0", 100, 600),
+        event("user_annotation", "forward stage 0 segment 0 mb 0", 100, 600),
     ]
     events += [
         event("cpu_op", "_GatherMatmul", 150, 350),
@@ -231,13 +231,13 @@ def test_each_moment_of_a_cpu_belongs_to_the_innermost_operator():
 
 def test_advice_names_the_largest_row_and_its_key(config):
     run = small(config, "layout.pp=1")
-    gpu = GPU().says("forward stage 0 run 0 mb 0", 0, 900).runs("gemm", 10, 0, 500)
+    gpu = GPU().says("forward stage 0 segment 0 mb 0", 0, 900).runs("gemm", 10, 0, 500)
     assert "host gap is 50 %" in advice(budget_of(gpu.events), run) and "train.micro_batch than 2" in advice(
         budget_of(gpu.events), run
     )
     waiting = GPU((0, 100)).says("comm tp all_reduce", 1, 9).runs("ncclDevKernel_AllReduce", 5, 0, 90).events
     assert "layout.tp" in advice(budget_of(waiting), run)
-    full = GPU((0, 100)).says("forward stage 0 run 0 mb 0", 0, 99).runs("gemm", 1, 0, 99).events
+    full = GPU((0, 100)).says("forward stage 0 segment 0 mb 0", 0, 99).runs("gemm", 1, 0, 99).events
     assert "nothing large to avoid; GEMM and attention are 99 %" in advice(budget_of(full), run)
 
 
@@ -274,7 +274,7 @@ def test_the_rows_of_a_real_step_add_up_to_it(state, tmp_path):
     assert abs(budget.unattributed) <= 0.03 * budget.step_s
 
     names = {e["name"] for e in json.loads(gzip.open(tmp_path / "trace.json.gz").read())["traceEvents"]}
-    assert {"step 1", "forward stage 0 run 0 mb 0", "backward stage 0 run 0 mb 3"} <= names
+    assert {"step 1", "forward stage 0 segment 0 mb 0", "backward stage 0 segment 0 mb 3"} <= names
     assert {"block 0 LlamaEmbedding", "block 3 LlamaLayer", "block 4 LlamaHead"} <= names
 
 
@@ -568,7 +568,7 @@ def test_the_report_says_where_it_was_in_forward(config, tmp_path, monkeypatch):
     monkeypatch.setattr(mlp, "swiglu", second)
     text = run_out(config, tmp_path)
     assert text.startswith("out of memory on rank 0 of 1 (cpu)")
-    assert "phase     forward and backward" in text and "schedule  forward stage 0 run 0 mb 0" in text
+    assert "phase     forward and backward" in text and "schedule  forward stage 0 segment 0 mb 0" in text
     assert "block     2 of 5 (layer 1)" in text and "request   2.50 GiB" in text
     assert len(text.splitlines()) <= 24
     numel = num_parameters(make_plan(small(config), 1))
@@ -586,7 +586,7 @@ def test_the_report_says_where_it_was_in_backward_and_in_the_update(config, tmp_
 
     monkeypatch.setattr(activation._Gated, "backward", staticmethod(out_of_memory))
     text = run_out(config, tmp_path)
-    assert "schedule  backward stage 0 run 0 mb 0" in text and "layers 0-2" in text
+    assert "schedule  backward stage 0 segment 0 mb 0" in text and "layers 0-2" in text
     monkeypatch.setattr(activation._Gated, "backward", plain)
     monkeypatch.setattr(step, "reduce_step_totals", exhausted)
     assert "phase     gradient norm and optimizer update" in run_out(config, tmp_path)

@@ -213,7 +213,7 @@ def _trained(
             (s, *k): n for (s, k), n in runner._most.items() if s in mine
         }
     runs = (
-        [run for slots in runner._slots.values() for slot in slots for run in slot.runs.values()]
+        [run for slots in runner._slots.values() for slot in slots for run in slot.segments.values()]
         if isinstance(runner, Graphs)
         else []
     )

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.base.align import ELEMENTS
 from phalanx.layout.box import Box, cut, flat_range_boxes
-from phalanx.layout.buckets import cut_runs, make_buckets, piece_ranges
+from phalanx.layout.buckets import cut_segments, make_buckets, piece_ranges
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
@@ -157,13 +157,13 @@ def test_virtual_stages_balance_ranks(layers, head):
 
 
 @pytest.mark.parametrize("number", range(30))
-def test_runs(number):
-    """Runs follow each other; each is within the limit or one block; the next block would not have fitted."""
+def test_segments(number):
+    """Segments follow each other; each is within the limit or one block; the next block would not have fitted."""
     pick = random.Random(number)
     sizes, limit = [pick.randint(1, 10) for _ in range(pick.randint(1, 12))], pick.randint(1, 25)
-    runs = cut_runs(sizes, limit)
-    assert [i for r in runs for i in r] == list(range(len(sizes))) and all(runs)
-    for r, after in itertools.zip_longest(runs, runs[1:]):
+    segments = cut_segments(sizes, limit)
+    assert [i for r in segments for i in r] == list(range(len(sizes))) and all(segments)
+    for r, after in itertools.zip_longest(segments, segments[1:]):
         assert len(r) == 1 or sum(sizes[i] for i in r) <= limit
         assert after is None or sum(sizes[i] for i in r) + sizes[after.start] > limit
 

@@ -50,16 +50,16 @@ def test_what_is_offloaded_comes_back_to_the_bit():
 @pytest.mark.parametrize("name, pp, virtual", [("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2)])
 def test_each_offload_has_its_fetch_under_compute(name, pp, virtual):
     schedule = generate(name, pp, virtual, 8)
-    runs = (3,) * schedule.num_stages
+    segments = (3,) * schedule.num_stages
     away = {(s, r) for s in range(schedule.num_stages) for r in (0, 1)}
-    program = lower(schedule, runs, offloaded=away)
+    program = lower(schedule, segments, offloaded=away)
     simulate(program)
     for instructions in program.lists:
         compute = [i for i in instructions if isinstance(i, Forward | Backward)]
         left = [i for i in instructions if isinstance(i, Offload)]
-        assert left and {(i.stage, i.run) for i in left} <= away
+        assert left and {(i.stage, i.segment) for i in left} <= away
         for i in left:
-            fetch, where = instructions.index(Fetch(i.stage, i.run, i.mb)), (i.stage, i.run, i.mb)
+            fetch, where = instructions.index(Fetch(i.stage, i.segment, i.mb)), (i.stage, i.segment, i.mb)
             assert (
                 instructions.index(Forward(*where))
                 < instructions.index(i)
@@ -68,7 +68,7 @@ def test_each_offload_has_its_fetch_under_compute(name, pp, virtual):
             )
             between = [j for j in instructions[fetch : instructions.index(Backward(*where))] if j in compute]
             assert len(between) == 1
-    without = lower(schedule, runs)
+    without = lower(schedule, segments)
     assert [[i for i in a if not isinstance(i, Offload | Fetch)] for a in program.lists] == [
         list(b) for b in without.lists
     ]
@@ -81,7 +81,8 @@ def test_what_would_come_straight_back_stays():
     assert left and not any(isinstance(i, Offload) for i in second)
     for i in left:
         assert any(
-            isinstance(j, Forward | Backward) for j in first[first.index(i) : first.index(Fetch(i.stage, i.run, i.mb))]
+            isinstance(j, Forward | Backward)
+            for j in first[first.index(i) : first.index(Fetch(i.stage, i.segment, i.mb))]
         )
 
 
@@ -90,7 +91,7 @@ def test_a_list_without_one_of_them_is_refused(wrong, why):
     program = lower(generate("gpipe", 1, 1, 2), (2,), offloaded={(0, 0)})
     lists = tuple(tuple(i for i in a if not isinstance(i, wrong)) for a in program.lists)
     with pytest.raises(ScheduleError, match=why):
-        simulate(Program(program.schedule, program.runs_per_stage, program.buckets_of_rank, lists))
+        simulate(Program(program.schedule, program.segments_per_stage, program.buckets_of_rank, lists))
 
 
 LAYOUTS = {
@@ -226,7 +227,7 @@ def test_a_host_with_too_little_memory_is_told():
 
 @pytest.mark.parametrize("recompute", ["none", "long", "full"])
 def test_inputs_of_layers_leave_too(ranks, recompute):
-    """Each layer a run of its own: its input is the output of the one before, which then lets go of it too. Truth:
+    """Each layer a segment of its own: its input is the output of the one before, which is then freed too. Truth:
     what really leaves."""
     run = base_run("llama", 8, 2, recompute=recompute, offload_layers=2, precision="fp32")
     run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), data=DataConfig(mock=True))

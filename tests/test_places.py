@@ -23,10 +23,10 @@ from tests.parity import base_run, compare, random_weights, step_batches, truth_
 
 
 def programs(number: int):
-    """Instruction lists of a random pipeline with a bucket per run, tied weights and experts, and the buckets'
+    """Instruction lists of a random pipeline with a bucket per segment, tied weights and experts, and the buckets'
     elements by rank."""
     pick = random.Random(number)
-    pp, virtual, micro, runs = (
+    pp, virtual, micro, segments = (
         pick.choice([1, 2, 3]),
         pick.choice([1, 2]),
         pick.choice([1, 2, 5]),
@@ -36,14 +36,14 @@ def programs(number: int):
     schedule = generate(pick.choice(["gpipe", "1f1b"]) if virtual == 1 else "interleaved", pp, virtual, micro)
     buckets = []
     for rank in range(pp):
-        here = [(stage, run) for stage in schedule.stages_of(rank) for run in range(runs)]
+        here = [(stage, segment) for stage in schedule.stages_of(rank) for segment in range(segments)]
         own = {i: frozenset({where}) for i, where in enumerate(here)}
         own |= {len(here): frozenset({here[0], here[-1]}), len(here) + 1: frozenset({here[len(here) // 2]})}
         buckets.append(own)
     flows = [{b: Flow(gathers=True, opens=True, closes=True) for b in own} for own in buckets]
     numel = [{b: pick.choice([1, 7, 64]) for b in own} for own in buckets]
     options = dict(bucket_prefetch=pick.choice([0, 1, 2, 3]), keep=pick.choice([False, False, True]))
-    return lower(schedule, (runs,) * schedule.num_stages, buckets, flows_of_rank=flows, **options).lists, numel
+    return lower(schedule, (segments,) * schedule.num_stages, buckets, flows_of_rank=flows, **options).lists, numel
 
 
 @pytest.mark.parametrize("numbers", [range(i, i + 60) for i in range(0, 240, 60)], ids=str)
@@ -73,7 +73,7 @@ def test_no_two_buckets_meet(numbers):
 
 
 def test_layers_take_turns_at_few_places():
-    """By hand: with one run ahead, two places of a layer's size serve any number of layers, in both directions."""
+    """By hand: with one segment ahead, two places of a layer's size serve any number of layers, in both directions."""
     schedule = generate("1f1b", 1, 1, 3)
     flows = [{b: Flow(gathers=True, opens=True, closes=True) for b in range(9)}]
     [instructions] = lower(schedule, (9,), [{b: frozenset({(0, b)}) for b in range(9)}], flows_of_rank=flows).lists
@@ -90,7 +90,7 @@ def fixed(run: Run, **layout) -> Run:
 
 
 def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[int]], bool]:
-    """Where weights and gradients of each run lie whenever it computes, over three steps and an evaluation; whether
+    """Where weights and gradients of each segment lie whenever it computes, over three steps and an evaluation; whether
     any bucket shares."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
@@ -100,10 +100,10 @@ def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[
 
     def watched(kind, handler):
         def run_it(i):
-            for n, p in enumerate(p for block in state.blocks[i.stage, i.run] for p in block.parameters()):
-                seen.setdefault((i.stage, i.run, n, "weight"), set()).add(p.data_ptr())
+            for n, p in enumerate(p for block in state.blocks[i.stage, i.segment] for p in block.parameters()):
+                seen.setdefault((i.stage, i.segment, n, "weight"), set()).add(p.data_ptr())
                 if kind is Backward and p.grad is not None:
-                    seen.setdefault((i.stage, i.run, n, "grad"), set()).add(p.grad.data_ptr())
+                    seen.setdefault((i.stage, i.segment, n, "grad"), set()).add(p.grad.data_ptr())
             handler(i)
 
         return run_it

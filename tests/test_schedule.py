@@ -43,17 +43,19 @@ from tests.sample import rest_in_soak
 SEED = int(os.environ.get("PHALANX_SEED", "0"))
 
 
-def random_buckets(rng: random.Random, schedule: Schedule, runs: list[int]) -> list[dict[int, set[tuple[int, int]]]]:
-    """Each run in one to three buckets, so that buckets are shared by runs and stages of a rank (tied weights) as
-    well."""
+def random_buckets(
+    rng: random.Random, schedule: Schedule, segments: list[int]
+) -> list[dict[int, set[tuple[int, int]]]]:
+    """Each segment in one to three buckets, so that buckets are shared by segments and stages of a rank (tied weights)
+    as well."""
     buckets_of_rank = []
     for rank in range(schedule.pp):
         count = rng.randint(1, 4)
         buckets: dict[int, set[tuple[int, int]]] = {}
         for stage in schedule.stages_of(rank):
-            for run in range(runs[stage]):
+            for segment in range(segments[stage]):
                 for bucket in rng.sample(range(count), rng.randint(1, min(3, count))):
-                    buckets.setdefault(bucket, set()).add((stage, run))
+                    buckets.setdefault(bucket, set()).add((stage, segment))
         buckets_of_rank.append(buckets)
     return buckets_of_rank
 
@@ -71,13 +73,13 @@ def random_program(rng: random.Random, max_pp: int = 8, max_m: int = 33) -> Prog
     pp, m = rng.randint(1, max_pp), rng.choice((rng.randint(1, max_pp), rng.randint(1, max_m)))
     v = 1 if name == "1f1b" else rng.randint(1, 4)
     schedule = generate(name, pp, v, m)
-    runs = [rng.randint(1, 3) for _ in range(pp * v)]
-    buckets = random_buckets(rng, schedule, runs)
+    segments = [rng.randint(1, 3) for _ in range(pp * v)]
+    buckets = random_buckets(rng, schedule, segments)
     flows = [{bucket: rng.choice(FLOWS) for bucket in of_rank} for of_rank in buckets]
-    early = {(stage, run) for stage in range(pp * v) for run in range(runs[stage]) if rng.random() < 0.2}
+    early = {(stage, segment) for stage in range(pp * v) for segment in range(segments[stage]) if rng.random() < 0.2}
     return lower(
         schedule,
-        runs,
+        segments,
         buckets,
         rng.choice((0, 1, 1, 2, 5)),
         flows,
@@ -126,7 +128,7 @@ def test_the_step_does_not_depend_on_runs_and_buckets() -> None:
         program = random_program(rng, max_m=10)
         costs = random_costs(rng, program.schedule.num_stages)
         plain = simulate(lower(program.schedule), costs)
-        if all(run == 1 for run in program.runs_per_stage):
+        if all(segment == 1 for segment in program.segments_per_stage):
             flows = program.flows_of_rank
             assert (
                 simulate(
@@ -134,7 +136,7 @@ def test_the_step_does_not_depend_on_runs_and_buckets() -> None:
                 ).makespan
                 == plain.makespan
             )
-        cut = simulate(lower(program.schedule, program.runs_per_stage, program.buckets_of_rank), costs)
+        cut = simulate(lower(program.schedule, program.segments_per_stage, program.buckets_of_rank), costs)
         assert cut.makespan == pytest.approx(plain.makespan)
         assert cut.peak_live == plain.peak_live
 
@@ -390,7 +392,7 @@ def test_a_lowered_list() -> None:
 
 
 def test_tied_weights_are_reduced_after_their_last_use() -> None:
-    """One rank, two stages; bucket 7 holds the embedding (first run) which the head (last run) uses too."""
+    """One rank, two stages; bucket 7 holds the embedding (first segment) which the head (last segment) uses too."""
     program = lower(generate("auto", 1, 2, 2), [2, 1], [{7: {(0, 0), (1, 0)}, 8: {(0, 1)}}])
     (order,) = program.lists
     assert order[:2] == (Ready(7), Forward(0, 0, 0))
@@ -403,10 +405,10 @@ SHARDED = Flow(gathers=True, opens=True, closes=True)
 
 
 def test_a_lowered_list_of_sharded_weights() -> None:
-    """Three runs on one rank: weights come one run ahead and go after each use, gradients are open for one backward
-    and close one later.
+    """Three segments on one rank: weights come one segment ahead and go after each use, gradients are open for one
+    backward and close one later.
 
-    The last run's weights serve its backward too, which comes next; so do the first run's the next micro-batch.
+    The last segment's weights serve its backward too, which comes next; so do the first segment's the next micro-batch.
     """
     (order,) = lower(
         generate("1f1b", 1, 1, 2),
@@ -498,36 +500,41 @@ def test_a_head_that_makes_gradients_in_forward_has_them_open_there() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
-@pytest.mark.parametrize("runs", [3, 4, 9])
-def test_calls_of_sharded_buckets(m: int, runs: int) -> None:
-    """One stage, a bucket per run: 2 gathers per micro-batch, but 1 of the last run's and of the first's, which is
-    gathered once more; kept: 1.
+@pytest.mark.parametrize("segments", [3, 4, 9])
+def test_calls_of_sharded_buckets(m: int, segments: int) -> None:
+    """One stage, a bucket per segment: 2 gathers per micro-batch, but 1 of the last segment's and of the first's,
+    which is gathered once more; kept: 1.
 
     Memory: with nothing ahead one bucket of weights and one of gradients, else as many more as are ahead.
     """
     buckets, flows, sizes = (
-        [{b: {(0, b)} for b in range(runs)}],
-        [dict.fromkeys(range(runs), SHARDED)],
-        dict.fromkeys(range(runs), 100),
+        [{b: {(0, b)} for b in range(segments)}],
+        [dict.fromkeys(range(segments), SHARDED)],
+        dict.fromkeys(range(segments), 100),
     )
 
     def of(bucket_prefetch: int, keep: bool = False) -> Program:
         program = lower(
-            generate("1f1b", 1, 1, m), [runs], buckets, flows_of_rank=flows, bucket_prefetch=bucket_prefetch, keep=keep
+            generate("1f1b", 1, 1, m),
+            [segments],
+            buckets,
+            flows_of_rank=flows,
+            bucket_prefetch=bucket_prefetch,
+            keep=keep,
         )
         simulate(program)
         return program
 
     for bucket_prefetch in (0, 1):
         (order,) = of(bucket_prefetch).lists
-        gathers = [sum(i == Gather(b) for i in order) for b in range(runs)]
-        assert gathers == [m + 1, *[2 * m] * (runs - 2), m]
-        assert [sum(i == Reduce(b) for i in order) for b in range(runs)] == [m] * runs
+        gathers = [sum(i == Gather(b) for i in order) for b in range(segments)]
+        assert gathers == [m + 1, *[2 * m] * (segments - 2), m]
+        assert [sum(i == Reduce(b) for i in order) for b in range(segments)] == [m] * segments
         weights, gradients = fullest(order, sizes, sizes)
         assert (weights, gradients) == (100 * (1 + bucket_prefetch), 100 * (1 + bucket_prefetch))
     (order,) = of(1, keep=True).lists
-    assert [sum(i == Gather(b) for i in order) for b in range(runs)] == [1] * runs
-    assert fullest(order, sizes, dict.fromkeys(range(runs), 0)) == (100 * runs, 0)
+    assert [sum(i == Gather(b) for i in order) for b in range(segments)] == [1] * segments
+    assert fullest(order, sizes, dict.fromkeys(range(segments), 0)) == (100 * segments, 0)
 
 
 def test_neighbouring_stages_on_one_rank_exchange_nothing() -> None:

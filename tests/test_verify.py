@@ -146,7 +146,7 @@ def test_shrinking_keeps_the_structure():
     model = small.run.model
     assert model.num_attention_heads > model.num_key_value_heads >= 2 and model.rope_scaling == run.model.rope_scaling
     assert small.run.layout.sharding == 1 and small.run.train.precision == "fp64"
-    assert max(make_plan(small.run, small.world).runs_per_stage) > 1  # the run itself has several buckets per stage
+    assert max(make_plan(small.run, small.world).segments_per_stage) > 1  # the run itself has several buckets per stage
     few = replace(run, model=replace(run.model, num_key_value_heads=2))
     assert shrink(few, world).run.model.num_key_value_heads < shrink(few, world).run.layout.tp
     odd = replace(run, model=replace(run.model, vocab_size=128257, tie_word_embeddings=True))

@@ -302,15 +302,15 @@ def virtual_stages_in_another_order() -> list[Change]:
     def compute(self: Stages, where: Any, x: torch.Tensor, batch: Batch, offloaded: Any = None) -> torch.Tensor:
         layers = [
             at
-            for at, blocks in sorted(self.runs.items())
+            for at, blocks in sorted(self.segments.items())
             if len(blocks) == 1 and type(blocks[0]).__name__.endswith("Layer")
         ]
         swapped = dict(zip(layers, reversed(layers)))
-        runs, self.runs = self.runs, {at: self.runs[swapped.get(at, at)] for at in self.runs}
+        segments, self.segments = self.segments, {at: self.segments[swapped.get(at, at)] for at in self.segments}
         try:
             return real(self, where, x, batch, offloaded)
         finally:
-            self.runs = runs
+            self.segments = segments
 
     return [(Stages, "_compute", compute)]
 

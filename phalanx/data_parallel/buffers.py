@@ -116,11 +116,11 @@ class Buffers:
             if f.tree is not None:
                 f.tree.begin(micro_batches)
 
-    def done_with(self, stage: int, run: int) -> None:
-        """A run's backward of one micro-batch is over."""
+    def done_with(self, stage: int, segment: int) -> None:
+        """A segment's backward of one micro-batch is over."""
         for f in self.flat:
             if f.tree is not None:
-                f.tree.done_with((stage, run))
+                f.tree.done_with((stage, segment))
 
     def zero_grads(self) -> None:
         for f in self.flat:

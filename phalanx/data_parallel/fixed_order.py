@@ -48,7 +48,7 @@ class GradientTree:
 
 
 class GradientTrees:
-    """The trees of a bucket that several runs of blocks use (tied embeddings): one for each, in their order, whose
+    """The trees of a bucket that several segments use (tied embeddings): one for each, in their order, whose
     sums are added up last. So it makes no difference whether they lie on one rank or on several. `grads` take the
     gradients of one micro-batch and one of the `users` at a time; a bucket with one user has one tree, whose sum is
     in `grads` itself. There are as many as micro-batches under way together (experts that ranks with others share,
@@ -70,7 +70,7 @@ class GradientTrees:
             tree.begin(leaves)
 
     def done_with(self, user: tuple[int, int]) -> None:
-        """This run's backward of one micro-batch is over."""
+        """This segment's backward of one micro-batch is over."""
         for tree, grad in zip(self.trees.get(user, ()), self.grads):
             if tree.grad is not grad:
                 tree.grad.copy_(grad)

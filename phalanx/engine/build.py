@@ -71,7 +71,7 @@ class State:
     @property
     def model(self) -> nn.ModuleList:
         """This rank's blocks, in order. At sharding level 0 any torch optimizer may update `model.parameters()`."""
-        return nn.ModuleList(block for run in self.blocks.values() for block in run)
+        return nn.ModuleList(block for segment in self.blocks.values() for block in segment)
 
     @contextmanager
     def by_all_to_all(self) -> Iterator[None]:
@@ -94,8 +94,8 @@ class State:
 
     def train(self, mode: bool = True) -> None:
         """Dropout and recompute on or off."""
-        for run in self.blocks.values():
-            for block in run:
+        for segment in self.blocks.values():
+            for block in segment:
                 block.train(mode)
 
 
@@ -146,7 +146,9 @@ def build(plan: Plan, mesh: Mesh) -> State:
     guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
     mesh.closing.append(runner.close)
-    stages = Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed)
+    stages = Stages(
+        blocks, plan.segments_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed
+    )
     fp8 = fp8_state(plan, buffers, params, mesh.device)
 
     def ready(i: Ready) -> None:
@@ -187,7 +189,7 @@ def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], 
 
     def backward(i: Backward) -> None:
         stages.backward(i)
-        buffers.done_with(i.stage, i.run)
+        buffers.done_with(i.stage, i.segment)
 
     return backward
 
@@ -214,7 +216,7 @@ def close_memory(agreed: Agreed, mesh: Mesh, opened: dict[str, str]) -> None:
 
 def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MoE, ...]:
     """The layers with experts, each with its tally at zero."""
-    found = tuple(m for run in blocks.values() for block in run for m in block.modules() if isinstance(m, MoE))
+    found = tuple(m for segment in blocks.values() for block in segment for m in block.modules() if isinstance(m, MoE))
     for layer in found:
         layer.tally = torch.zeros(layer.router.num_experts + len(TALLIED), dtype=torch.float64, device=device)
     return found
@@ -222,7 +224,7 @@ def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.devi
 
 def mtp_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MultiTokenPrediction, ...]:
     """The block that predicts further tokens, if it is here, with its tally at zero."""
-    found = tuple(block for run in blocks.values() for block in run if isinstance(block, MultiTokenPrediction))
+    found = tuple(block for segment in blocks.values() for block in segment if isinstance(block, MultiTokenPrediction))
     for block in found:
         block.tally = torch.zeros((), dtype=torch.float64, device=device)
     return found
@@ -308,11 +310,11 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
         p.to_empty(mesh.device)
         p.quantizer = None  # a few tokens at a time make no whole blocks of scales
     kind = precision(plan.run.train.precision)
-    for run in blocks.values():
-        for block in run:
+    for segment in blocks.values():
+        for block in segment:
             block.eval()
     buffers = Buffers(buckets, params, mesh, kind, Sharding(), training=False)
-    return buffers, Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
+    return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
 
 
 def init_weights(state: State, exported: bool = True) -> None:

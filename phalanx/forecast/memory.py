@@ -79,7 +79,7 @@ class RankUse:
 def rank_uses(
     plan: Plan, num_micro_batches: int, blocks: Sequence[BlockUse] | None = None
 ) -> tuple[list[RankUse], ScheduleTrace]:
-    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: runs and buckets do not
+    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: segments and buckets do not
     change it).
 
     blocks: `block_uses` of the plan, where they are known already.
@@ -239,8 +239,8 @@ def _rank_use(
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
     lows = [
         (p.quantizer, p.spec)
-        for run in blocks_here.values()
-        for b in run
+        for segment in blocks_here.values()
+        for b in segment
         for p in b.parameters()
         if isinstance(p.quantizer, WeightQuantizer)
     ]
@@ -266,9 +266,9 @@ def _rank_use(
             several = len(b.users) > 1  # sums of their own for each
             trees = len(b.users) * (waiting(plan.leaves) + several) * together[b.id]
             held["gradients"] += b.numel * kind.master.itemsize * (trees + together[b.id] - 1)
-    moved = {s: moved_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
+    offloaded = {s: offloaded_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
     activations, working = fullest_moment(
-        program.lists[pp], {s: run_bytes(plan, s, blocks) for s in plan.stages_of(pp)}, moved
+        program.lists[pp], {s: segment_bytes(plan, s, blocks) for s in plan.stages_of(pp)}, offloaded
     )
     memory = {
         **held,
@@ -288,7 +288,7 @@ def _rank_use(
         "pp": sends * message + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
-    away = peak_on_host(program.lists[pp], moved)
+    away = peak_on_host(program.lists[pp], offloaded)
     pools = 0
     if not plan.offloaded:  # with activations on the host there are no CUDA graphs
         kept = {
@@ -324,22 +324,22 @@ def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
     return blocks[mine[-1]].bytes.output + max(blocks[b].derived for b in mine)
 
 
-def moved_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
-    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep."""
+def offloaded_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
+    """By segment of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep."""
     return {
-        number: sum(blocks[b].bytes.kept for b in run if b in plan.offloaded)
-        for number, run in enumerate(plan.runs[stage])
+        number: sum(blocks[b].bytes.kept for b in segment if b in plan.offloaded)
+        for number, segment in enumerate(plan.segments[stage])
     }
 
 
-def run_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
-    """Of each run of a stage and one micro-batch: bytes that it keeps, and most bytes at work beyond that. While a
+def segment_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
+    """Of each segment of a stage and one micro-batch: bytes that it keeps, and most bytes at work beyond that. While a
     block works, those after it keep nothing yet, or no more. What all layers derive from a batch is there with the
-    first run, the stage's output with the last."""
+    first segment, the stage's output with the last."""
     found = []
-    for run in plan.runs[stage]:
+    for segment in plan.segments[stage]:
         most, after = 0, 0
-        for b in reversed(run):
+        for b in reversed(segment):
             most, after = max(most, blocks[b].bytes.working - after), after + blocks[b].bytes.kept
         found.append((after, most))
     derived, output = max(blocks[b].derived for b in plan.stages[stage]), blocks[plan.stages[stage][-1]].bytes.output
@@ -349,7 +349,9 @@ def run_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[
 
 
 def fullest_moment(
-    instructions: Sequence[Instruction], runs: dict[int, list[tuple[int, int]]], moved: dict[int, dict[int, int]]
+    instructions: Sequence[Instruction],
+    segments: dict[int, list[tuple[int, int]]],
+    offloaded: dict[int, dict[int, int]],
 ) -> tuple[int, int]:
     """Bytes kept and bytes at work when both together are most. What leaves for the host counts until the next
     compute is done."""
@@ -357,19 +359,19 @@ def fullest_moment(
     fullest = (0, 0)
     for i in instructions:
         if isinstance(i, Forward | Backward):
-            kept, working = runs[i.stage][i.run]
+            kept, working = segments[i.stage][i.segment]
             live += kept if isinstance(i, Forward) else 0
             fullest = max(fullest, (live, working), key=sum)
             live -= leaving + (kept if isinstance(i, Backward) else 0)
             leaving = 0
         elif isinstance(i, Offload):
-            leaving += moved[i.stage][i.run]
+            leaving += offloaded[i.stage][i.segment]
         elif isinstance(i, Fetch):
-            live += moved[i.stage][i.run]
+            live += offloaded[i.stage][i.segment]
     return fullest
 
 
-def peak_on_host(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> int:
+def peak_on_host(instructions: Sequence[Instruction], offloaded: dict[int, dict[int, int]]) -> int:
     """Most bytes at once on the host of what is offloaded. A copy that comes back counts until the next compute is
     done."""
     away = most = coming = 0
@@ -378,10 +380,10 @@ def peak_on_host(instructions: Sequence[Instruction], moved: dict[int, dict[int,
             away -= coming
             coming = 0
         elif isinstance(i, Offload):
-            away += moved[i.stage][i.run]
+            away += offloaded[i.stage][i.segment]
             most = max(most, away)
         elif isinstance(i, Fetch):
-            coming += moved[i.stage][i.run]
+            coming += offloaded[i.stage][i.segment]
     return most
 
 

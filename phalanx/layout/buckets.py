@@ -1,7 +1,7 @@
-"""Buckets: which parameters share a flat buffer, where each lies in it, and which runs of blocks use it.
+"""Buckets: which parameters share a flat buffer, where each lies in it, and which segments use it.
 
-A stage's blocks are grouped into runs of about the bucket size; each run's parameters are one bucket, so its
-gradients can be reduced as soon as the run's last backward is over. A parameter used by several runs (tied
+A stage's blocks are grouped into segments of about the bucket size; each segment's parameters are one bucket, so its
+gradients can be reduced as soon as the segment's last backward is over. A parameter used by several segments (tied
 embeddings) has a bucket of its own.
 """
 
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, run)
+    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, segment)
     pairs; `coded`: weights are 8-bit codes (data_parallel.quantized).
 
     How it is cut into them is in `layout.shards`.
@@ -62,16 +62,16 @@ class Bucket:
         return index * size, (index + 1) * size
 
 
-def cut_runs(block_numels: list[int], limit: int) -> list[range]:
-    """Group consecutive blocks into runs of at most `limit` parameters (a larger block is a run alone)."""
-    runs, start, size = [], 0, 0
+def cut_segments(block_numels: list[int], limit: int) -> list[range]:
+    """Group consecutive blocks into segments of at most `limit` parameters (a larger block is a segment alone)."""
+    segments, start, size = [], 0, 0
     for i, numel in enumerate(block_numels):
         if i > start and size + numel > limit:
-            runs.append(range(start, i))
+            segments.append(range(start, i))
             start, size = i, 0
         size += numel
-    runs.append(range(start, len(block_numels)))
-    return runs
+    segments.append(range(start, len(block_numels)))
+    return segments
 
 
 def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], grid: Grid) -> list[Bucket]:

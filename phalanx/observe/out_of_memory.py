@@ -110,7 +110,7 @@ def place(error: BaseException, watched: Watched) -> dict[str, str]:
         if module.startswith("phalanx.ops."):
             found["op"] = f"{_function(frame)} ({module.removeprefix('phalanx.')})"
     if "block" not in found and "schedule" in found:
-        found["block"] = run_name(found["schedule"], watched.plan)
+        found["block"] = segment_name(found["schedule"], watched.plan)
     return found
 
 
@@ -120,19 +120,19 @@ def _function(frame: FrameType) -> str:
 
 def block_name(block: Block, watched: Watched) -> str:
     """Such as "block 3 (layer 2)"."""
-    for (stage, run), blocks in (watched.state.blocks if watched.state else {}).items():
-        for number, one in zip(watched.plan.runs[stage][run], blocks):
+    for (stage, segment), blocks in (watched.state.blocks if watched.state else {}).items():
+        for number, one in zip(watched.plan.segments[stage][segment], blocks):
             if one is block:
                 return f"{number} of {len(watched.plan.facts)} ({contents(watched.plan, range(number, number + 1))})"
     return type(block).__name__
 
 
-def run_name(schedule: str, plan: Plan) -> str:
+def segment_name(schedule: str, plan: Plan) -> str:
     """In backward no frame of a block is left: the blocks whose backward it was."""
     words = schedule.split()
     if words[0] not in ("forward", "backward"):
         return "none"
-    blocks = plan.runs[int(words[2])][int(words[4])]
+    blocks = plan.segments[int(words[2])][int(words[4])]
     return f"one of {contents(plan, blocks)}"
 
 

@@ -103,8 +103,8 @@ def named(state: State) -> Iterator[None]:
         plain = state.handlers
         state.handlers = {kind: _named_handler(handler) for kind, handler in plain.items()}
         undo.callback(setattr, state, "handlers", plain)
-        for (stage, run), blocks in state.blocks.items():
-            for number, block in zip(state.plan.runs[stage][run], blocks):
+        for (stage, segment), blocks in state.blocks.items():
+            for number, block in zip(state.plan.segments[stage][segment], blocks):
                 _name_block(block, f"{BLOCK}{number} {type(block).__name__}", undo)
         for axis in state.mesh.axes:
             if axis.size > 1:
@@ -113,7 +113,7 @@ def named(state: State) -> Iterator[None]:
 
 
 def instruction_name(instruction: Instruction) -> str:
-    """Such as "forward stage 0 run 1 mb 3"."""
+    """Such as "forward stage 0 segment 1 mb 3"."""
     values = (f"{f.name} {getattr(instruction, f.name)}" for f in fields(instruction))
     return " ".join([type(instruction).__name__.lower(), *values])
 

@@ -44,8 +44,8 @@ class Stages:
 
     def __init__(
         self,
-        runs: dict[tuple[int, int], list[Block]],
-        runs_per_stage: tuple[int, ...],
+        segments: dict[tuple[int, int], list[Block]],
+        segments_per_stage: tuple[int, ...],
         mesh: Mesh,
         width: int,
         dtype: torch.dtype,
@@ -53,9 +53,9 @@ class Stages:
         loss_seed: bool = True,
     ):
         self.runner = runner or Eager()
-        self._ends = min(runs), max(runs)  # the first and the last segment of a micro-batch on this rank
-        self.runs = runs
-        self.runs_per_stage = runs_per_stage
+        self._ends = min(segments), max(segments)  # the first and the last segment of a micro-batch on this rank
+        self.segments = segments
+        self.segments_per_stage = segments_per_stage
         self.mesh, self.width, self.dtype = mesh, width, dtype
         self.loss_seed = loss_seed
         self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # computes this in place of the loss
@@ -105,34 +105,34 @@ class Stages:
             Fetch: self.fetch,
         }
 
-    def is_last(self, stage: int, run: int) -> bool:
-        return stage == len(self.runs_per_stage) - 1 and run == self.runs_per_stage[stage] - 1
+    def is_last(self, stage: int, segment: int) -> bool:
+        return stage == len(self.segments_per_stage) - 1 and segment == self.segments_per_stage[stage] - 1
 
     def forward(self, i: Forward) -> None:
-        x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
+        x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.segment)
         if self.seed is not None:
             offloaded = None
-            if any(block.offloaded for block in self.runs[where]):
-                offloaded = self._offloaded[i.stage, i.run, i.mb] = OffloadedActivations(self._mover)
+            if any(block.offloaded for block in self.segments[where]):
+                offloaded = self._offloaded[i.stage, i.segment, i.mb] = OffloadedActivations(self._mover)
             x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where, offloaded=offloaded))
-            self._saved[i.stage, i.run, i.mb] = (x, y)
+            self._saved[i.stage, i.segment, i.mb] = (x, y)
         else:
             with torch.no_grad():
                 y = self._compute(where, x, batch)
             if where == self._ends[1]:
                 batch.forget()
         out = y.detach()
-        if self.is_last(i.stage, i.run):
+        if self.is_last(i.stage, i.segment):
             self.take_output(i.mb, out)
-        elif i.run == self.runs_per_stage[i.stage] - 1:
+        elif i.segment == self.segments_per_stage[i.stage] - 1:
             self._values[Value("act", i.stage + 1, i.mb)] = out
         else:
-            self._inner["act", i.stage, i.run + 1, i.mb] = out
+            self._inner["act", i.stage, i.segment + 1, i.mb] = out
 
     def _compute(
         self, where: tuple[int, int], x: Tensor, batch: Batch, offloaded: OffloadedActivations | None = None
     ) -> Tensor:
-        blocks, finish = self.runs[where], self.finish if self.is_last(*where) else None
+        blocks, finish = self.segments[where], self.finish if self.is_last(*where) else None
         for block in blocks[:-1] if finish else blocks:
             x = run_block(block, x, batch, offloaded)
         return finish(blocks[-1], x, batch) if finish else x
@@ -144,22 +144,22 @@ class Stages:
     def offload(self, i: Offload) -> None:
         """Copy to the host what the segment saved, except what something else keeps alive anyway: the segment's output,
         weights, the batch and what was derived from it."""
-        x, y = self._saved[i.stage, i.run, i.mb]
-        offloaded = self._offloaded[i.stage, i.run, i.mb]
-        weights = (p for block in self.runs[i.stage, i.run] for p in block.parameters())
+        x, y = self._saved[i.stage, i.segment, i.mb]
+        offloaded = self._offloaded[i.stage, i.segment, i.mb]
+        weights = (p for block in self.segments[i.stage, i.segment] for p in block.parameters())
         self.offloaded_bytes += offloaded.to_host((y, *weights, *self.batches[i.mb].tensors))
         if offloaded.holds(x):
-            before = self._saved.get((i.stage, i.run - 1, i.mb))
+            before = self._saved.get((i.stage, i.segment - 1, i.mb))
             for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the segment before
                 free_storage(tensor)
 
     def fetch(self, i: Fetch) -> None:
-        self._offloaded[i.stage, i.run, i.mb].to_device()
+        self._offloaded[i.stage, i.segment, i.mb].to_device()
 
     def _wait_for_offloaded(self, i: Backward) -> None:
         """The device waits until what was offloaded is back. No reference to it may outlive this method: backward
         frees each saved tensor after its last use."""
-        offloaded = self._offloaded.pop((i.stage, i.run, i.mb), None)
+        offloaded = self._offloaded.pop((i.stage, i.segment, i.mb), None)
         if offloaded is not None:
             offloaded.wait()
 
@@ -171,27 +171,27 @@ class Stages:
             self.outputs[mb] = out
 
     def _input(self, i: Forward) -> Tensor:
-        if i.run > 0:
-            return self._inner.pop(("act", i.stage, i.run, i.mb))
+        if i.segment > 0:
+            return self._inner.pop(("act", i.stage, i.segment, i.mb))
         return self._values.pop(Value("act", i.stage, i.mb)) if i.stage > 0 else self._none
 
     def backward(self, i: Backward) -> None:
-        x, y = self._saved.pop((i.stage, i.run, i.mb))
+        x, y = self._saved.pop((i.stage, i.segment, i.mb))
         self._wait_for_offloaded(i)
-        dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
-        if (i.stage, i.run) == self._ends[0]:
+        dx = self.runner.backward((i.stage, i.segment), i.mb, x, y, self._output_grad(i, y), last=i.segment == 0)
+        if (i.stage, i.segment) == self._ends[0]:
             self.batches[i.mb].forget()
-        if i.run > 0:
-            self._inner["grad", i.stage, i.run - 1, i.mb] = dx  # type: ignore[assignment]
+        if i.segment > 0:
+            self._inner["grad", i.stage, i.segment - 1, i.mb] = dx  # type: ignore[assignment]
         elif i.stage > 0:
             kept = dx.clone() if self.runner.reuses_memory else dx  # type: ignore[union-attr]
             self._values[Value("grad", i.stage - 1, i.mb)] = kept  # type: ignore[assignment]
 
     def _output_grad(self, i: Backward, y: Tensor) -> Tensor:
-        if self.is_last(i.stage, i.run):
+        if self.is_last(i.stage, i.segment):
             return self.seed.to(y.dtype)  # type: ignore[union-attr]
-        if i.run < self.runs_per_stage[i.stage] - 1:
-            return self._inner.pop(("grad", i.stage, i.run, i.mb))
+        if i.segment < self.segments_per_stage[i.stage] - 1:
+            return self._inner.pop(("grad", i.stage, i.segment, i.mb))
         return self._values.pop(Value("grad", i.stage, i.mb))
 
     def recv(self, i: Recv) -> None:

@@ -116,7 +116,7 @@ class _Slot:
 
     batch: Batch
     pool: Any
-    runs: dict[Where, _Captured] = field(default_factory=dict)
+    segments: dict[Where, _Captured] = field(default_factory=dict)
 
 
 class Graphs(Eager):
@@ -171,8 +171,8 @@ class Graphs(Eager):
     def close(self) -> None:
         self.device.wait()
         for slot in (s for slots in self._slots.values() for s in slots):
-            for run in slot.runs.values():
-                run.reset()
+            for segment in slot.segments.values():
+                segment.reset()
         for kept in (self._slots, self._free, self._taken, self._known, self._most):
             kept.clear()
         self.memories, self._warm = (), False
@@ -188,34 +188,34 @@ class Graphs(Eager):
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
         slot = self._taken[where[0], mb][1]
-        run = slot.runs.get(where)
-        if run is None:
-            run = slot.runs[where] = self._capture_forward(slot, where, x, compute)
-        elif x.data_ptr() != run.x.data_ptr():
-            run.x.detach().copy_(x)
-        run.forward.replay(batch)
-        return run.x, run.y
+        segment = slot.segments.get(where)
+        if segment is None:
+            segment = slot.segments[where] = self._capture_forward(slot, where, x, compute)
+        elif x.data_ptr() != segment.x.data_ptr():
+            segment.x.detach().copy_(x)
+        segment.forward.replay(batch)
+        return segment.x, segment.y
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         if (where[0], mb) not in self._taken:
             return self._turning(lambda: super(Graphs, self).backward(where, mb, x, y, dy, last))
         kind, slot, batch = self._taken[where[0], mb]
-        run = slot.runs[where]
-        if run.backward is None and run.y.requires_grad:
+        segment = slot.segments[where]
+        if segment.backward is None and segment.y.requires_grad:
             if dy is None:
-                raise RuntimeError("the gradient of a run that is being captured must be given")
-            run.dy = dy if self._stays(slot, dy) else dy.clone()
-            run.backward = self._capture(self._passing, lambda: backward_from(run.y, run.dy), late=True)
-            run.y = run.y.detach()
-            self._let_go(slot, run)
-        elif run.dy is not None and dy is not None and dy.data_ptr() != run.dy.data_ptr():
-            run.dy.copy_(dy)
-        if run.backward is not None:
-            run.backward.replay(batch)
+                raise RuntimeError("the gradient of a segment that is being captured must be given")
+            segment.dy = dy if self._stays(slot, dy) else dy.clone()
+            segment.backward = self._capture(self._passing, lambda: backward_from(segment.y, segment.dy), late=True)
+            segment.y = segment.y.detach()
+            self._let_go(slot, segment)
+        elif segment.dy is not None and dy is not None and dy.data_ptr() != segment.dy.data_ptr():
+            segment.dy.copy_(dy)
+        if segment.backward is not None:
+            segment.backward.replay(batch)
         if last:
             del self._taken[where[0], mb]
             self._free[kind].append(slot)
-        return run.x.grad
+        return segment.x.grad
 
     def _turning(self, work: Callable[[], T]) -> T:
         """Do eager work so that exchanges through shared memory end on the turn on which they began, as they do in
@@ -271,29 +271,33 @@ class Graphs(Eager):
     def _stays(self, slot: _Slot, x: Tensor) -> bool:
         """Whether `x` has the same address in every step: it is the seed, or another segment of the slot writes it."""
         mine = {self._seed.data_ptr() if self._seed is not None else 0}
-        for run in slot.runs.values():
-            mine |= {run.y.data_ptr(), run.x.grad.data_ptr() if run.x.grad is not None else 0}
+        for segment in slot.segments.values():
+            mine |= {segment.y.data_ptr(), segment.x.grad.data_ptr() if segment.x.grad is not None else 0}
         return x.data_ptr() in mine
 
-    def _let_go(self, slot: _Slot, run: _Captured) -> None:
-        """Drop the references to the gradient that `run` has read, so that later captures may reuse its memory.
+    def _let_go(self, slot: _Slot, segment: _Captured) -> None:
+        """Drop the references to the gradient that `segment` has read, so that later captures may reuse its memory.
 
         From then on it is passed on as None: the graphs know its address.
         """
-        for writer in slot.runs.values():
-            if writer.x.grad is not None and run.dy is not None and writer.x.grad.data_ptr() == run.dy.data_ptr():
-                writer.x.grad = run.dy = None
+        for writer in slot.segments.values():
+            if (
+                writer.x.grad is not None
+                and segment.dy is not None
+                and writer.x.grad.data_ptr() == segment.dy.data_ptr()
+            ):
+                writer.x.grad = segment.dy = None
 
     def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute) -> _Captured:
         if where != (0, 0):
             x = (x if self._stays(slot, x) else x.clone()).detach().requires_grad_()
         made: list[Tensor] = []
 
-        def run() -> None:
+        def work() -> None:
             with torch.enable_grad():
                 made.append(compute(x, slot.batch))
 
-        graph = self._capture(slot.pool, run)
+        graph = self._capture(slot.pool, work)
         return _Captured(x, made[0], graph)
 
     def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> CapturedSegment:

@@ -1,4 +1,4 @@
-"""plan_of: everything a run decides before any process group exists: grid, stages, runs, schedule, buckets; on a
+"""plan_of: everything a run decides before any process group exists: grid, stages, segments, schedule, buckets; on a
 laptop for any world."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from phalanx.base.dtypes import precision
 from phalanx.base.rules import default_of
 from phalanx.comm.axis import ModelAxes
 from phalanx.config.run import Run, TrainConfig
-from phalanx.layout.buckets import Bucket, cut_runs, make_buckets
+from phalanx.layout.buckets import Bucket, cut_segments, make_buckets
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords, Grid, SumAxis
 from phalanx.layout.param import ParamSpec, Replica
@@ -140,14 +140,14 @@ def global_numel(spec: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of a run. `stages[s]` are block numbers, `runs[s]` groups of them that share a bucket.
+    """The decisions of a run. `stages[s]` are block numbers, `segments[s]` groups of them that share a bucket.
     `again[b]` names the ops (nn.recompute.OPS) of block b that are made again in backward."""
 
     run: Run
     grid: Grid
     facts: tuple[BlockFacts, ...]
     stages: tuple[range, ...]
-    runs: tuple[tuple[range, ...], ...]
+    segments: tuple[tuple[range, ...], ...]
     recomputed: tuple[frozenset[str], ...]
 
     @property
@@ -165,8 +165,8 @@ class Plan:
         return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or cut.chained)
 
     @property
-    def runs_per_stage(self) -> tuple[int, ...]:
-        return tuple(len(r) for r in self.runs)
+    def segments_per_stage(self) -> tuple[int, ...]:
+        return tuple(len(r) for r in self.segments)
 
     def num_micro_batches(self, global_batch: int) -> int:
         return global_batch // (self.run.train.micro_batch * self.grid.dp)
@@ -210,10 +210,13 @@ class Plan:
         )
 
     @property
-    def offloaded_runs(self) -> frozenset[tuple[int, int]]:
-        """(stage, run) pairs with such blocks."""
+    def offloaded_segments(self) -> frozenset[tuple[int, int]]:
+        """(stage, segment) pairs with such blocks."""
         return frozenset(
-            (s, r) for s, runs in enumerate(self.runs) for r, run in enumerate(runs) if self.offloaded & set(run)
+            (s, n)
+            for s, stage in enumerate(self.segments)
+            for n, blocks in enumerate(stage)
+            if self.offloaded & set(blocks)
         )
 
     @property
@@ -350,14 +353,14 @@ class Plan:
         return blocks
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
-        """The blocks of one rank on the meta device, by (stage, run). Made together, so that those which share a
+        """The blocks of one rank on the meta device, by (stage, segment). Made together, so that those which share a
         weight have it once."""
         numbers = [b for stage in self.stages_of(at.pp) for b in self.stages[stage]]
         blocks = dict(zip(numbers, self.make_blocks(self.env(at, axes), numbers)))
         return {
-            (stage, number): [blocks[b] for b in run]
+            (stage, number): [blocks[b] for b in segment]
             for stage in self.stages_of(at.pp)
-            for number, run in enumerate(self.runs[stage])
+            for number, segment in enumerate(self.segments[stage])
         }
 
     def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[Parameter]]:
@@ -368,7 +371,12 @@ class Plan:
 
     def replicas(self, tp: int) -> set[Replica]:
         """Every replica axis of all pipeline ranks with this tp coordinate."""
-        blocks = (b for pp in range(self.grid.pp) for run in self.blocks_of(Coords(pp=pp, tp=tp)).values() for b in run)
+        blocks = (
+            b
+            for pp in range(self.grid.pp)
+            for segment in self.blocks_of(Coords(pp=pp, tp=tp)).values()
+            for b in segment
+        )
         return {r for block in blocks for p in block.parameters() for piece in p.spec.pieces for r in piece.replicas}
 
     def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
@@ -418,8 +426,8 @@ class Plan:
         early = {
             where
             for of_rank in blocks
-            for where, run in of_rank.items()
-            if not all(block.recomputable for block in run)
+            for where, segment in of_rank.items()
+            if not all(block.recomputable for block in segment)
         }
         users, flows = (
             [{b.id: b.users for b in of} for of in buckets],
@@ -428,22 +436,22 @@ class Plan:
         layout = self.run.layout
         return lower(
             self.schedule(num_micro_batches, backward),
-            self.runs_per_stage,
+            self.segments_per_stage,
             users,
             flows_of_rank=flows,
             early=early,
             bucket_prefetch=bucket_prefetch,
             keep=not layout.reshard_after_forward,
-            offloaded=self.offloaded_runs,
+            offloaded=self.offloaded_segments,
         )
 
 
 def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Parameter], list[frozenset[tuple[int, int]]]]:
-    """Each parameter of a rank once, in order, with the (stage, run) pairs that use it."""
+    """Each parameter of a rank once, in order, with the (stage, segment) pairs that use it."""
     users: dict[int, set[tuple[int, int]]] = {}
     params: list[Parameter] = []
-    for where, run in blocks.items():
-        for block in run:
+    for where, segment in blocks.items():
+        for block in segment:
             for p in block.parameters():
                 if id(p) not in users:
                     params.append(p)
@@ -465,26 +473,26 @@ def plan_of(run: Run, world: int) -> Plan:
         else cut_virtual_stages(costs, grid.pp, run.layout.virtual_stages)
     )
     limit = bucket_numel(run)
-    runs = []
+    segments = []
     for stage in stages:
-        cut = cut_runs(
+        cut = cut_segments(
             [(facts[b].numel - facts[b].experts) // grid.tp + facts[b].experts // (grid.ep * grid.etp) for b in stage],
             limit,
         )
-        runs.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
+        segments.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
     if run.train.deterministic:
-        runs = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in runs]
-    return Plan(run, grid, facts, tuple(stages), tuple(runs), (recomputed_ops(run.train),) * len(facts))
+        segments = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in segments]
+    return Plan(run, grid, facts, tuple(stages), tuple(segments), (recomputed_ops(run.train),) * len(facts))
 
 
-def with_users_alone(runs: tuple[range, ...], blocks: int, bucket_prefetch: bool) -> tuple[range, ...]:
-    """The runs of a stage, with the embedding, the head and what predicts further tokens in different ones: where
+def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tuple[range, ...]:
+    """The segments of a stage, with the embedding, the head and what predicts further tokens in different ones: where
     they share a weight, gradients of each are told apart."""
-    users = {0, blocks - 1, blocks - 2} if bucket_prefetch else {0, blocks - 1}
+    users = {0, blocks - 1, blocks - 2} if mtp else {0, blocks - 1}
     made = []
-    for run in runs:
-        mine = sorted(users & set(run))
-        starts = [run.start, *mine[1:], run.stop]
+    for segment in segments:
+        mine = sorted(users & set(segment))
+        starts = [segment.start, *mine[1:], segment.stop]
         made += [range(a, b) for a, b in zip(starts, starts[1:])]
     return tuple(made)
 

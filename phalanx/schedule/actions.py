@@ -121,7 +121,7 @@ class Forward:
     """Forward of one segment. Segment 0 reads the value (act, stage, mb), or the batch in stage 0."""
 
     stage: int
-    run: int
+    segment: int
     mb: int
 
 
@@ -131,7 +131,7 @@ class Backward:
     stage."""
 
     stage: int
-    run: int
+    segment: int
     mb: int
 
 
@@ -243,7 +243,7 @@ class Offload:
     """Start copying to the host what a segment's forward saved for its backward, and free it on the device."""
 
     stage: int
-    run: int
+    segment: int
     mb: int
 
 
@@ -252,7 +252,7 @@ class Fetch:
     """Start copying back what an Offload copied to the host."""
 
     stage: int
-    run: int
+    segment: int
     mb: int
 
 
@@ -268,7 +268,7 @@ class Program:
     """
 
     schedule: Schedule
-    runs_per_stage: tuple[int, ...]
+    segments_per_stage: tuple[int, ...]
     buckets_of_rank: tuple[Buckets, ...]
     lists: tuple[tuple[Instruction, ...], ...]
     flows_of_rank: tuple[Mapping[int, Flow], ...] = ()

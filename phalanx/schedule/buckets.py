@@ -74,7 +74,7 @@ def with_buckets(
     trains = any(isinstance(x, Backward) for x in compute)
     moments, numbers = _Moments(), defaultdict[tuple[int, int], list[int]](list)
     for k, x in enumerate(compute):
-        numbers[x.stage, x.run].append(k)
+        numbers[x.stage, x.segment].append(k)
     for bucket, users in buckets.items():  # the mapping's order, the same on every data-parallel peer
         flow = flows.get(bucket, Flow())
         uses = sorted(k for user in users for k in numbers.get(user, ()))
@@ -82,7 +82,7 @@ def with_buckets(
             continue
         _place_weights(moments, bucket, flow, uses, bucket_prefetch, keep)
         adds = (
-            [k for k in uses if isinstance(compute[k], Backward) or (compute[k].stage, compute[k].run) in early]
+            [k for k in uses if isinstance(compute[k], Backward) or (compute[k].stage, compute[k].segment) in early]
             if trains
             else []
         )

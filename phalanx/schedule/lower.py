@@ -30,7 +30,7 @@ from phalanx.schedule.offload import with_offload
 
 def lower(
     schedule: Schedule,
-    runs_per_stage: Sequence[int] | None = None,
+    segments_per_stage: Sequence[int] | None = None,
     buckets_of_rank: Sequence[Buckets] | None = None,
     prefetch: int = 1,
     flows_of_rank: Sequence[Mapping[int, Flow]] = (),
@@ -41,7 +41,7 @@ def lower(
 ) -> Program:
     """The instruction list of every rank.
 
-    runs_per_stage         the number of segments of each stage; default 1
+    segments_per_stage         the number of segments of each stage; default 1
     buckets_of_rank        of each rank: bucket -> the (stage, segment) pairs that use it; default none
     prefetch               receives are posted this many actions before their use (earlier where the sender's order
                            demands it), so that messages travel during compute and few buffers wait
@@ -51,9 +51,9 @@ def lower(
 
     Raises ScheduleError when the numbers do not fit the schedule or a value is sent to an action that does not exist.
     """
-    runs = tuple(runs_per_stage) if runs_per_stage is not None else (1,) * schedule.num_stages
+    segments = tuple(segments_per_stage) if segments_per_stage is not None else (1,) * schedule.num_stages
     buckets = tuple(buckets_of_rank) if buckets_of_rank is not None else ({},) * schedule.pp
-    _check(schedule, runs, buckets, prefetch)
+    _check(schedule, segments, buckets, prefetch)
     if bucket_prefetch < 0:
         raise ScheduleError(f"bucket_prefetch={bucket_prefetch} must not be negative")
     edges = _edges(schedule)
@@ -63,30 +63,31 @@ def lower(
             schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch
         )
         instructions, flows = (
-            _compute_and_messages(schedule, rank, runs, receives),
+            _compute_and_messages(schedule, rank, segments, receives),
             flows_of_rank[rank] if flows_of_rank else {},
         )
         lists.append(
             with_offload(with_buckets(instructions, buckets[rank], flows, early, bucket_prefetch, keep), offloaded)
         )
-    return Program(schedule, runs, buckets, tuple(lists), tuple(flows_of_rank), early)
+    return Program(schedule, segments, buckets, tuple(lists), tuple(flows_of_rank), early)
 
 
-def _check(schedule: Schedule, runs: tuple[int, ...], buckets: tuple[Buckets, ...], prefetch: int) -> None:
-    if len(runs) != schedule.num_stages or min(runs) < 1:
+def _check(schedule: Schedule, segments: tuple[int, ...], buckets: tuple[Buckets, ...], prefetch: int) -> None:
+    if len(segments) != schedule.num_stages or min(segments) < 1:
         raise ScheduleError(
-            f"runs_per_stage={runs} must give each of the {schedule.num_stages} stages at least one run"
+            f"segments_per_stage={segments} must give each of the {schedule.num_stages} stages at least one segment"
         )
     if len(buckets) != schedule.pp:
         raise ScheduleError(f"buckets are given for {len(buckets)} ranks, but the schedule has {schedule.pp}")
     if prefetch < 0:
         raise ScheduleError(f"prefetch={prefetch} must not be negative")
     for rank, of_rank in enumerate(buckets):
-        here = {(stage, run) for stage in schedule.stages_of(rank) for run in range(runs[stage])}
+        here = {(stage, segment) for stage in schedule.stages_of(rank) for segment in range(segments[stage])}
         for bucket, users in of_rank.items():
             if not users or not users <= here:
                 raise ScheduleError(
-                    f"bucket {bucket} of rank {rank} must lie in (stage, run) pairs {sorted(here)}, not {sorted(users)}"
+                    f"bucket {bucket} of rank {rank} must lie in (stage, segment) pairs {sorted(here)}, "
+                    f"not {sorted(users)}"
                 )
 
 
@@ -103,7 +104,7 @@ def _edges(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
 
 
 def _compute_and_messages(
-    schedule: Schedule, rank: int, runs: tuple[int, ...], receives: dict[int, list[Recv]]
+    schedule: Schedule, rank: int, segments: tuple[int, ...], receives: dict[int, list[Recv]]
 ) -> list[Instruction]:
     received = {recv.value for posts in receives.values() for recv in posts}
     program: list[Instruction] = []
@@ -113,18 +114,18 @@ def _compute_and_messages(
         wait = Wait(_kind(action), action.stage, action.mb)
         if wait.value in received:
             program.append(wait)
-        program += _compute(action, runs[action.stage])
+        program += _compute(action, segments[action.stage])
         reader = _remote_reader(schedule, action)
         if reader is not None:
             program.append(Send(_kind(action), action.stage, action.mb, schedule.stage_rank[reader.stage]))
     return program
 
 
-def _compute(action: Action, num_runs: int) -> Iterable[Instruction]:
+def _compute(action: Action, num_segments: int) -> Iterable[Instruction]:
     if action.kind == "F":
-        return [Forward(action.stage, run, action.mb) for run in range(num_runs)]
+        return [Forward(action.stage, segment, action.mb) for segment in range(num_segments)]
     if action.kind == "B":
-        return [Backward(action.stage, run, action.mb) for run in reversed(range(num_runs))]
+        return [Backward(action.stage, segment, action.mb) for segment in reversed(range(num_segments))]
     raise ScheduleError(f"{action}: split backwards (I, W) are not lowered yet")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload
 
 
-def with_offload(program: Sequence[Instruction], runs: Set[tuple[int, int]]) -> tuple[Instruction, ...]:
+def with_offload(program: Sequence[Instruction], segments: Set[tuple[int, int]]) -> tuple[Instruction, ...]:
     """Add an Offload after the forward of each of these (stage, segment) pairs, and a Fetch one compute instruction
     before its backward, which hides the copy. If nothing would be computed while the activations are on the host, they
     stay on the device."""
@@ -19,8 +19,8 @@ def with_offload(program: Sequence[Instruction], runs: Set[tuple[int, int]]) -> 
     before: dict[Instruction, list[Instruction]] = {}
     after: dict[Instruction, list[Instruction]] = {}
     for backward in compute:
-        where = (backward.stage, backward.run, backward.mb)
-        if not isinstance(backward, Backward) or where[:2] not in runs:
+        where = (backward.stage, backward.segment, backward.mb)
+        if not isinstance(backward, Backward) or where[:2] not in segments:
             continue
         forward = Forward(*where)
         if place[backward] - place[forward] > 2:

@@ -340,7 +340,7 @@ class _Rank:
         return True
 
     def move(self, do: Offload | Fetch) -> None:
-        where = (do.stage, do.run, do.mb)
+        where = (do.stage, do.segment, do.mb)
         self.require(Forward(*where) in self.done and Backward(*where) not in self.done, "there is nothing to move")
         if isinstance(do, Offload):
             self.require(where not in self.on_host, "is on the host already")
@@ -353,14 +353,16 @@ class _Rank:
 
     def forward(self, do: Forward) -> None:
         self.check_place(do)
-        if do.run > 0:
-            self.require(Forward(do.stage, do.run - 1, do.mb) in self.done, "the run before it has not run")
+        if do.segment > 0:
+            self.require(
+                Forward(do.stage, do.segment - 1, do.mb) in self.done, "the segment before it has not run forward"
+            )
         else:
             self.take("act", do.stage, do.mb, exists=do.stage > 0)
             self.change_live(do.stage, +1)
-        self.use_buckets(do, adds=self.schedule.has_backward and (do.stage, do.run) in self.program.early)
+        self.use_buckets(do, adds=self.schedule.has_backward and (do.stage, do.segment) in self.program.early)
         self.work(do, self.costs.forward[do.stage])
-        if do.run == self.program.runs_per_stage[do.stage] - 1:
+        if do.segment == self.program.segments_per_stage[do.stage] - 1:
             if do.stage < self.schedule.num_stages - 1:
                 self.values.add(Value("act", do.stage + 1, do.mb))
             if not self.schedule.has_backward:
@@ -368,23 +370,27 @@ class _Rank:
 
     def backward(self, do: Backward) -> None:
         self.check_place(do)
-        last = self.program.runs_per_stage[do.stage] - 1
+        last = self.program.segments_per_stage[do.stage] - 1
         self.require(Forward(do.stage, last, do.mb) in self.done, "its forward has not run")
-        self.require((do.stage, do.run, do.mb) not in self.on_host, "its activations are on the host")
-        if do.run < last:
-            self.require(Backward(do.stage, do.run + 1, do.mb) in self.done, "the run after it has not run backward")
+        self.require((do.stage, do.segment, do.mb) not in self.on_host, "its activations are on the host")
+        if do.segment < last:
+            self.require(
+                Backward(do.stage, do.segment + 1, do.mb) in self.done, "the segment after it has not run backward"
+            )
         else:
             self.take("grad", do.stage, do.mb, exists=do.stage < self.schedule.num_stages - 1)
         self.use_buckets(do, adds=True)
         self.work(do, self.costs.backward[do.stage])
-        if do.run == 0:
+        if do.segment == 0:
             self.change_live(do.stage, -1)
             if do.stage > 0:
                 self.values.add(Value("grad", do.stage - 1, do.mb))
 
     def check_place(self, do: Forward | Backward) -> None:
         self.require(do.stage in self.stages, f"stage {do.stage} is not on this rank")
-        self.require(0 <= do.run < self.program.runs_per_stage[do.stage], f"stage {do.stage} has no such run")
+        self.require(
+            0 <= do.segment < self.program.segments_per_stage[do.stage], f"stage {do.stage} has no such segment"
+        )
         self.require(0 <= do.mb < self.schedule.num_micro_batches, "there is no such micro-batch")
         self.require(do not in self.done, "runs a second time")
 
@@ -396,7 +402,7 @@ class _Rank:
 
     def work(self, do: Forward | Backward, stage_cost: float) -> None:
         start = self.time
-        self.time += stage_cost / self.program.runs_per_stage[do.stage]
+        self.time += stage_cost / self.program.segments_per_stage[do.stage]
         self.spans.append(ActionSpan(self.rank, start, self.time, do))
         self.done.add(do)
 
@@ -458,7 +464,7 @@ class _Rank:
     # ---- buckets and the end
 
     def use_buckets(self, do: Forward | Backward, adds: bool) -> None:
-        mine = self.buckets_of[do.stage, do.run]
+        mine = self.buckets_of[do.stage, do.segment]
         missing = [bucket for bucket in mine if bucket not in self.bucket_states.ready]
         self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
         for bucket in mine if adds else ():
@@ -468,11 +474,11 @@ class _Rank:
     def check_complete(self) -> None:
         kinds = (Forward, Backward) if self.schedule.has_backward else (Forward,)
         for stage in sorted(self.stages):
-            for run in range(self.program.runs_per_stage[stage]):
+            for segment in range(self.program.segments_per_stage[stage]):
                 for mb in range(self.schedule.num_micro_batches):
                     for kind in kinds:
-                        if kind(stage, run, mb) not in self.done:
-                            raise ScheduleError(f"rank {self.rank} never runs {kind(stage, run, mb)}")
+                        if kind(stage, segment, mb) not in self.done:
+                            raise ScheduleError(f"rank {self.rank} never runs {kind(stage, segment, mb)}")
         if self.values:
             raise ScheduleError(
                 f"rank {self.rank} holds values that nobody reads: {', '.join(str(v) for v in sorted(self.values))}"

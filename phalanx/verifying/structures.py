@@ -102,12 +102,12 @@ class RunOnRanks:
 
     @property
     def buckets(self) -> int:
-        return max(self.plan.runs_per_stage)
+        return max(self.plan.segments_per_stage)
 
     @property
     def shared_buckets(self) -> bool:
         """Whether blocks share one of several buckets."""
-        return self.buckets > 1 and any(len(run) > 1 for stage in self.plan.runs for run in stage)
+        return self.buckets > 1 and any(len(segment) > 1 for stage in self.plan.segments for segment in stage)
 
 
 def cuts_inside(micro_batch: int, seq_length: int, cp: int, tp: int) -> bool:
