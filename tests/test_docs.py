@@ -12,12 +12,14 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from phalanx.base import tree
 from phalanx.cli.main import cli
@@ -201,6 +203,14 @@ def test_the_first_hour_of_the_readme_is_the_quickstart():
     commands = [line.partition("#")[0].strip() for line in hour.splitlines() if line.startswith("    ")]
     own = [c for c in commands if c.startswith(("phalanx", "python"))]
     assert len(own) >= 7 and all(c in quickstart for c in own), [c for c in own if c not in quickstart]
+
+
+def test_the_plan_that_the_readme_shows_is_that_of_phalanx():
+    readme = PAGES[0].read_text(encoding="utf-8")
+    shown = re.search(r"^    \$ phalanx (plan tiny-llama [^\n]+)\n((?:    [^\n]*\n)+)", readme, re.MULTILINE)
+    assert shown is not None
+    printed = CliRunner().invoke(cli, shown[1].split())
+    assert printed.exit_code == 0 and not_printed(textwrap.dedent(shown[2]), printed.output) is None
 
 
 def test_every_dependency_has_a_reason():

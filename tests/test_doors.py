@@ -90,6 +90,41 @@ def test_supported_pythons():
     assert named[0] == oldest and (ROOT / "phalanx/py.typed").exists()
 
 
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile, lines that go on joined, without comments."""
+    text = re.sub(r"\\\n\s*", " ", read(ROOT / "Dockerfile"))
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+def test_dockerfile():
+    """Syntax alone: nothing here can build it."""
+    found = instructions()
+    assert {name for name, _ in found} <= {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT", "CMD"}
+    stages = [re.fullmatch(r"[\w.:/-]+(?: AS (\w+))?", rest) for name, rest in found if name == "FROM"]
+    assert found[0][0] == "FROM" and len(stages) == 2 and all(stages)
+    names = {stage[1] for stage in stages if stage}
+    for name, rest in found:
+        words = [word for word in rest.split() if not word.startswith("--")]
+        if name == "COPY" and "--from=" in rest:
+            assert re.search(r"--from=(\w+)", rest)[1] in names
+        elif name == "COPY":
+            assert len(words) >= 2 and all((ROOT / word).exists() for word in words[:-1])
+        if name == "RUN":
+            assert words[0] in ("pip", "useradd")  # the network is for packages alone
+        if name in ("ENTRYPOINT", "CMD"):
+            assert all(isinstance(word, str) for word in ast.literal_eval(rest))
+    users = [rest for name, rest in found if name == "USER"]
+    assert (
+        users
+        and users[-1] != "root"
+        and found.index(("USER", users[-1])) > max(number for number, (name, _) in enumerate(found) if name == "RUN")
+    )
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= set(
+        " ".join(rest for name, rest in found if name == "COPY").split()
+    )
+
+
 # ---- quick ---------------------------------------------------------------------------------------
 
 
