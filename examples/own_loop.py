@@ -18,7 +18,7 @@ from phalanx.engine.step import count_tokens
 from phalanx.forecast.check import checked_plan
 from phalanx.launch.env import read_placement
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import LlamaConfig
+from phalanx.models.llama import LlamaConfig
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--tp", type=int, default=2)
