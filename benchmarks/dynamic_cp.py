@@ -41,7 +41,7 @@ from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.launch.env import read_placement
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import LlamaConfig
+from phalanx.models.llama import LlamaConfig
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.sequence.shard import SequenceShard
 

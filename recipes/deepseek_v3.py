@@ -10,7 +10,7 @@ and the final batch). Try it: `phalanx plan recipes/deepseek_v3.py
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.optim.config import OptimConfig
 
 

@@ -7,7 +7,7 @@ batches of 3.2 million tokens, 300 billion tokens. The attention is dense in eve
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config
+from phalanx.models.gpt2 import GPT2Config
 from phalanx.optim.adamw import AdamWConfig
 
 

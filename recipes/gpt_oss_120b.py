@@ -8,8 +8,8 @@ published weights are MXFP4, unpacked as they are read.
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import RopeScaling
-from phalanx.models.moe_config import GptOssConfig
+from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.rope import RopeScaling
 from phalanx.optim.config import OptimConfig
 
 

@@ -7,7 +7,8 @@ et al., "The Llama 3 herd of models", 2024, table 3 and section 3.4.1. Try it: `
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import LlamaConfig, RopeScaling
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.rope import RopeScaling
 from phalanx.optim.config import OptimConfig
 
 

@@ -7,7 +7,7 @@ not give learning rate, batch or schedule: those are ours.
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import MistralConfig
+from phalanx.models.mistral import MistralConfig
 from phalanx.optim.config import OptimConfig
 
 

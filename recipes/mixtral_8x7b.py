@@ -7,7 +7,7 @@ parameters. Learning rate, batch and schedule are ours: the paper (Jiang et al.,
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.moe_config import MixtralConfig
+from phalanx.models.mixtral import MixtralConfig
 from phalanx.optim.config import OptimConfig
 
 

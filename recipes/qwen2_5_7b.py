@@ -7,7 +7,7 @@ report (Yang et al., "Qwen2.5 technical report", 2024) does not give them.
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import Qwen2Config
+from phalanx.models.qwen2 import Qwen2Config
 from phalanx.optim.config import OptimConfig
 
 

@@ -7,7 +7,7 @@ Learning rate, batch and schedule are ours: the report (Yang et al., "Qwen3 tech
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.moe_config import Qwen3MoEConfig
+from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.optim.config import OptimConfig
 
 

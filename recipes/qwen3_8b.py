@@ -7,7 +7,7 @@ al., "Qwen3 technical report", 2025) does not give them.
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import Qwen3Config
+from phalanx.models.qwen3 import Qwen3Config
 from phalanx.optim.config import OptimConfig
 
 

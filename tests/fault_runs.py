@@ -41,7 +41,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.run import Run
 from phalanx.data.loader import Prefetcher
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config
+from phalanx.models.gpt2 import GPT2Config
 from phalanx.sequence.batch import Batch
 from phalanx.training.main import train
 from tests.checkpoints import Lossy, make_state, save_here, set_state

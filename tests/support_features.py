@@ -11,9 +11,16 @@ from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScaling
-from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.mistral import MistralConfig
+from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.qwen2 import Qwen2Config
+from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.rope import RopeScaling
 from phalanx.optim.config import OptimConfig
 
 DENSE = ("llama", "qwen3", "mistral", "qwen2")

@@ -34,7 +34,7 @@ from phalanx.forecast.flops import step_flops
 from phalanx.forecast.memory import OVERHEAD
 from phalanx.forecast.text import num_parameters
 from phalanx.layout.grid import Coords
-from phalanx.models.config import GPT2Config
+from phalanx.models.gpt2 import GPT2Config
 from phalanx.observe.out_of_memory import OutOfMemory, held, request, way_out
 from phalanx.observe.profile import Recording, named
 from phalanx.observe.step_budget import (
@@ -275,7 +275,7 @@ def test_the_rows_of_a_real_step_add_up_to_it(state, tmp_path):
 
     names = {e["name"] for e in json.loads(gzip.open(tmp_path / "trace.json.gz").read())["traceEvents"]}
     assert {"step 1", "forward stage 0 segment 0 mb 0", "backward stage 0 segment 0 mb 3"} <= names
-    assert {"block 0 LlamaEmbedding", "block 3 LlamaLayer", "block 4 LlamaHead"} <= names
+    assert {"block 0 DecoderEmbedding", "block 3 DecoderLayer", "block 4 DecoderHead"} <= names
 
 
 def test_an_error_ends_the_recording(state, tmp_path):

@@ -35,9 +35,12 @@ from phalanx.layout.box import Box
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
-from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
-from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig, GptOssConfig
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.experts import ExpertsConfig
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.rope import RopeScaling
 from recipes import deepseek_v3
 from tests.checkpoints import Failing, Lossy, error_on_rank, load_here, make_run, make_state, save_here, set_state
 from tests.parity import MODELS

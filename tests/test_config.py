@@ -1958,7 +1958,7 @@ def test_overrides_replace_and_know_maps_with_dots():
 
 
 RECIPE = f"""
-from phalanx.models.config import LlamaConfig
+from phalanx.models.llama import LlamaConfig
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 def run():

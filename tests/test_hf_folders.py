@@ -15,8 +15,10 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import differences, from_hf, read_folder, to_hf
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling
-from phalanx.models.moe_config import ExpertsConfig
+from phalanx.models.experts import ExpertsConfig
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.rope import RopeScaling
 from tests import hf_fuzz
 from tests.checkpoints import make_run, make_state, save_here, set_state
 from tests.parity import MODELS, base_run, compare, truth_of

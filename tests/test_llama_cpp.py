@@ -31,7 +31,7 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.keep import find
 from phalanx.config.run import LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
-from phalanx.models.config import RopeScaling
+from phalanx.models.rope import RopeScaling
 from phalanx.optim.config import OptimConfig
 from phalanx.text.tokenizers import load_tokenizer
 from phalanx.training.main import train

@@ -20,7 +20,7 @@ from phalanx.checkpoint.lock import FolderLock
 from phalanx.config.run import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import train_loader
-from phalanx.models.config import LlamaConfig
+from phalanx.models.llama import LlamaConfig
 from phalanx.observe.trackers import Trackers
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.order import global_batch_at, micro_batches, total_samples

@@ -28,7 +28,7 @@ from phalanx.engine.step import accumulate, shadow_of, train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import LlamaConfig
+from phalanx.models.llama import LlamaConfig
 from phalanx.observe.out_of_memory import held
 from phalanx.ops.op import OPS
 from phalanx.ops.quantized.linear import DY

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
-from phalanx.models.moe_config import MixtralConfig
+from phalanx.models.mixtral import MixtralConfig
 from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, gated_rows, parts_of_sums
 from phalanx.ops.dense.activation import gated_backward as plain_backward
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU

@@ -30,7 +30,7 @@ from phalanx.data.index import CorpusWriter
 from phalanx.engine.meeting import Identity, compare, identity, problems
 from phalanx.forecast.check import checked_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config
+from phalanx.models.gpt2 import GPT2Config
 from phalanx.planning.order import total_samples
 from phalanx.training.main import train
 from tests.pool import free_port

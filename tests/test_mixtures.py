@@ -37,7 +37,8 @@ from phalanx.forecast.data_table import (
 )
 from phalanx.forecast.decide import make_plan
 from phalanx.launch.local import start
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.llama import LlamaConfig
 from phalanx.planning.order import eval_samples, global_batch_at, micro_batches
 from phalanx.text.cache import find_text, use_text
 

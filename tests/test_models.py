@@ -19,8 +19,11 @@ from phalanx.engine.build import State, build, write_slot
 from phalanx.engine.step import accumulate, loss_and_stops
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import ROPE_FIELDS, GPT2Config, LlamaConfig, RopeScaling
-from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.decoder_config import DecoderConfig
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
@@ -112,16 +115,16 @@ def hf_config(config: LlamaConfig | GPT2Config):
     )
 
 
-def head_dim_of(config: LlamaConfig) -> int:
+def head_dim_of(config: DecoderConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
-def rotation_of(config: LlamaConfig) -> Rotation:
+def rotation_of(config: DecoderConfig) -> Rotation:
     dim = config.qk_rope_head_dim if isinstance(config, DeepseekV3Config) else head_dim_of(config)
     return Rotation(dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
 
 
-def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
+def hf_inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
     """Hugging Face's formulas (modeling_rope_utils.py) in float64, unscaled and of llama3."""
     dim = head_dim_of(config)
     found = []
@@ -144,7 +147,7 @@ def hf_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def widen(model, config: LlamaConfig) -> None:
+def widen(model, config: DecoderConfig) -> None:
     """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in
     float64."""
     inv, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
@@ -173,7 +176,7 @@ def hugging_face(case: str) -> dict:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
-    if isinstance(config, LlamaConfig):
+    if isinstance(config, DecoderConfig):
         widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
     logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)

@@ -24,8 +24,10 @@ from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig, GptOssConfig, MixtralConfig
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.experts import ExpertsConfig
+from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.mixtral import MixtralConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.checkpoints import make_run
 from tests.parity import MODELS, SEQ, assemble, parts_of, sample_batch

@@ -31,8 +31,11 @@ from phalanx.forecast.flops import flops_of, mfu, mfu_text, step_flops
 from phalanx.forecast.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_on_host, rank_uses
 from phalanx.forecast.text import contents, num_parameters, plan_text
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
-from phalanx.models.deepseek_config import DeepseekV3Config
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.qwen2 import Qwen2Config
+from phalanx.models.qwen3 import Qwen3Config
 from phalanx.nn.dry_run import Allocations, FusedAttention, KnownShapes, measure
 from phalanx.nn.env import Env
 from phalanx.nn.recompute import PRESETS

@@ -20,7 +20,7 @@ from phalanx.checkpoint.manifest import read_manifest
 from phalanx.config.run import RampConfig, Run
 from phalanx.data.config import DataConfig
 from phalanx.data.index import CorpusWriter
-from phalanx.models.config import GPT2Config
+from phalanx.models.gpt2 import GPT2Config
 from phalanx.training.main import train
 from phalanx.training.resume import check_resume, class_of
 from tests.test_loop import RAMP, make_run, rows_of

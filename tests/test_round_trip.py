@@ -26,8 +26,8 @@ from phalanx.engine.build import build
 from phalanx.engine.step import accumulate
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import LlamaConfig
-from phalanx.models.moe_config import ExpertsConfig
+from phalanx.models.decoder_config import DecoderConfig
+from phalanx.models.experts import ExpertsConfig
 from phalanx.planning.plan import exported_shapes
 from phalanx.sequence.batch import IGNORE
 from tests import test_models, test_moe_models
@@ -76,7 +76,7 @@ def theirs(folder: Path, config) -> dict:
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
     experts = isinstance(config, ExpertsConfig) and config.routed_experts
-    if isinstance(config, LlamaConfig):
+    if isinstance(config, DecoderConfig):
         (test_moe_models if experts else test_models).widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
     logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)

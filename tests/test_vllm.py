@@ -25,7 +25,7 @@ from phalanx.config.run import LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.engine.build import State, build
 from phalanx.forecast.decide import make_plan
-from phalanx.models.config import RopeScaling
+from phalanx.models.rope import RopeScaling
 from phalanx.optim.config import OptimConfig
 from phalanx.sequence.batch import Batch
 from phalanx.training.main import train

@@ -22,7 +22,7 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.config.run import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
-from phalanx.models.moe_config import Qwen3MoEConfig
+from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.observe.scalars import scalars_of, texts_of
 from phalanx.optim.config import OptimConfig
 from phalanx.training.main import train

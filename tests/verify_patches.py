@@ -24,7 +24,7 @@ from phalanx.data_parallel.flat import FlatBucket
 from phalanx.engine import step
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.param import Replica
-from phalanx.models import gpt2
+from phalanx.models import layer_norm_decoder
 from phalanx.nn import attention as attention_module
 from phalanx.nn import linear_method, moe, mtp
 from phalanx.nn.rotary import Rotary
@@ -101,7 +101,7 @@ def learned_positions_of_rank_0() -> list[Change]:
         x = self.embed(batch.tokens) + learned_positions(batch.positions[: b - a], self.positions)
         return self.drop(x, batch, self.p, 0, 1)
 
-    return [(gpt2.GPT2Embedding, "forward", forward)]
+    return [(layer_norm_decoder.LearnedEmbedding, "forward", forward)]
 
 
 def dropout_by(places_of_rank_0: bool, samples_of_rank_0: bool) -> list[Change]:
@@ -111,7 +111,7 @@ def dropout_by(places_of_rank_0: bool, samples_of_rank_0: bool) -> list[Change]:
         places = batch.places[: b - a] if places_of_rank_0 else batch.places[a:b]
         return x * dropout_mask(p, self.env.seed, layer, site, (samples, places), x.shape[-1], x.dtype)
 
-    return [(gpt2._Dropping, "drop", drop)]
+    return [(layer_norm_decoder.Dropping, "drop", drop)]
 
 
 def places_inside_the_part() -> list[Change]:
@@ -141,7 +141,7 @@ def learned_positions_across_documents() -> list[Change]:
         x = self.embed(batch.tokens) + learned_positions(batch.places[a:b], self.positions)
         return self.drop(x, batch, self.p, 0, 1)
 
-    return [(gpt2.GPT2Embedding, "forward", forward)]
+    return [(layer_norm_decoder.LearnedEmbedding, "forward", forward)]
 
 
 def heads_of_rank_0_in_dropout() -> list[Change]:

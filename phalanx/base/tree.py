@@ -9,7 +9,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -72,9 +72,39 @@ def field_names(cls: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls))
 
 
-@cache
+@dataclass(frozen=True)
+class Choices:
+    """Metadata of a field (`Annotated[Base, Choices(known)]`) that holds one of several dataclasses, by the name in
+    one of its own fields. `known()` has those there are at present: more may be found while a config is read."""
+
+    known: Callable[[], Mapping[str, type]]
+
+
 def hints(cls: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(cls)
+    """The type of each field, of one with Choices their union."""
+    found = _hints_and_choices(cls)
+    if not found[1]:
+        return found[0]
+    return {**found[0], **{name: _union(tuple(choices.known().values())) for name, choices in found[1].items()}}
+
+
+@cache
+def _union(classes: tuple[type, ...]) -> Any:
+    return typing.Union[classes]  # noqa: UP007 - of a tuple there is no other way to write it
+
+
+@cache
+def _hints_and_choices(cls: type) -> tuple[Mapping[str, Any], Mapping[str, Choices]]:
+    whole = typing.get_type_hints(cls, include_extras=True)
+    marks = {name: getattr(hint, "__metadata__", ()) for name, hint in whole.items()}
+    choices = {name: mark for name, found in marks.items() for mark in found if isinstance(mark, Choices)}
+    return typing.get_type_hints(cls), choices
+
+
+def choices_of(cls: type, name: str) -> Mapping[str, type]:
+    """The dataclasses that a field with Choices can hold, by name; of another field none."""
+    found = _hints_and_choices(cls)[1].get(name)
+    return {} if found is None else found.known()
 
 
 def members(hint: Any) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def gemm_shapes(run: Run) -> list[tuple[int, int, int]]:
     head = getattr(m, "head_dim", None) or m.hidden_size // heads
     kv = getattr(m, "num_key_value_heads", None) or heads
     inner = m.intermediate_size or 4 * m.hidden_size
-    gated = 2 if m.family != "gpt2" else 1
+    gated = 2 if m.gated_mlp else 1
     q = heads * head // tp
     return [
         (tokens, m.hidden_size, q + 2 * max(1, kv // tp) * head),

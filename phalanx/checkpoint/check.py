@@ -7,9 +7,10 @@ from pathlib import Path
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, exists, missing_checkpoint, problem
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.hf import FAMILIES, unknown_family
+from phalanx.checkpoint.hf import unknown_family
 from phalanx.checkpoint.hf_files import read_config
 from phalanx.checkpoint.places import is_remote
+from phalanx.models.registry import of_model_type
 
 
 def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
@@ -47,7 +48,10 @@ def check_source(folder: str, family: str) -> list[Problem]:
         kind = read_config(folder).get("model_type")
     except CheckpointError as error:
         return [Problem("init_from", folder, f"must hold a config.json that can be read ({error})")]
-    if kind is not None and kind not in FAMILIES:
+    if kind is None:
+        return []
+    found = of_model_type(kind)
+    if found is None:
         return [
             Problem(
                 "init_from",
@@ -56,7 +60,7 @@ def check_source(folder: str, family: str) -> list[Problem]:
                 {"model.family": family},
             )
         ]
-    if kind not in (None, family):
+    if found[0] != family:
         return [
             Problem(
                 "init_from",

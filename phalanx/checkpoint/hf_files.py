@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,10 @@ from phalanx.checkpoint.tensors import (
     receipt_of,
 )
 from phalanx.layout.box import Box
+from phalanx.models.registry import families, of_model_type
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
-EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
-PREFIXES = ("model.", "transformer.")  # what a base model saved without its head leaves out
-COPY = re.compile(
-    r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
-)  # of the embedding and the head, beside published MTP modules
-MTP_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
-BUFFERS = (
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".rotary_emb.inv_freq",
-)  # constants that old Hugging Face files carry along
 COMPARED = 1 << 24  # numbers of two tensors that are compared at once
 
 
@@ -120,11 +110,18 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     where   the folder with the config.json, for messages
     same    whether two stored tensors hold the same numbers
     """
-    kept = {name: s for name, s in index.items() if not name.endswith(BUFFERS) and not COPY.fullmatch(name)}
+    names = [family.tensors for family in families().values()]
+    constants = tuple(end for one in names for end in one.constants)
+    copies = [one.copies for one in names if one.copies is not None]
+    kept = {
+        name: s
+        for name, s in index.items()
+        if not name.endswith(constants) and not any(re.fullmatch(copy, name) for copy in copies)
+    }
     kept = {
         name: s for name, s in kept.items() if name in wanted or 0 not in s.shape
     }  # transformers writes shared experts of width 0
-    prefix = next((p for p in PREFIXES if any(n.startswith(p) for n in wanted)), "")
+    prefix = next((p for p in dict.fromkeys(one.prefix for one in names) if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}
     if HEAD in wanted and HEAD not in kept:
@@ -134,7 +131,7 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     if HEAD in kept and HEAD not in wanted:
         head = kept.pop(HEAD)
         _check_tied(where)
-        embedding = next((name for name in EMBEDDINGS if name in wanted), HEAD)
+        embedding = next((one.embedding for one in names if one.embedding in wanted), HEAD)
         if embedding not in kept:  # the two are one tensor, saved under the other name
             kept[embedding] = head
         elif not same(kept[embedding], head):
@@ -146,7 +143,9 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
 def _check_tied(where: str) -> None:
     """A head beside a tied embedding is a copy of it; of an untied model it is weights that must not get lost."""
     config = read_config(where) if (Path(where) / "config.json").is_file() else {}
-    if not config.get("tie_word_embeddings", config.get("model_type", "gpt2") == "gpt2"):
+    found = of_model_type(config.get("model_type"))
+    by_default = "model_type" not in config if found is None else found[1].json_keys["tie_word_embeddings"].default
+    if not config.get("tie_word_embeddings", by_default):
         raise CheckpointError(f"{where} has a {HEAD} of its own; set model.tie_word_embeddings=false")
 
 
@@ -180,14 +179,21 @@ def same_values(a: Stored, b: Stored, files: Open) -> bool:
 def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
     """Whether the files of a folder whose config ties head and embedding have two different ones: then transformers
     ties them not."""
-    names = [*EMBEDDINGS, *(name.removeprefix(prefix) for name in EMBEDDINGS for prefix in PREFIXES)]
+    kinds = [family.tensors for family in families().values()]
+    names = [*(one.embedding for one in kinds), *(one.embedding.removeprefix(one.prefix) for one in kinds)]
     embedding = next((index[name] for name in names if name in index), None)
     return HEAD in index and embedding is not None and not same(embedding, index[HEAD])
 
 
 def depths_in(index: Index) -> int:
     """How many modules of multi-token prediction the files of a folder hold."""
-    return len({found[1] for name in index if (found := MTP_WEIGHT.fullmatch(name))})
+    return len(predictors_in(index))
+
+
+def predictors_in(names: Iterable[str]) -> set[str]:
+    """The numbers of the modules of multi-token prediction that tensors of these names belong to."""
+    patterns = [p for family in families().values() if (p := family.tensors.predictors) is not None]
+    return {found[1] for name in names for p in patterns if (found := re.fullmatch(p, name))}
 
 
 def folder_of(path: str | Path) -> Path:

@@ -15,8 +15,8 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.boxes import Item, kept_to_load, masters_to_load, state_to_load
-from phalanx.checkpoint.hf import ModelConfig, differences
-from phalanx.checkpoint.hf_files import HEAD, MTP_WEIGHT, Shapes, adapt, folder_of, same_in, stored_in
+from phalanx.checkpoint.hf import differences
+from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, predictors_in, same_in, stored_in
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
@@ -27,6 +27,7 @@ from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
+from phalanx.models.model_config import ModelConfig
 from phalanx.ops.optimizer.shard import MASTER
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
@@ -130,7 +131,7 @@ def fitting(index: Index, wanted: Shapes, where: str) -> Index:
 
 def _depths(index: Index, wanted: Shapes) -> list[str]:
     """What to set if the model predicts more or fewer tokens ahead than the folder."""
-    have, want = ({m[1] for name in names if (m := MTP_WEIGHT.fullmatch(name))} for names in (index, wanted))
+    have, want = predictors_in(index), predictors_in(wanted)
     return (
         [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"]
         if have != want

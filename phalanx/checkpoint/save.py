@@ -26,7 +26,7 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.boxes import Item, kept_to_save, state_to_save, weights_to_save
 from phalanx.checkpoint.gather import File, Held, gather, plan_files
-from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
+from phalanx.checkpoint.hf import generation_config, to_hf
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
@@ -39,6 +39,7 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
+from phalanx.models.model_config import ModelConfig
 from phalanx.ops.optimizer.shard import MASTER
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer

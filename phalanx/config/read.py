@@ -26,7 +26,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError, create_model
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -482,15 +482,33 @@ class Constructor:
 # ---- plain values -> Run, or problems of form ----------------------------------------------------
 
 
-@functools.cache
 def run_schema(optim: type) -> type[BaseModel]:
     """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `optim`: what
     stands in its section."""
+    return _run_schema(optim, tuple(families().items()))
+
+
+def families() -> Mapping[str, type]:
+    """The `model` sections there are, by what model.family says."""
+    return tree.choices_of(Run, "model")
+
+
+def _family(section: Any) -> str | None:
+    """What a `model` section says of its family, for pydantic to choose the class by."""
+    if not isinstance(section, dict) or "family" not in section:
+        return None
+    family = section["family"]
+    return family if isinstance(family, str) else json.dumps(family)
+
+
+@functools.lru_cache(maxsize=8)
+def _run_schema(optim: type, known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(Run):
         hint = optim if f.name == "optim" else tree.hints(Run)[f.name]
-        if len(tree.sections(hint)) > 1:
-            hint = Annotated[hint, Discriminator("family")]
+        if f.name == "model":
+            tagged = tuple(Annotated[cls, Tag(name)] for name, cls in known)
+            hint = Annotated[typing.Union[tagged], Discriminator(_family)]  # noqa: UP007 - of a tuple there is no other way
         required = f.default is tree.REQUIRED and f.default_factory is tree.REQUIRED
         default = ... if required else (f.default_factory() if f.default_factory is not tree.REQUIRED else f.default)
         fields[f.name] = (hint, default)
@@ -568,8 +586,8 @@ def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], A
     rest = list(loc)
     while rest:
         options = tree.sections(hint)
-        if len(options) > 1 and rest[0] in _families(hint):
-            hint = _families(hint)[rest.pop(0)]
+        if len(options) > 1 and rest[0] in families():
+            hint = families()[rest.pop(0)]
             continue
         step = rest.pop(0)
         steps.append(str(step))
@@ -584,10 +602,6 @@ def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], A
     return steps, hint, owner
 
 
-def _families(hint: Any) -> dict[str, type]:
-    return {typing.get_args(tree.hints(c)["family"])[0]: c for c in tree.sections(hint)}
-
-
 def _problem(data: dict[str, Any], error: Any, optim: type[OptimConfig]) -> Problem:
     steps, hint, owner = _steps(error["loc"], optim)
     path, kind, value = ".".join(steps), error["type"], error["input"]
@@ -600,9 +614,8 @@ def _problem(data: dict[str, Any], error: Any, optim: type[OptimConfig]) -> Prob
         return Problem(
             path, None, f"is required: {tree.type_text(hint)}{f' ({doc[0].lower()}{doc[1:-1]})' if doc else ''}"
         )
-    if kind in ("union_tag_not_found", "union_tag_invalid"):
-        names = tuple(_families(hint))
-        family = value.get("family") if isinstance(value, dict) else value
+    if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, dict):
+        names, family = tuple(families()), value.get("family")
         rule = "is required: one of " if kind == "union_tag_not_found" else "must be one of "
         return Problem(
             f"{path}.family", family, rule + ", ".join(f'"{n}"' for n in names), {}, _close(str(family), names) or names
@@ -653,9 +666,9 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
             path, value, f"is a key of optim only with name {', '.join(known)}", {}, near_keys(name, section, owner)
         )
     if others:
-        families = ", ".join(f'"{n}"' for n, c in _families(tree.hints(Run)["model"]).items() if c in others)
+        with_it = ", ".join(f'"{n}"' for n, c in families().items() if c in others)
         return Problem(
-            path, value, f"is a key of {section} only with family {families}", {}, near_keys(name, section, owner)
+            path, value, f"is a key of {section} only with family {with_it}", {}, near_keys(name, section, owner)
         )
     said = said_of(name)
     valid = () if said and name.lower() in NOT_BUILT else near_keys(name, section, owner)

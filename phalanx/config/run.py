@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from phalanx.base import tree
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.places import place
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
+from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import configs
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import completed
 
@@ -239,17 +239,7 @@ class LogConfig:
 class Run:
     """The config of a run. `dir` is the run's folder."""
 
-    model: (
-        LlamaConfig
-        | MistralConfig
-        | Qwen2Config
-        | Qwen3Config
-        | MixtralConfig
-        | Qwen3MoEConfig
-        | GptOssConfig
-        | DeepseekV3Config
-        | GPT2Config
-    )
+    model: Annotated[ModelConfig, tree.Choices(configs)]
     train: TrainConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optim: OptimConfig = field(default_factory=lambda: completed(OptimConfig()))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from phalanx.base import tree
 from phalanx.config.model_source import FROM
-from phalanx.config.read import run_schema
+from phalanx.config.read import families, run_schema
 from phalanx.config.run import Run
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
@@ -45,9 +45,11 @@ def allow_folders(made: dict[str, Any]) -> None:
     """A Hugging Face folder supplies what is unset of `model`: with model.from, and with init_from, under which
     `model` may be left out."""
     whole = made["properties"]["model"]
-    families = [made["$defs"][choice["$ref"].rpartition("/")[2]]["properties"] for choice in whole["oneOf"]]
+    refs = {name: f"#/$defs/{cls.__name__}" for name, cls in families().items()}
+    whole["discriminator"] = {"mapping": refs, "propertyName": "family"}
+    every = [made["$defs"][choice["$ref"].rpartition("/")[2]]["properties"] for choice in whole["oneOf"]]
     fields: dict[str, Any] = {}
-    for family in families:
+    for family in every:
         for name, field in family.items():
             kinds = fields.setdefault(name, {"description": field.get("description", ""), "anyOf": []})["anyOf"]
             if (kind := {k: v for k, v in field.items() if k not in ("default", "description")}) not in kinds:

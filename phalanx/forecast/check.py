@@ -37,8 +37,6 @@ from phalanx.data.check import check as check_data
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
-from phalanx.models.config import GPT2Config, LlamaConfig
-from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.nn.recompute import OPS as RECOMPUTED
 from phalanx.ops.attention.flash import flash_fits
 from phalanx.ops.dense.gated_mlp import gated_mlp_fits
@@ -131,7 +129,7 @@ def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
             beside_layers=more,
             experts=run.model.routed_experts,
             expert_size=run.model.expert_size,
-            kv_heads=kv_heads(run.model),
+            kv_heads=run.model.kv_heads,
             attention_dropout=getattr(run.model, "attention_dropout", 0.0),
         ),
         *check_train(run),
@@ -145,16 +143,6 @@ def broken_rules_but_fp8(run: Run, facts: Facts) -> list[Problem]:
         *check_start(run, facts),
         *(check_folder(run) if facts.files else ()),
     ]
-
-
-def kv_heads(model: LlamaConfig | GPT2Config) -> int:
-    """Heads of keys and values; latent attention makes them for every query head."""
-    latent = isinstance(model, DeepseekV3Config)
-    return (
-        model.num_attention_heads
-        if latent
-        else getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    )
 
 
 def check_train(run: Run) -> list[Problem]:
@@ -197,7 +185,7 @@ def check_length(run: Run) -> list[Problem]:
 def check_recompute(run: Run) -> list[Problem]:
     """Ops to make again exist in the model, and are named once; a budget names none."""
     c, m = run.train, run.model
-    absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": m.family == "gpt2"}
+    absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": not m.rotary}
     known = tuple(name for name in RECOMPUTED if not absent.get(name))
     found = within("train", c, "recompute_budget_gib", "(0, inf)", (None,))
     unknown = [name for name in c.recompute_ops if name not in known]
@@ -451,10 +439,10 @@ def unfit_for_optional_kernels(run: Run) -> dict[str, dict[str, Any]]:
     c, m, tp = run.train, run.model, run.layout.tp
     inner, gated, dropout = (
         m.intermediate_size or 0,
-        m.family != "gpt2" and not m.routed_experts,
+        m.gated_mlp and not m.routed_experts,
         getattr(m, "attention_dropout", 0.0),
     )
-    query, value = head_widths(m)
+    query, value = m.head_widths
     dtype = {"train.precision": c.precision} if c.precision not in ("bf16", "fp16") else {}
     attention = {
         **(
@@ -467,14 +455,6 @@ def unfit_for_optional_kernels(run: Run) -> dict[str, dict[str, Any]]:
     fits = inner % tp == 0 and gated_mlp_fits(m.hidden_size, inner // tp)
     mlp = {} if fits else {"model.hidden_size": m.hidden_size, "model.intermediate_size": inner, "layout.tp": tp}
     return {"attention": {**dtype, **attention}, "mlp": {**dtype, **mlp}}
-
-
-def head_widths(model: Any) -> tuple[int, int]:
-    """Features of a query (and a key) and of a value of one head."""
-    if model.family == "deepseek_v3":
-        return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
-    width = getattr(model, "head_dim", None) or model.hidden_size // max(1, model.num_attention_heads)
-    return width, width
 
 
 def check_log(run: Run, facts: Facts) -> list[Problem]:

@@ -2,126 +2,192 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+from phalanx.base.errors import Problem
+from phalanx.base.rules import within
+from phalanx.models.config_json import NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
+from phalanx.models.family import Family
+from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
 
-from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece
-from phalanx.models.config import GPT2Config
-from phalanx.nn.attention import Attention
-from phalanx.nn.embedding import Embedding
-from phalanx.nn.env import Env
-from phalanx.nn.head import Head
-from phalanx.nn.mlp import GeluMLP
-from phalanx.nn.module import Block
-from phalanx.nn.norm import LayerNorm
-from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.dropout import dropout_mask
-from phalanx.ops.dense.embedding import learned_positions
-from phalanx.sequence.batch import Batch
+if TYPE_CHECKING:
+    from phalanx.models.family import BlockMaker
+    from phalanx.nn.env import Env
 
 
-class _Dropping(Block):
-    """A block with dropout at a few sites, keyed by the global place of each of this rank's tokens."""
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(ModelConfig):
+    family: Literal["gpt2"] = "gpt2"
+    """Which model this section describes: gpt2."""
+    vocab_size: int
+    """Size of the vocabulary."""
+    hidden_size: int
+    """Width of the residual stream (n_embd)."""
+    num_hidden_layers: int
+    """Number of transformer layers (n_layer)."""
+    num_attention_heads: int
+    """Number of heads (n_head)."""
+    intermediate_size: int | None = None
+    """Width of the MLP (n_inner); unset: 4 * hidden_size."""
+    max_position_embeddings: int = 1024
+    """Number of learned positions (n_positions)."""
+    layer_norm_epsilon: float = 1e-5
+    """Epsilon of LayerNorm."""
+    activation_function: Literal["gelu_new", "gelu"] = "gelu_new"
+    """Activation of the MLP: gelu_new (GELU in its tanh form, GPT-2's own) or gelu (exact)."""
+    tie_word_embeddings: bool = True
+    """Use the input embedding as output head."""
+    dropout: float = 0.0
+    """Dropout of embeddings and of each sub-layer's output, the same in every layout."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities (runs on the reference path)."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights; output projections use it / sqrt(2 * layers)."""
 
-    def drop(self, x: Tensor, batch: Batch, p: float, layer: int, site: int) -> Tensor:
-        if p == 0.0 or not self.training:
-            return x
-        a, b = self.env.cut(batch.num_tokens)
-        rows = (batch.samples[a:b], batch.places[a:b])
-        return x * self.env.recompute.op(
-            "dropout", lambda: dropout_mask(p, self.env.seed, layer, site, rows, x.shape[-1], x.dtype)
-        )
+    @property
+    def rotary(self) -> bool:
+        return False
 
-
-class GPT2Embedding(_Dropping):
-    def __init__(self, config: GPT2Config, env: Env):
-        super().__init__(env)
-        c, n = config, config.max_position_embeddings
-        replicas = env.tied() if c.tie_word_embeddings else ()
-        self.p = c.dropout
-        self.embed = Embedding(
-            env, "transformer.wte.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas
-        )
-        whole = Piece(
-            "transformer.wpe.weight",
-            (n, c.hidden_size),
-            Box.full((n, c.hidden_size)),
-            (slice(0, n), slice(0, c.hidden_size)),
-            Init("normal", c.initializer_range),
-            replicas=env.everyone,
-        )
-        self.positions = self.param(ParamSpec(whole.shape, (whole,)))
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        a, b = self.env.cut(batch.num_tokens)
-        x = self.embed(batch.tokens) + learned_positions(batch.positions[a:b], self.positions)
-        return self.drop(x, batch, self.p, 0, 1)
-
-
-class GPT2Layer(_Dropping):
-    def __init__(self, config: GPT2Config, env: Env, layer: int):
-        super().__init__(env)
-        c, at = config, f"transformer.h.{layer}"
-        self.p, self.layer = c.dropout, layer
-        std, std_out = c.initializer_range, c.initializer_range / math.sqrt(2 * c.num_hidden_layers)
-        names = (*(f"{at}.attn.c_attn.weight",) * 3, f"{at}.attn.c_proj.weight")
-        heads = c.num_attention_heads
-        self.norm1 = LayerNorm(env, f"{at}.ln_1", c.hidden_size, c.layer_norm_epsilon)
-        self.attention = Attention(
-            env,
-            names,
-            c.hidden_size,
-            heads,
-            heads,
-            c.hidden_size // heads,
-            std,
-            std_out,  # type: ignore[arg-type]
-            bias="all",
-            transposed=True,
-            dropout=c.attention_dropout,
-            layer=layer,
-        )
-        self.norm2 = LayerNorm(env, f"{at}.ln_2", c.hidden_size, c.layer_norm_epsilon)
-        inner = c.intermediate_size or 4 * c.hidden_size
-        self.mlp = GeluMLP(
-            env, (f"{at}.mlp.c_fc", f"{at}.mlp.c_proj"), c.hidden_size, inner, std, std_out, c.activation_function
-        )
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x, normed = self.norm1.add(x)
-        delta = self.attention(normed, batch)
-        x, normed = self.norm2.add(x, self.drop(delta, batch, self.p, self.layer, 2))
-        return x + self.drop(self.mlp(normed), batch, self.p, self.layer, 3)
+    @property
+    def gated_mlp(self) -> bool:
+        return False
 
 
-class GPT2Head(Block):
-    recomputable = False
+def blocks(config: GPT2Config, env: Env) -> Sequence[BlockMaker]:
+    from phalanx.models.layer_norm_decoder import layer_norm_blocks  # imports torch, which reading a config need not
 
-    def __init__(self, config: GPT2Config, env: Env, tied: Parameter | None):
-        super().__init__(env)
-        c = config
-        self.norm = LayerNorm(env, "transformer.ln_f", c.hidden_size, c.layer_norm_epsilon)
-        name, replicas = ("transformer.wte.weight", env.tied()) if c.tie_word_embeddings else ("lm_head.weight", ())
-        self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, tied)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch)
-
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.head.logits(self.norm(x), rows)
+    return layer_norm_blocks(config, env)
 
 
-def make_blocks(config: GPT2Config, env: Env, which: range) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head."""
-    made: dict[int, Block] = {}
-    for i in which:
-        if i == 0:
-            made[i] = GPT2Embedding(config, env)
-        elif i <= config.num_hidden_layers:
-            made[i] = GPT2Layer(config, env, i - 1)
-        else:
-            first = made.get(0) if config.tie_word_embeddings else None
-            made[i] = GPT2Head(config, env, first.embed.weight if isinstance(first, GPT2Embedding) else None)
-    return list(made.values())
+def rules(config: GPT2Config, seq_length: int) -> list[Problem]:
+    found = within("model", config, "layer_norm_epsilon", "(0, inf)")
+    for name in ("dropout", "attention_dropout"):
+        found += within("model", config, name, "[0, 1)", (0.0, 0.1))
+    if min(config.hidden_size, config.num_attention_heads) >= 1:
+        found += check_head_dim(config)
+    if seq_length > config.max_position_embeddings >= 1:
+        because = {"model.max_position_embeddings": config.max_position_embeddings}
+        rule = "must be <= max_position_embeddings (positions are learned)"
+        found.append(Problem("train.seq_length", seq_length, rule, because, (config.max_position_embeddings,)))
+    return found
+
+
+KEYS = {
+    "vocab_size": integer(NEEDED),
+    "n_embd": integer(NEEDED),
+    "n_layer": integer(NEEDED),
+    "n_head": integer(NEEDED),
+    "n_positions": integer(1024),
+    "n_inner": integer_or_null(),
+    "activation_function": text("gelu_new"),
+    "resid_pdrop": number(0.1),
+    "embd_pdrop": number(0.1),
+    "attn_pdrop": number(0.1),
+    "layer_norm_epsilon": number(1e-5),
+    "initializer_range": number(0.02),
+    "scale_attn_weights": switch(True),
+    "scale_attn_by_inverse_layer_idx": switch(False),
+    "add_cross_attention": switch(False),
+    "tie_word_embeddings": switch(True),
+}
+ONLY: dict[str, tuple[Any, ...]] = {
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+GELUS = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+}  # names of each form
+
+
+def from_hf(found: ConfigJson) -> GPT2Config | None:
+    dropout, embedding = found.values["resid_pdrop"], found.values["embd_pdrop"]
+    activation = found.values["activation_function"]
+    if dropout != embedding:
+        found.odd.append(f"embd_pdrop={embedding!r} beside resid_pdrop={dropout!r} (supported: equal ones)")
+    if activation not in GELUS:
+        found.odd.append(f"activation_function={activation!r} (supported: {shown(tuple(GELUS))})")
+        return None
+    return GPT2Config(
+        vocab_size=found.values["vocab_size"],
+        hidden_size=found.values["n_embd"],
+        num_hidden_layers=found.values["n_layer"],
+        num_attention_heads=found.values["n_head"],
+        intermediate_size=found.values["n_inner"],
+        max_position_embeddings=found.values["n_positions"],
+        layer_norm_epsilon=found.values["layer_norm_epsilon"],
+        dropout=dropout,
+        attention_dropout=found.values["attn_pdrop"],
+        initializer_range=found.values["initializer_range"],
+        tie_word_embeddings=found.values["tie_word_embeddings"],
+        activation_function=GELUS[found.values["activation_function"]],  # type: ignore[arg-type]
+    )
+
+
+def to_hf(config: GPT2Config) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.intermediate_size,
+        "n_positions": config.max_position_embeddings,
+        "n_ctx": config.max_position_embeddings,  # the same: llama.cpp's converter asks for the latter
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+        "initializer_range": config.initializer_range,
+        "activation_function": config.activation_function,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+
+
+def fill(model: dict[str, Any]) -> dict[str, Any]:
+    return {**model, "intermediate_size": model.get("intermediate_size") or 4 * model["hidden_size"]}
+
+
+def shrink(config: GPT2Config, small: SmallSizes) -> GPT2Config:
+    return replace(
+        config,
+        vocab_size=small.vocab_size,
+        hidden_size=small.hidden_size,
+        num_hidden_layers=small.layers,
+        num_attention_heads=small.heads,
+        intermediate_size=small.intermediate_size if config.intermediate_size else None,
+        max_position_embeddings=small.seq_length,
+    )
+
+
+FAMILY = Family(
+    "gpt2",
+    GPT2Config,
+    blocks,
+    architecture="GPT2LMHeadModel",
+    tensors=TensorNames(
+        prefix="transformer.",
+        embedding="transformer.wte.weight",
+        layer="transformer.h.{}",
+        constants=(".attn.bias", ".attn.masked_bias"),
+    ),
+    rules=rules,
+    keys=KEYS,
+    other_names={
+        "n_embd": "hidden_size",
+        "n_positions": "max_position_embeddings",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+    },
+    only=ONLY,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    fill=fill,
+    may_change=(),  # positions are learned: their number is a shape
+    shrink=shrink,
+)

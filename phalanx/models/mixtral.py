@@ -2,29 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.models import llama
-from phalanx.models.moe_config import ExpertsConfig, MixtralConfig
-from phalanx.nn.env import Env
-from phalanx.nn.module import Block
-from phalanx.nn.moe import Balance, ExpertNames, MoE
-from phalanx.ops.experts.router import Router
+from phalanx.base.errors import Problem
+from phalanx.models.config_json import ConfigJson, integer, integer_or_null, number
+from phalanx.models.decoder_config import (
+    DECODER_KEYS,
+    DECODER_ONLY,
+    common_rules,
+    decoder_fields,
+    heads_to_hf,
+    with_head_rules,
+)
+from phalanx.models.experts import (
+    ROUTER_KEYS,
+    ExpertsConfig,
+    expert_rules,
+    router_fields,
+    router_to_hf,
+    shrink_local_experts,
+)
+from phalanx.models.family import Family
+
+if TYPE_CHECKING:
+    from phalanx.models.family import BlockMaker
+    from phalanx.nn.env import Env
+    from phalanx.nn.moe import MoE
 
 
-def make_blocks(config: MixtralConfig, env: Env, which: range) -> list[Block]:
-    """Blocks number `which` of layers + 2: embedding, layers, head."""
-    return llama.make_blocks(config, env, which, make_mlp=experts)
+@dataclass(frozen=True, kw_only=True)
+class MixtralConfig(ExpertsConfig):
+    """Llama's fields; intermediate_size is the width of an expert."""
+
+    family: Literal["mixtral"] = "mixtral"
+    """Which model this section describes: mixtral."""
+    num_local_experts: int = 8
+    """Experts per layer."""
+    rope_theta: float = 1000000.0
+    """Base of the rotary embedding."""
+    sliding_window: int | None = None
+    """A token reads itself and so many tokens less one before it; unset: all before it."""
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+    @property
+    def routed_experts(self) -> int:
+        return self.num_local_experts
+
+
+# functions that make blocks import torch's world themselves: reading a config need not
+def blocks(config: MixtralConfig, env: Env) -> Sequence[BlockMaker]:
+    from phalanx.models.decoder import DecoderLayer, decoder_blocks
+
+    return decoder_blocks(config, env, partial(DecoderLayer, make_mlp=experts))
 
 
 def experts(config: MixtralConfig, env: Env, layer: int) -> MoE:
+    from phalanx.models.decoder import balance_of, router_of
+    from phalanx.nn.moe import ExpertNames, MoE
+
     at = f"model.layers.{layer}.block_sparse_moe"
     names = ExpertNames(f"{at}.gate.weight", *(f"{at}.experts.{{}}.{w}.weight" for w in ("w1", "w3", "w2")))
-    router = router_of(config)
     return MoE(
         env,
         names,
-        router,
+        router_of(config),
         config.hidden_size,
         config.intermediate_size,
         config.initializer_range,
@@ -33,19 +79,45 @@ def experts(config: MixtralConfig, env: Env, layer: int) -> MoE:
     )
 
 
-def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["before", "after"] = "before") -> Router:
-    """Softmax over all experts, of which the best are kept; or over the logits of the best (order after)."""
-    forced: Literal["none", "balanced"] = "balanced" if config.router_forced_balance else "none"
-    return Router(
-        config.num_experts_per_tok, config.routed_experts, order=order, renormalize=renormalize, forced=forced
-    )
+def rules(config: MixtralConfig, seq_length: int) -> list[Problem]:
+    return with_head_rules(config, common_rules(config) + expert_rules(config, "num_local_experts"))
 
 
-def balance_of(config: ExpertsConfig) -> Balance:
-    return Balance(
-        aux=config.router_aux_loss_coef,
-        scope=config.router_aux_loss_scope,
-        z=config.router_z_loss_coef,
-        capacity=config.expert_capacity_factor,
-        drop=config.expert_capacity_drop,
-    )
+KEYS = {
+    **DECODER_KEYS,
+    **ROUTER_KEYS,
+    "num_key_value_heads": integer(8),
+    "head_dim": integer_or_null(),
+    "max_position_embeddings": integer(131072),
+    "rms_norm_eps": number(1e-5),
+    "sliding_window": integer_or_null(),
+    "num_experts_per_tok": integer(2),
+    "num_local_experts": integer(8),
+    "router_jitter_noise": number(0.0),
+}
+
+
+def from_hf(found: ConfigJson) -> MixtralConfig | None:
+    same = decoder_fields(found, theta=1000000.0)
+    own = {**found.pick("sliding_window", "num_local_experts"), **router_fields(found)}
+    return None if found.odd else MixtralConfig(**same, **own)
+
+
+def to_hf(config: MixtralConfig) -> dict[str, Any]:
+    own = {"num_local_experts": config.num_local_experts, "router_jitter_noise": 0.0}
+    return {**heads_to_hf(config), **router_to_hf(config), **own, "sliding_window": config.sliding_window}
+
+
+FAMILY = Family(
+    "mixtral",
+    MixtralConfig,
+    blocks,
+    architecture="MixtralForCausalLM",
+    rules=rules,
+    keys=KEYS,
+    other_names={"num_local_experts": "num_experts"},
+    only={**DECODER_ONLY, "router_jitter_noise": (0.0,)},
+    from_hf=from_hf,
+    to_hf=to_hf,
+    shrink_experts=shrink_local_experts,
+)

@@ -12,7 +12,7 @@ from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, multiples, no_effect, problem, within
 from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.model_config import ModelConfig
 from phalanx.nn.env import Env
 from phalanx.nn.fp8 import FP8Linears
 from phalanx.ops.quantized.recipes import RECIPES
@@ -137,7 +137,7 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 
 @lru_cache(maxsize=16)
 def local_shapes(
-    key: str, model: LlamaConfig | GPT2Config, cuts: tuple[int, int], fp8: FP8Linears
+    key: str, model: ModelConfig, cuts: tuple[int, int], fp8: FP8Linears
 ) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
     """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the
     first and the last rank of each of the `cuts`, tp and etp."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.config.run import Run
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.model_config import ModelConfig
 from phalanx.nn.env import Env
 from phalanx.planning.plan import make_blocks, num_blocks
 
@@ -55,7 +55,7 @@ def fits(name: str, globs: list[str]) -> bool:
 
 
 @lru_cache(maxsize=8)
-def stored_together(key: str, model: LlamaConfig | GPT2Config) -> tuple[tuple[str, ...], ...]:
+def stored_together(key: str, model: ModelConfig) -> tuple[tuple[str, ...], ...]:
     """Names of the global tensors of each parameter that a Hugging Face checkpoint has."""
     specs = {id(p): p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()}
     return tuple(tuple(piece.name for piece in spec.pieces) for spec in specs.values() if spec.exported)

@@ -17,8 +17,8 @@ from phalanx.layout.grid import Coords, Grid, SumAxis
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
-from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from phalanx.models.config import GPT2Config, LlamaConfig
+from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
 from phalanx.nn.env import Env
 from phalanx.nn.fp8 import FP8Linears
 from phalanx.nn.module import Block
@@ -37,24 +37,20 @@ from phalanx.sequence.shard import SequenceShard
 
 ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
 
-FAMILIES = {
-    "llama": llama.make_blocks,
-    "mistral": mistral.make_blocks,
-    "qwen2": qwen2.make_blocks,
-    "qwen3": qwen3.make_blocks,
-    "mixtral": mixtral.make_blocks,
-    "qwen3_moe": qwen3_moe.make_blocks,
-    "deepseek_v3": deepseek_v3.make_blocks,
-    "gpt_oss": gpt_oss.make_blocks,
-    "gpt2": gpt2.make_blocks,
-}
+
+def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Block]:
+    """Blocks with these numbers on the meta device. Made together, so that those which share a weight have it once."""
+    makers = family_of(model).blocks(model, env)
+    made: list[Block] = []
+    parameters: dict[str, Parameter] = {}
+    for number in which:
+        block = makers[number](parameters)
+        parameters.update({piece.name: p for p in block.parameters() for piece in p.spec.pieces})
+        made.append(block)
+    return made
 
 
-def make_blocks(model: LlamaConfig | GPT2Config, env: Env, which: Sequence[int]) -> list[Block]:
-    return FAMILIES[model.family](model, env, which)  # type: ignore[operator]
-
-
-def num_blocks(model: LlamaConfig | GPT2Config) -> int:
+def num_blocks(model: ModelConfig) -> int:
     """Embedding, layers, what predicts tokens further ahead (if anything), head."""
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
@@ -71,7 +67,7 @@ def fp8_linears(run: Run) -> FP8Linears | None:
 
 
 @lru_cache(maxsize=8)
-def _fp8_names(key: str, model: LlamaConfig | GPT2Config, fp8: FP8Linears) -> tuple[str, ...]:
+def _fp8_names(key: str, model: ModelConfig, fp8: FP8Linears) -> tuple[str, ...]:
     blocks = make_blocks(model, Env(linears=fp8), range(num_blocks(model)))
     lows = (p.quantizer for block in blocks for p in block.parameters())
     return tuple(dict.fromkeys(fp8.name for fp8 in lows if isinstance(fp8, WeightQuantizer)))
@@ -112,7 +108,7 @@ class BlockFacts:
 
 
 @lru_cache(maxsize=8)
-def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int) -> tuple[BlockFacts, ...]:
+def model_facts(model_key: str, model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
     """Facts of the model's blocks, read from the real modules on the meta device. A tied head counts its FLOPs, not
     its weights."""
     blocks = make_blocks(model, Env(), range(num_blocks(model)))
@@ -128,7 +124,7 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
     return tuple(facts)
 
 
-def exported_shapes(model: LlamaConfig | GPT2Config) -> dict[str, tuple[int, ...]]:
+def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
     specs = [p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
     return {piece.name: piece.shape for spec in specs if spec.exported for piece in spec.pieces}
@@ -269,7 +265,7 @@ class Plan:
             return False
         given, worst = room_for(
             self._tokens_of_experts,
-            run.model.num_experts_per_tok,  # type: ignore[union-attr]
+            run.model.num_experts_per_tok,  # type: ignore[attr-defined]
             grid.ep,
             run.model.routed_experts // grid.ep,
             run.layout.expert_room,
@@ -288,7 +284,7 @@ class Plan:
         run, grid = self.run, self.grid
         if not run.model.routed_experts or self.dispatch == "alltoall":
             return 1.0
-        tokens, slots = self._tokens_of_experts, run.model.num_experts_per_tok  # type: ignore[union-attr]
+        tokens, slots = self._tokens_of_experts, run.model.num_experts_per_tok  # type: ignore[attr-defined]
         given, _ = room_for(tokens, slots, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)
         return min(1.0, tokens * slots / grid.ep / given)
 

@@ -19,9 +19,8 @@ from phalanx.data.config import DataConfig
 from phalanx.forecast.check import Facts, check
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
-from phalanx.models.config import GPT2Config, LlamaConfig, RopeScaling, UpperWindowConfig
-from phalanx.models.deepseek_config import DeepseekV3Config
-from phalanx.models.moe_config import ExpertsConfig, Qwen3MoEConfig
+from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes
+from phalanx.models.registry import family_of
 from phalanx.planning.freeze import fits, stored_together
 from phalanx.planning.plan import num_blocks
 from phalanx.sequence.shard import SequenceShard
@@ -137,7 +136,7 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
     layout = small_layout(given, pp, cp, tp)
     micro_batch, seq_length = small_batch(given, cp, tp)
     model = small_model(run, layout, small_layers(run.model, layout), seq_length)
-    if isinstance(model, ExpertsConfig) and run.model.routed_experts:
+    if run.model.routed_experts:
         layout = small_expert_view(given, layout, dp * cp * tp)
         model = small_experts(run, model, layout)
     layout = small_groups(given, layout, dp * cp)
@@ -258,62 +257,33 @@ def small_ulysses(given: LayoutConfig, cp: int) -> int:
     return max(u for u in range(1, max(cp, 2)) if cp % u == 0 and u <= given.cp_ulysses)
 
 
-def small_layers(model: LlamaConfig | GPT2Config, layout: LayoutConfig) -> int:
+def small_layers(model: ModelConfig, layout: LayoutConfig) -> int:
     """Enough for every stage to have a layer and some to have more (blocks: layers, and two or three others); one
     has experts."""
     if layout.stages:
         return max(1, sum(layout.stages) - (num_blocks(model) - model.num_hidden_layers))
-    with_experts = [
-        i for i in range(model.num_hidden_layers) if isinstance(model, Qwen3MoEConfig) and model.has_experts(i)
-    ] or [0]
-    return min(model.num_hidden_layers, max(2, with_experts[0] + 1, layout.pp * layout.virtual_stages + 1))
+    least = family_of(model).least_layers(model)
+    return min(model.num_hidden_layers, max(least, layout.pp * layout.virtual_stages + 1))
 
 
-def small_model(run: Run, layout: LayoutConfig, layers: int, seq_length: int) -> LlamaConfig | GPT2Config:
-    model = run.model
-    vocab = min(model.vocab_size, 128 if model.vocab_size % (64 * run.layout.tp) == 0 else 131)
-    tp = layout.tp
+def small_model(run: Run, layout: LayoutConfig, layers: int, seq_length: int) -> ModelConfig:
+    model, tp = run.model, layout.tp
     kv_heads, heads = small_heads(model, run.layout, layout)
     head_dim = small_head_dim(getattr(model, "partial_rotary_factor", 1.0) or 1.0)
     width = heads * head_dim
     given = model.intermediate_size or 4 * model.hidden_size
-    inner = -(-width * given // model.hidden_size // tp) * tp + (1 if given % run.layout.tp else 0)
-    if isinstance(model, GPT2Config):
-        inner_or_default = inner if model.intermediate_size else None
-        return replace(
-            model,
-            vocab_size=vocab,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=inner_or_default,
-            max_position_embeddings=seq_length,
-        )
-    own = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
-    own_dim = head_dim + 2 if own and head_dim == 4 else head_dim if own else None
-    scaling = small_scaling(run, model.rope_scaling, seq_length)
-    beyond = (
-        run.train.seq_length > model.max_position_embeddings
-    )  # dynamic scaling stretches the base for such sequences
-    more: dict[str, Any] = {"max_position_embeddings": seq_length - 1} if beyond else {}
-    if isinstance(model, DeepseekV3Config):
-        small = replace(
-            model, vocab_size=vocab, hidden_size=width, intermediate_size=inner, num_attention_heads=heads, **more
-        )
-        return small_latent(small, scaling, layers)
-    return replace(
-        model,
-        vocab_size=vocab,
+    sizes = SmallSizes(
+        vocab_size=min(model.vocab_size, 128 if model.vocab_size % (64 * run.layout.tp) == 0 else 131),
         hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=own_dim,
-        rope_scaling=with_factors(scaling, (own_dim or head_dim) // 2),
-        **more,
-        **small_window(model, run.train.seq_length, layers),
+        intermediate_size=-(-width * given // model.hidden_size // tp) * tp + (1 if given % run.layout.tp else 0),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        seq_length=seq_length,
+        given_length=run.train.seq_length,
     )
+    return family_of(model).shrink(model, sizes)
 
 
 def small_head_dim(rotated: float) -> int:
@@ -321,72 +291,11 @@ def small_head_dim(rotated: float) -> int:
     return next((dim for dim in (4, 8, 16) if int(dim * rotated) >= 2 and int(dim * rotated) % 2 == 0), 32)
 
 
-def small_latent(model: DeepseekV3Config, scaling: RopeScaling | None, layers: int) -> DeepseekV3Config:
-    """Latents and all three kinds of features of a head stay; layers with a dense MLP and without stay."""
-    dense = (
-        layers
-        if model.first_k_dense_replace >= model.num_hidden_layers
-        else min(model.first_k_dense_replace, layers - 1)
-    )
-    return replace(
-        model,
-        num_hidden_layers=layers,
-        first_k_dense_replace=dense,
-        q_lora_rank=6 if model.q_lora_rank else None,
-        kv_lora_rank=5,
-        qk_nope_head_dim=3,
-        qk_rope_head_dim=4,
-        v_head_dim=5,
-        rope_scaling=with_factors(scaling, 2),
-    )
-
-
-def small_scaling(run: Run, scaling: RopeScaling | None, seq_length: int) -> RopeScaling | None:
-    """Sequences longer than before the scaling stay longer."""
-    if scaling is None or scaling.original_max_position_embeddings is None:
-        return scaling
-    original = scaling.original_max_position_embeddings
-    return replace(
-        scaling, original_max_position_embeddings=seq_length // 2 if run.train.seq_length > original else original
-    )
-
-
-def with_factors(scaling: RopeScaling | None, pairs: int) -> RopeScaling | None:
-    """longrope has a number per pair of features."""
-    if scaling is None or scaling.short_factor is None or scaling.long_factor is None:
-        return scaling
-    return replace(scaling, short_factor=scaling.short_factor[:pairs], long_factor=scaling.long_factor[:pairs])
-
-
-def small_window(model: LlamaConfig, seq_length: int, layers: int) -> dict[str, Any]:
-    """A window that is shorter than the sequence stays so; layers with and without one stay."""
-    changed: dict[str, Any] = {}
-    given, types = getattr(model, "sliding_window", None), getattr(model, "layer_types", None)
-    if given is not None:
-        changed["sliding_window"] = 5 if given < seq_length else given
-    if types:
-        changed["layer_types"] = small_types(types, layers)
-    if isinstance(model, UpperWindowConfig) and given is not None and not types:
-        whole = model.max_window_layers >= model.num_hidden_layers
-        changed["max_window_layers"] = min(model.max_window_layers, layers if whole else layers - 1)
-    return changed
-
-
-def small_types(types: Sequence[str], layers: int) -> tuple[str, ...]:
-    """The kinds of the first layers; the last is of another kind if all would be of one."""
-    kept = list(types[:layers])
-    others = [kind for kind in types if kind not in kept]
-    if others and layers > 1:
-        kept[-1] = others[0]
-    return tuple(kept)
-
-
-def small_heads(model: LlamaConfig | GPT2Config, old: LayoutConfig, layout: LayoutConfig) -> tuple[int, int]:
+def small_heads(model: ModelConfig, old: LayoutConfig, layout: LayoutConfig) -> tuple[int, int]:
     """(kv heads, query heads): as many or fewer kv heads than ranks, as before; grouped if they were; some for each
     that exchanges them."""
     old_tp, tp = old.tp, layout.tp
-    heads = model.num_attention_heads
-    kv_heads = heads if isinstance(model, GPT2Config) else model.num_key_value_heads or heads
+    heads, kv_heads = model.num_attention_heads, model.kv_heads
     if kv_heads < old_tp:
         few = max(n for n in range(1, max(2, tp)) if tp % n == 0 and n <= kv_heads)
         return few, 2 * tp
@@ -424,38 +333,26 @@ def small_expert_view(given: RunOnRanks, layout: LayoutConfig, stage: int) -> La
     return replace(layout, ep=ep, etp=etp, dispatch="allgather", expert_room=math.inf)
 
 
-def small_experts(run: Run, small: ExpertsConfig, layout: LayoutConfig) -> ExpertsConfig:
-    """One or two experts on each rank as before, at least four in all; more than a token chooses, if there were;
-    groups stay groups.
-
-    Dense layers stay dense as long as there is one with experts: given stages may leave too few.
-    """
-    model = run.model
+def small_experts(run: Run, small: ModelConfig, layout: LayoutConfig) -> ModelConfig:
+    """One or two experts on each rank as before, at least four in all; more than a token chooses, if there were."""
+    model, shrink_experts = run.model, family_of(run.model).shrink_experts
+    if shrink_experts is None:
+        raise TypeError(f"the family {model.family} has experts and no shrink_experts: `phalanx verify` needs it")
     each = min(2, model.routed_experts // run.layout.ep)
     count = layout.ep * max(each, -(-min(4, model.routed_experts) // layout.ep))
-    chosen = model.num_experts_per_tok  # type: ignore[union-attr]
+    chosen: int = model.num_experts_per_tok  # type: ignore[attr-defined]
     most = count if chosen == model.routed_experts else count - 1
-    number = next(n for n in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(small, n))
-    own: dict[str, Any] = {number: count}
     scaled = -(-small.hidden_size * model.expert_size // model.hidden_size // layout.etp) * layout.etp
-    width = "moe_intermediate_size" if hasattr(small, "moe_intermediate_size") else "intermediate_size"
-    own[width] = scaled + (1 if model.expert_size % run.layout.etp else 0)
-    if isinstance(small, Qwen3MoEConfig):
-        own["mlp_only_layers"] = tuple(i for i in small.mlp_only_layers if i < small.num_hidden_layers - 1)
-        own["decoder_sparse_step"] = min(small.decoder_sparse_step, small.num_hidden_layers)
-    if isinstance(small, DeepseekV3Config) and small.n_group > 1:
-        groups = 2 if count % 2 == 0 else count
-        own["n_group"], own["topk_group"] = groups, 1 if small.topk_group < small.n_group else groups
-        most = min(most, count // groups * own["topk_group"])
-    return replace(small, num_experts_per_tok=max(1, min(chosen, most, 3)), **own)
+    width = scaled + (1 if model.expert_size % run.layout.etp else 0)
+    return shrink_experts(small, SmallExperts(count, width, max(1, min(chosen, most, 3))))
 
 
-def small_freeze(run: Run, model: LlamaConfig | GPT2Config) -> list[str]:
+def small_freeze(run: Run, model: ModelConfig) -> list[str]:
     """The globs that fit tensors of the small model, or else one that does."""
     names = [name for matrix in stored_together(repr(model), model) for name in matrix] if run.train.freeze else []
     fitting = [glob for glob in run.train.freeze if any(fits(name, [glob]) for name in names)]
     if run.train.freeze and (not fitting or all(fits(name, fitting) for name in names)):
-        return ["transformer.h.0.*" if isinstance(model, GPT2Config) else "model.layers.0.*"]
+        return [f"{family_of(model).tensors.layer.format(0)}.*"]
     return fitting
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Grid
-from phalanx.models.moe_config import ExpertsConfig
+from phalanx.models.experts import ExpertsConfig
 from phalanx.planning.plan import Plan, grid_of
 from phalanx.sequence.shard import SequenceShard
 
@@ -127,14 +127,7 @@ def holds_several(micro_batch: int, seq_length: int, cp: int, tp: int) -> bool:
 
 def windows_of(model: Any) -> list[int | None]:
     """The window of each layer, None where it reads everything before it."""
-    window = getattr(model, "sliding_window", None)
-    layers, types = range(model.num_hidden_layers), getattr(model, "layer_types", None)
-    if types is not None:
-        return [window if types[i] == "sliding_attention" else None for i in layers]
-    if model.family == "gpt_oss":
-        return [model.window(i) for i in layers]
-    first = getattr(model, "max_window_layers", 0)
-    return [window if i >= first else None for i in layers]
+    return [model.window(i) for i in range(model.num_hidden_layers)]
 
 
 @dataclass(frozen=True)

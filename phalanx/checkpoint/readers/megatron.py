@@ -25,14 +25,14 @@ EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 Shape = tuple[int, ...]
 
-# Beside the layers, and in each: Hugging Face name -> Megatron's names (layer norms lie with the matrix after them in
-# fused modules).
-LLAMA = {
+# Of decoders with RMSNorm and with LayerNorm, beside the layers and in each: Hugging Face name -> Megatron's names
+# (layer norms lie with the matrix after them in fused modules).
+RMS_NORM = {
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
-LLAMA_LAYER = {
+RMS_NORM_LAYER = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "self_attn.q_proj.weight": ("self_attention.linear_qkv.weight", "self_attention.linear_q_proj.weight"),
     "self_attn.k_proj.weight": ("self_attention.linear_qkv.weight",),
@@ -66,14 +66,14 @@ LLAMA_LAYER = {
     ),
     "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight",),
 }
-GPT2 = {
+LAYER_NORM = {
     "transformer.wte.weight": EMBEDDING,
     "transformer.wpe.weight": "embedding.position_embeddings.weight",
     "transformer.ln_f.weight": "decoder.final_layernorm.weight",
     "transformer.ln_f.bias": "decoder.final_layernorm.bias",
     "lm_head.weight": "output_layer.weight",
 }
-GPT2_LAYER = {
+LAYER_NORM_LAYER = {
     "ln_1.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "ln_1.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
     "attn.c_attn.weight": ("self_attention.linear_qkv.weight",),
@@ -117,9 +117,10 @@ def with_megatron(index: Index, wanted: Mapping[str, Shape], config: Mapping[str
     in the model."""
     if EMBEDDING not in index:
         return index
-    kind = config.get("model_type", "")
     fixed, layer_names, prefix = (
-        (GPT2, GPT2_LAYER, "transformer.h.") if kind == "gpt2" else (LLAMA, LLAMA_LAYER, "model.layers.")
+        (LAYER_NORM, LAYER_NORM_LAYER, "transformer.h.")
+        if "transformer.wte.weight" in wanted
+        else (RMS_NORM, RMS_NORM_LAYER, "model.layers.")
     )
     found: Index = {}
     used = set[str]()
@@ -194,7 +195,7 @@ def _part(
         and have == rows
         and (own[0] >= rows if padded else own[0] % groups == 0)
     )
-    fused = 2 if key.endswith(".linear_fc1.weight") and config.get("model_type") != "gpt2" else 1
+    fused = 2 if key.endswith(".linear_fc1.weight") and not name.startswith("transformer.") else 1
     if not fits or (not padded and groups == 1 and own[0] != fused * rows):
         raise CheckpointError(
             f"{where}: {key} has the shape {stored}, which does not hold {name} {shape} of the config"

@@ -1,0 +1,120 @@
+"""Reading Hugging Face's config.json: the JSON types that transformers 5 takes for each key, and what it takes where
+one is missing. Which keys a family has is in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.base.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class HfKey:
+    """types: what a value may be. default: what is taken where the key is missing; NEEDED: then the config is
+    refused."""
+
+    types: tuple[type, ...]
+    default: Any
+
+    def takes(self, value: Any) -> bool:
+        """Whether a JSON value is of these types; true and false are no numbers."""
+        return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
+
+    @property
+    def wanted(self) -> str:
+        return " or ".join(dict.fromkeys(NAMES[kind] for kind in self.types))
+
+
+NONE = type(None)
+NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    NONE: "null",
+}
+NEEDED = object()  # transformers would take the sizes of some published model; a folder says its own
+
+
+def integer(default: Any) -> HfKey:
+    return HfKey((int,), default)
+
+
+def integer_or_null(default: Any = None) -> HfKey:
+    return HfKey((int, NONE), default)
+
+
+def number(default: Any) -> HfKey:
+    return HfKey((float, int), default)
+
+
+def number_or_null(default: Any) -> HfKey:
+    return HfKey((float, int, NONE), default)
+
+
+def switch(default: bool) -> HfKey:
+    return HfKey((bool,), default)
+
+
+def text(default: str) -> HfKey:
+    return HfKey((str,), default)
+
+
+LIST_OR_NULL = HfKey((list, NONE), None)
+
+
+@dataclass
+class ConfigJson:
+    """A config.json that a family makes its config of."""
+
+    family: str
+    """What model.family is to be."""
+    config: type[Any]
+    """The class of the family's config."""
+    stated: dict[str, Any]
+    """The file as it stands."""
+    values: dict[str, Any]
+    """Every key that the family reads, with its value or what transformers takes where it is missing."""
+    odd: list[str] = field(default_factory=list)
+    """What it asks for and we cannot compute: it is refused with all of these, so whoever reads adds to them."""
+
+    def pick(self, *names: str) -> dict[str, Any]:
+        return {name: self.values[name] for name in names}
+
+
+def values_of(
+    config: dict[str, Any], keys: Mapping[str, HfKey], other_names: Mapping[str, str], where: str
+) -> dict[str, Any]:
+    """The value of each of these keys, or what transformers takes where it is missing; CheckpointError names all that
+    are wrong.
+
+    other_names   key -> its other name, which has the last word where both are there
+    """
+    found: dict[str, Any] = {}
+    odd = []
+    for name, key in keys.items():
+        said = next((n for n in (other_names.get(name, name), name) if n in config), None)
+        value = key.default if said is None else config[said]
+        if value is NEEDED:
+            odd.append(f"{name} is missing")
+        elif said is not None and not key.takes(value):
+            odd.append(f"{said}={value!r} (it must be {key.wanted})")
+        found[name] = value
+    if odd:
+        raise CheckpointError(f"{where}: {'; '.join(odd)}")
+    return found
+
+
+def other_values(values: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """The keys whose value is none of those that our models compute."""
+    return [
+        f"{k}={values[k]!r} (supported: {shown(ok)})" for k, ok in only.items() if k in values and values[k] not in ok
+    ]
+
+
+def shown(values: tuple[Any, ...]) -> str:
+    return ", ".join(repr(v) for v in values if v is not None) or "unset"

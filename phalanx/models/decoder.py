@@ -1,0 +1,177 @@
+"""Blocks of decoders of Llama's kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. A family
+hands over what its layers have instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from phalanx.layout.param import Replica
+from phalanx.models.decoder_config import DecoderConfig, decoder_tensors
+from phalanx.models.experts import ExpertsConfig
+from phalanx.models.family import BlockMaker
+from phalanx.nn.attention import Attention
+from phalanx.nn.embedding import Embedding
+from phalanx.nn.env import Env
+from phalanx.nn.head import Head
+from phalanx.nn.mlp import SwiGLU
+from phalanx.nn.module import Block, Module
+from phalanx.nn.moe import Balance
+from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.nn.norm import RMSNorm
+from phalanx.nn.parameter import Parameter
+from phalanx.ops.attention.attention import Kind
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.ops.experts.router import Router
+from phalanx.sequence.batch import Batch
+
+MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
+MakeLayer = Callable[[Any, Env, int], Block]
+MakeMtp = Callable[[Any, Env, Mapping[str, Parameter]], MultiTokenPrediction]
+MakeHead = Callable[[Any, Env, Mapping[str, Parameter]], Head]
+
+
+def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
+    """Who else holds the input embedding: a tied head, and what predicts tokens further ahead."""
+    first, last = env.tied_stages
+    return env.shared(first, last if config.tie_word_embeddings else None, env.mtp_stage)
+
+
+def make_head(
+    config: DecoderConfig, env: Env, made: Mapping[str, Parameter], head: type[Head] = Head, **more: Any
+) -> Head:
+    """`made`: parameters of blocks on this rank, by global name; the head's (of a tied model the embedding's) may be
+    among them. `head`, `more`: another class, and what it takes beside Head's arguments."""
+    c, tied = config, config.tie_word_embeddings
+    name = decoder_tensors.embedding if tied else "lm_head.weight"
+    replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.mtp_stage)
+    return head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), **more)
+
+
+class DecoderEmbedding(Block):
+    def __init__(self, config: DecoderConfig, env: Env):
+        super().__init__(env)
+        c, replicas = config, embedding_replicas(config, env)
+        self.embed = Embedding(
+            env, decoder_tensors.embedding, c.vocab_size, c.hidden_size, c.initializer_range, replicas
+        )
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.embed(batch.tokens)
+
+
+class DecoderLayer(Block):
+    """`make_attention`, `make_mlp`: what a family has instead of Llama's."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        env: Env,
+        layer: int,
+        make_attention: MakePart | None = None,
+        make_mlp: MakePart | None = None,
+    ):
+        super().__init__(env)
+        c, at = config, f"model.layers.{layer}"
+        self.norm1 = RMSNorm(env, f"{at}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.attention = (make_attention or attention)(config, env, layer)
+        self.norm2 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = (make_mlp or dense_mlp)(config, env, layer)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x, normed = self.norm1.add(x, reader=self.attention)
+        delta = self.attention(normed, batch)
+        x, normed = self.norm2.add(x, delta, reader=self.mlp)
+        return x + self.mlp(normed, batch)
+
+
+class DecoderHead(Block):
+    """`normed`: the block before has the model's last norm."""
+
+    recomputable = False
+
+    def __init__(self, config: DecoderConfig, env: Env, head: Head, normed: bool = False):
+        super().__init__(env)
+        self.norm = nn.Identity() if normed else RMSNorm(env, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = head
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.head.loss(self.norm(x), batch)
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.head.logits(self.norm(x), rows)
+
+
+def attention(config: DecoderConfig, env: Env, layer: int, **more: Any) -> Attention:
+    """The attention of a layer; `more`: what a family adds to it (norms of heads, biases of its own, sinks)."""
+    c, at = config, f"model.layers.{layer}.self_attn"
+    head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
+    return Attention(
+        env,
+        (f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
+        c.hidden_size,
+        c.num_attention_heads,
+        c.num_key_value_heads or c.num_attention_heads,
+        head_dim,
+        c.initializer_range,
+        c.initializer_range,
+        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
+        layer=layer,
+        kind=Kind(window=c.window(layer)),
+        **{"bias": "all" if c.attention_bias else "none", **more},
+    )
+
+
+def dense_mlp(config: DecoderConfig, env: Env, layer: int) -> SwiGLU:
+    """The dense MLP of a layer."""
+    names = tuple(f"model.layers.{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
+    return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
+
+
+def head_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
+    """Attention with an RMSNorm on every query and key head."""
+    at = f"model.layers.{layer}.self_attn"
+    return attention(config, env, layer, head_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
+
+
+def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["before", "after"] = "before") -> Router:
+    """Softmax over all experts, of which the best are kept; or over the logits of the best (order after)."""
+    forced: Literal["none", "balanced"] = "balanced" if config.router_forced_balance else "none"
+    return Router(
+        config.num_experts_per_tok, config.routed_experts, order=order, renormalize=renormalize, forced=forced
+    )
+
+
+def balance_of(config: ExpertsConfig) -> Balance:
+    return Balance(
+        aux=config.router_aux_loss_coef,
+        scope=config.router_aux_loss_scope,
+        z=config.router_z_loss_coef,
+        capacity=config.expert_capacity_factor,
+        drop=config.expert_capacity_drop,
+    )
+
+
+def decoder_blocks(
+    config: DecoderConfig,
+    env: Env,
+    layer: MakeLayer = DecoderLayer,
+    make_mtp: MakeMtp | None = None,
+    head: MakeHead = make_head,
+) -> list[BlockMaker]:
+    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+
+    def make_layer(number: int, made: Mapping[str, Parameter]) -> Block:
+        return layer(config, env, number)
+
+    def last(made: Mapping[str, Parameter]) -> Block:
+        return DecoderHead(config, env, head(config, env, made), normed=make_mtp is not None)
+
+    makers: list[BlockMaker] = [lambda made: DecoderEmbedding(config, env)]
+    makers += [partial(make_layer, number) for number in range(config.num_hidden_layers)]
+    if make_mtp is not None:
+        makers.append(partial(make_mtp, config, env))
+    return [*makers, last]

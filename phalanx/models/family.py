@@ -1,0 +1,94 @@
+"""Family: everything that Phalanx must be told about a family of models, as plain functions. Each of ours has a file
+here with its FAMILY; models/registry.py finds them, and those of other packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.base.errors import Problem
+from phalanx.models.config_json import ConfigJson, HfKey
+from phalanx.models.decoder_config import (
+    DECODER_ONLY,
+    decoder_rules,
+    decoder_tensors,
+    fields_from_hf,
+    fields_to_hf,
+    fill_heads,
+    keys_of_fields,
+    shrink_decoder,
+)
+from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes, TensorNames
+
+if TYPE_CHECKING:  # families are read with configs, before torch is
+    from phalanx.nn.env import Env
+    from phalanx.nn.module import Block
+    from phalanx.nn.parameter import Parameter
+
+BlockMaker = Callable[["Mapping[str, Parameter]"], "Block"]
+"""Makes a block, from the parameters that blocks made before it on this rank, by global name: blocks that share a
+weight share the parameter."""
+
+
+def _no_problems(config: Any, tp: int) -> list[Problem]:
+    return []
+
+
+def _two_layers(config: Any) -> int:
+    return 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """What has a default fits a config that is a DecoderConfig: its further fields are keys of config.json, under the
+    same names.
+
+    name             `model_type` of its config.json, and model.family of those that Phalanx has
+    config           its `model` section: a frozen dataclass, a ModelConfig
+    blocks           (config, env) -> a maker of each block: embedding, layers, what predicts tokens further ahead (if
+                     anything), head
+    architecture     the class that config.json names
+    tensors          names of tensors in Hugging Face folders
+    rules            (config, sequence length) -> broken ones, beside those of every model (models/check.py)
+    split_rules      (config, tp) -> broken ones of a config that breaks no other
+    keys             of config.json that are read, with their types and defaults; empty: those of the fields
+    other_names      key of config.json -> its other name, which has the last word
+    only             key -> the values that the model computes; a folder with another one is refused
+    from_hf          config.json -> the config, or None if there is something odd about it
+    to_hf            the config -> keys of config.json; those of every family are added
+    also             other names of `model_type` that are read as this family
+    packed           quant_method of config.json that the readers unpack as they read
+    fill             fields as plain values -> the same with those written out that other fields decide
+    may_change       fields that a run may go on with another value of: they are no shapes
+    without_predictors   the config without multi-token prediction, for a folder that lacks the modules
+    shrink           a smaller config of the same structures, for `phalanx verify`
+    shrink_experts   the same of its experts; None: it has none
+    least_layers     so many layers at least show all kinds of them
+    """
+
+    name: str
+    config: type[ModelConfig]
+    blocks: Callable[[Any, Env], Sequence[BlockMaker]]
+    _: KW_ONLY
+    architecture: str
+    tensors: TensorNames = decoder_tensors
+    rules: Callable[[Any, int], list[Problem]] = decoder_rules
+    split_rules: Callable[[Any, int], list[Problem]] = _no_problems
+    keys: Mapping[str, HfKey] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: DECODER_ONLY)
+    from_hf: Callable[[ConfigJson], ModelConfig | None] = fields_from_hf
+    to_hf: Callable[[Any], dict[str, Any]] = fields_to_hf
+    also: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
+    fill: Callable[[dict[str, Any]], dict[str, Any]] = fill_heads
+    may_change: tuple[str, ...] = ("max_position_embeddings",)
+    without_predictors: Callable[[Any], ModelConfig] | None = None
+    shrink: Callable[[Any, SmallSizes], ModelConfig] = shrink_decoder
+    shrink_experts: Callable[[Any, SmallExperts], ModelConfig] | None = None
+    least_layers: Callable[[Any], int] = _two_layers
+
+    @property
+    def json_keys(self) -> Mapping[str, HfKey]:
+        return self.keys or keys_of_fields(self.config)

@@ -1,0 +1,134 @@
+"""ModelConfig: what code outside the families asks the `model` section, whatever the family; and the plain values that
+a family and its readers hand each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import multiples, problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The base of every family's config: a frozen dataclass with the field names of Hugging Face's configs."""
+
+    if TYPE_CHECKING:  # each family declares them itself, with its own meanings, defaults and order
+        family: str
+        vocab_size: int
+        hidden_size: int
+        intermediate_size: int | None
+        num_hidden_layers: int
+        num_attention_heads: int
+        max_position_embeddings: int
+        tie_word_embeddings: bool
+        initializer_range: float
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values that attention computes with."""
+        return self.num_attention_heads
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """Features of a query (and a key) and of a value of one head."""
+        width = self.hidden_size // max(1, self.num_attention_heads)
+        return width, width
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions are rotary embeddings."""
+        return True
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether the dense MLP has a gate beside its input projection, of one matrix with it (SwiGLU)."""
+        return True
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts of a layer that tokens are routed to; 0 for a dense model."""
+        return 0
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert; 0 for a dense model."""
+        return 0
+
+    @property
+    def predict_layers(self) -> int:
+        """Layers after the last one that predict tokens further ahead, all in one block; 0 where there is none."""
+        return 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts or a dense MLP."""
+        return False
+
+    def window(self, layer: int) -> int | None:
+        """The tokens that attention of a layer reads, itself included; None: all before it."""
+        return None
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What readers of Hugging Face folders need to know of the names beyond those that the modules give.
+
+    prefix      of all but the head: a base model that is saved without its head leaves it out
+    embedding   the input embedding; the head of an untied model is always lm_head.weight
+    layer       of the tensors of layer {}
+    copies      a regular expression: further copies of the embedding and the head that published folders carry along
+    predictors  a regular expression with a group for the number: tensors that each module of multi-token prediction has
+    constants   ends of names of tensors that are no weights
+    """
+
+    prefix: str
+    embedding: str
+    layer: str
+    copies: str | None = None
+    predictors: str | None = None
+    constants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SmallSizes:
+    """The sizes that a small copy for `phalanx verify` is to have. `head_dim` is even; `given_length` the sequence
+    length of the run that is copied."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq_length: int
+    given_length: int
+
+
+@dataclass(frozen=True)
+class SmallExperts:
+    """The same of experts: how many, how wide, and how many of them a token is to choose."""
+
+    count: int
+    width: int
+    chosen: int
+
+
+def check_head_dim(config: ModelConfig) -> list[Problem]:
+    """Rotary embeddings turn pairs of features, so a head has an even number of them."""
+    heads, given, rotary = config.num_attention_heads, getattr(config, "head_dim", None), config.rotary
+    because = {"model.num_attention_heads": heads}
+    valid = multiples(config.hidden_size, 2 * heads if rotary else heads)
+    if given is not None:
+        rule = "must be even (rotary embedding turns pairs)"
+        return [problem("model", config, "head_dim", rule, {}, multiples(given, 2))] if given % 2 else []
+    if config.hidden_size % heads:
+        unless = " unless head_dim is set" if rotary else ""
+        rule = f"must be a multiple of num_attention_heads{unless}"
+        return [problem("model", config, "hidden_size", rule, because, valid)]
+    if rotary and config.hidden_size // heads % 2:
+        because["head_dim"] = config.hidden_size // heads
+        rule = "must give an even head_dim (rotary embedding turns pairs)"
+        return [problem("model", config, "hidden_size", rule, because, valid)]
+    return []
