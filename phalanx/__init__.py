@@ -1,3 +1,70 @@
-"""Phalanx trains transformer language models of any size on any number of devices."""
+"""Phalanx trains transformer language models of any size on any number of devices.
 
-__version__ = "0.1.0"
+    import phalanx as px
+
+    run = px.load("run.yaml", "train.steps=5")
+    px.check(run)                  # every problem at once, as exceptions
+    print(px.plan(run, ranks=8))   # stages, memory, messages, FLOPs; needs no GPU
+    px.train(run)
+
+and `with px.session(run) as s:` for a loop of your own. `px.Optimizer` and `@px.optimizer` are for optimizers of your
+own, `px.Callback` for programs that listen.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from phalanx.base.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from phalanx.api import check, load, plan, session, train
+    from phalanx.config.run import Run
+    from phalanx.ops.optimizer.state import Moment
+    from phalanx.optim.config import OptimConfig
+    from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
+    from phalanx.training.callbacks import Callback
+
+PUBLIC = {
+    "Callback": "phalanx.training.callbacks",
+    "Moment": "phalanx.ops.optimizer.state",
+    "OptimConfig": "phalanx.optim.config",
+    "Optimizer": "phalanx.optim.optimizer",
+    "ParamRange": "phalanx.optim.optimizer",
+    "Run": "phalanx.config.run",
+    "check": "phalanx.api",
+    "load": "phalanx.api",
+    "optimizer": "phalanx.optim.optimizer",
+    "plan": "phalanx.api",
+    "session": "phalanx.api",
+    "train": "phalanx.api",
+}
+__all__ = [
+    "Callback",
+    "Moment",
+    "OptimConfig",
+    "Optimizer",
+    "ParamRange",
+    "Run",
+    "__version__",
+    "check",
+    "load",
+    "optimizer",
+    "plan",
+    "session",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: `import phalanx` alone loads nothing."""
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    value = getattr(import_module(PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,7 +8,7 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config
-from phalanx.optim.config import OptimConfig
+from phalanx.optim.adamw import AdamWConfig
 
 
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 95_368) -> Run:
@@ -23,7 +23,7 @@ def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 9
         ),
         layout=LayoutConfig(tp=4, pp=8),
         train=TrainConfig(steps=steps, global_batch=1536, micro_batch=1, seq_length=2048, precision="bf16"),
-        optim=OptimConfig(
+        optim=AdamWConfig(
             lr=6e-5,
             min_lr=6e-6,
             beta2=0.95,

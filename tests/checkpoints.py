@@ -49,7 +49,7 @@ def values(bucket: Bucket, kind: str, dtype: torch.dtype) -> torch.Tensor:
     for slot in bucket.slots:
         storage = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
         for piece in slot.spec.pieces:
-            fill_normal_(piece.of(storage), 0.3, piece.shape, piece.box.start, KINDS.index(kind), piece.name)
+            fill_normal_(piece.of(storage), 0.3, piece.shape, piece.box.start, sum(kind.encode()), piece.name)
     return flat
 
 
@@ -59,8 +59,8 @@ def expected(shard: Shard, kind: str) -> torch.Tensor:
 
 def set_state(state: State) -> None:
     for shard in state.optimizer.shards:
-        for kind in KINDS:
-            getattr(shard, kind).copy_(expected(shard, kind))
+        for kind in state.optimizer.kinds:
+            shard.values(kind).copy_(expected(shard, kind))
     for flat in (f for f in state.buffers.flat if not f.bucket.trained):
         flat.master.copy_(values(flat.bucket, "master", flat.master.dtype))
     state.optimizer.step.fill_(7)
@@ -99,8 +99,8 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
     for shard in state.optimizer.shards:
         wrong += [
             f"{kind} of {shard.bucket}"
-            for kind in KINDS
-            if not torch.equal(getattr(shard, kind), expected(shard, kind))
+            for kind in state.optimizer.kinds
+            if not torch.equal(shard.values(kind), expected(shard, kind))
         ]
     for flat in state.buffers.flat:
         whole = values(flat.bucket, "master", flat.master.dtype).to(flat.weight.dtype)

@@ -71,6 +71,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 ALLOWED = (
     ("layout.cp_attention", "attention to one part of the keys at a time is fused and has no dropout of probabilities"),
     ("layout.cp_ulysses", "must divide the number of key-value heads of a tensor-parallel rank"),
+    ("train.cuda_graphs", "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"),
 )
 """The refusals that there are; another one fails a test."""
 

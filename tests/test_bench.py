@@ -582,7 +582,7 @@ def test_the_report_says_where_it_was_in_backward_and_in_the_update(config, tmp_
 def test_the_report_before_anything_is_built(config, tmp_path, monkeypatch):
     import phalanx.engine.build as builder
 
-    monkeypatch.setattr(builder, "AdamW", exhausted)
+    monkeypatch.setattr(builder, "ShardedOptimizer", exhausted)
     text = run_out(config, tmp_path)
     assert "phase     allocating weights, gradients and optimizer state" in text and "unknown" in text
 

@@ -51,8 +51,8 @@ def scramble(state) -> None:
         flat.weight.fill_(9.0)
         flat.master.fill_(9.0)
     for shard in state.optimizer.shards:
-        shard.m.fill_(9.0)
-        shard.v.fill_(9.0)
+        for kept in shard.state.values():
+            kept.fill_(9.0)
     state.optimizer.step.fill_(9)
     state.scaler.scale.fill_(9)
 
@@ -196,7 +196,7 @@ def test_the_copy_is_waited_for_before_anything_of_it_changes():
     tiny = make_state(replace(run, train=replace(run.train, guard=GuardConfig(sigmas=6.0))))
     set_state(tiny)
     saved = {**numbers_of(tiny), "step": tiny.optimizer.step, "scale": tiny.scaler.scale}
-    saved |= {f"{i} {k}": getattr(s, k) for i, s in enumerate(tiny.optimizer.shards) for k in ("master", "m", "v")}
+    saved |= {f"{i} {k}": s.values(k) for i, s in enumerate(tiny.optimizer.shards) for k in ("master", "m", "v")}
     saved |= {f"{i} weight": f.weight for i, f in enumerate(tiny.buffers.flat)}
     before, same = {name: value.clone() for name, value in saved.items()}, []
     tiny.before_update = lambda: same.append(all(torch.equal(saved[name], before[name]) for name in saved))

@@ -554,6 +554,15 @@ RULES = [
         {"model.num_hidden_layers"},
         (4,),
     ),
+    (
+        "train.offload_layers=1 train.cuda_graphs=on",
+        1,
+        "train.cuda_graphs",
+        "on",
+        "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0",
+        {"train.offload_layers"},
+        ("off",),
+    ),
     # windows
     ("model.family=mistral model.sliding_window=0", 1, "model.sliding_window", 0, ">= 1", set(), (1, 2)),
     (
@@ -1368,7 +1377,7 @@ ACCEPTED = [
     (BASE, "data.packing=online layout.cp=2 layout.cp_degree=dynamic train.cuda_graphs=on", 2),
     (BASE, f"{MIXTRAL} layout.ep=2 layout.dispatch=alltoall train.cuda_graphs=on", 2),
     (BASE, f"{MIXTRAL} train.plain_ops=[grouped] train.cuda_graphs=on", 1),
-    (BASE, "train.offload_layers=1 train.cuda_graphs=on", 1),
+    (BASE, "train.offload_layers=1", 1),
     (BASE, "train.eval_interval=5 train.eval_samples=8 data.valid.web=[x]", 1),
     (BASE, f"{MIXTRAL} layout.tp=2 layout.ep=4 layout.etp=2", 8),  # the expert view is cut on its own: over tp and dp
     (BASE, f"{MIXTRAL} model.intermediate_size=3 layout.tp=4", 4),  # experts are not cut over tp

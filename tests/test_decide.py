@@ -23,6 +23,7 @@ from phalanx.config.run import Fp8Config
 from phalanx.engine.agree import (
     EXPERTS,
     NO_GRAPHS_GPU,
+    NO_GRAPHS_OFFLOAD,
     NO_GRAPHS_ROOM,
     NO_GRAPHS_ROWS,
     NO_GRAPHS_SIZES,
@@ -107,6 +108,15 @@ def test_graphs_by_the_smallest_gpu():
     assert decide(plan, [opened(large)] * 4).graphs == "on"
     assert decide(plan, [opened(large)] * 3 + [opened(small)]).graphs == NO_GRAPHS_ROOM
     assert decide(plan, [opened(large)] * 3 + [opened(LocalFacts())]).graphs == NO_GRAPHS_GPU
+
+
+def test_activations_on_the_host_end_graphs():
+    """Whatever else ends them, it is named: `on` is refused with it. The forecast has no pools for graphs then."""
+    run = base_run("mixtral", offload_layers=1)
+    plan = make_plan(replace(run, layout=LayoutConfig(pp=2, ep=2, dispatch="alltoall")), 4)
+    assert decide(plan, [opened(GPU)] * 4).graphs == NO_GRAPHS_OFFLOAD
+    uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
+    assert not any(use.pools for use in uses) and any(use.host for use in uses)
 
 
 def test_kernels_are_those_that_run_everywhere():

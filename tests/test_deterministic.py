@@ -125,7 +125,7 @@ def parts_of(state, what: str) -> list:
         if what == "weight":
             whole[flat.weight_at : flat.weight_at + len(flat.weight_kept)] = flat.weight_kept.double()
         else:
-            whole[shard.lo : shard.hi] = getattr(shard, what).double()
+            whole[shard.lo : shard.hi] = shard.values(what).double()
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             found += [(p.name, p.shape, p.box, p.of(storage).numpy().copy()) for p in slot.spec.pieces]

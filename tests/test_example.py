@@ -1,16 +1,12 @@
-"""The library example, as a user starts it: losses fall, and are the same for tp=2 and dp=2."""
+"""The library example, as a user starts it: alone, on two ranks that torchrun would start, and again."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import json
 import os
-import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -31,51 +27,47 @@ def rank_environment(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def rank_script(rank: int, world: int, *options: str) -> str:
-    """What the script prints, run inside a rank of the pool (whose world it joins)."""
-    printed = io.StringIO()
-    with mock.patch.dict(os.environ, rank_environment(rank, 0)), mock.patch.object(sys, "argv", [SCRIPT, *options]):
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(SCRIPT, run_name="__main__")
-    return printed.getvalue()
-
-
-def losses(text: str) -> list[float]:
-    return [float(x) for x in re.findall(r"^step=\d+ loss=([\d.]+)$", text, re.MULTILINE)]
-
-
-@pytest.mark.parametrize("optimizer", ["ours", "torch"])
-def test_own_loop(ranks, optimizer):
-    tensor, data = (
-        losses(ranks.run("tests.test_example:rank_script", 2, "--tp", tp, "--optimizer", optimizer)[0])
-        for tp in ("2", "1")
-    )
-    assert len(tensor) == 20
-    assert tensor[-1] < tensor[0] - 0.2 and 5.4 < tensor[0] < 5.7  # ln 256 = 5.545
-    assert tensor == pytest.approx(data, abs=5e-5)
-
-
-def test_started_by_the_environment_alone():
-    port = free_port()
+def own_loop(*words: str, ranks: int = 1) -> list[str]:
+    """What each rank's process printed."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    port = free_port()
     started = [
         subprocess.Popen(
-            [sys.executable, SCRIPT],
+            [sys.executable, SCRIPT, *words],
             cwd="/",
-            env={**base, **rank_environment(rank, port)},
+            env={**base, **(rank_environment(rank, port) if ranks > 1 else {})},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
         outputs = [process.communicate(timeout=200)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0] and len(losses(outputs[0])) == 20 and not outputs[1]
+    assert [process.returncode for process in started] == [0] * ranks, outputs
+    return outputs
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_own_loop(tmp_path, layout):
+    """Losses fall, and are those of one process; another layout continues what one process began."""
+    [said] = own_loop(f"dir={tmp_path}/alone")
+    alone = losses(tmp_path / "alone")
+    assert len(alone) == 20 and alone[-1] < alone[0] - 0.2 and 5.4 < alone[0] < 5.7  # ln 256 = 5.545
+    assert "step=15" in said and "note=mine" in said and "done step=20" in said
+    first, other = own_loop(f"dir={tmp_path}/two", f"layout.{layout}=2", ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(alone, abs=5e-5) and "done step=20" in first and not other
+    own_loop(f"dir={tmp_path}/alone", f"layout.{layout}=2", "train.steps=22", ranks=2)
+    assert len(losses(tmp_path / "alone")) == 22
 
 
 def test_example_is_short():
     lines = Path(SCRIPT).read_text(encoding="utf-8").splitlines()
-    assert len([line for line in lines if line.strip()]) < 60
+    assert len([line for line in lines if line.strip()]) < 40

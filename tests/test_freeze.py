@@ -62,7 +62,7 @@ def save_on_rank(rank: int, world: int, run: Run, root: Path) -> list:
     state = build(plan, Mesh(plan.grid, rank))
     random_weights(state)
     for shard in state.optimizer.shards:
-        shard.m.fill_(3.0)
+        shard.state["m"].fill_(3.0)
     state.buffers.publish()
     save_here(state, root)
     return parts_of(state, "master")
@@ -77,7 +77,7 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> tuple[list, lis
     moments = []
     for shard in state.optimizer.shards:
         whole = torch.full((shard.bucket.numel,), torch.nan)
-        whole[shard.lo : shard.hi] = shard.m
+        whole[shard.lo : shard.hi] = shard.state["m"]
         for slot in shard.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             moments += [

@@ -24,7 +24,7 @@ from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import inverse_frequencies
 from phalanx.ops.op import use_triton
-from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import IGNORE
 from tests.test_ops import normal, normed_rotated, rotated
 
@@ -172,7 +172,7 @@ def test_adamw_equals_its_slow_twin(dtype, out, rtol, step):
         parts = []
         for n in (1, 7, 2050):
             p, g, m, v = (normal(n, seed=i + n, dtype=dtype) for i in range(4))
-            parts.append(ParamRange(p, g, m, v.abs(), None if out is None else torch.zeros(n, dtype=out)))
+            parts.append(AdamRange(p, g, m, v.abs(), None if out is None else torch.zeros(n, dtype=out)))
         options = (
             torch.tensor(float(step)),
             AdamOptions(0.01, 0.9, 0.999, 1e-8, 0.1),

@@ -24,6 +24,7 @@ from phalanx.ops.experts.exchange import EXCHANGES
 from phalanx.ops.experts.grouped import Later, grouped_matmul
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
+from phalanx.ops.lazy_tensor import LazyTensor
 from phalanx.ops.quantized.experts import (
     PLACE,
     ExpertQuantizer,
@@ -51,6 +52,7 @@ from tests.pool import RanksFailed
 from tests.sample import covering, features, rest_in_soak
 from tests.test_low import low_run
 from tests.test_low_kernels import same, some
+from tests.weights import make_weight
 
 GPU_RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 ENDS = torch.tensor([37, 37, 165, 200], dtype=torch.int32)  # one has none, one more than a tile; 12 rows are nobody's
@@ -313,14 +315,9 @@ def test_experts_as_one_op_are_their_parts():
         )
         x, weights, stacks = x.requires_grad_(), weights.requires_grad_(), []
         for rows, columns in ((64, 64), (64, 32)):
-            w = (
-                (some(3 * rows, columns, torch.float32, seed=3) / 64)
-                .clamp(-1, 1)
-                .view(3, rows, columns)
-                .requires_grad_()
-            )
-            w.grad, w.quantizer = torch.ones(3, rows, columns), experts_of("delayed", "triton", True)
-            stacks.append(w)
+            values = (some(3 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(3, rows, columns)
+            quantizer, grad = experts_of("delayed", "triton", True), torch.ones(3, rows, columns)
+            stacks.append(make_weight(values, quantizer, grad))
         assert use_quantized_grouped_mlp(*stacks, "triton", x)
         if whole:
             y = quantized_grouped_mlp(x, *stacks, FEW, weights, SWIGLU, "triton", later)
@@ -350,11 +347,10 @@ def test_experts_as_one_op_are_their_parts():
     "dispatch", rest_in_soak(["allgather", "alltoall"], ["allgather"])
 )  # push is as all-gather after the exchange
 def test_rows_that_are_never_in_memory(dispatch):
-    """Truth: the same exchange of rows that are made. Rows and the gradient of rows reach the experts as sources,
-    others read NaN."""
+    """Truth: the same exchange of rows that are made. Rows and the gradient of rows reach the experts as sources."""
     found, seen = [], []
     choice = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2]
-    for nan in (torch.full((), torch.nan), None):
+    for lazy in (True, False):
         x, weights, stacks = (
             some(20, 64, torch.float32).clamp(-4, 4),
             torch.rand(20, 2, generator=torch.Generator().manual_seed(1)),
@@ -362,24 +358,19 @@ def test_rows_that_are_never_in_memory(dispatch):
         )
         x, weights = x.requires_grad_(), weights.requires_grad_()
         for rows, columns in ((64, 64), (64, 32)):
-            w = (
-                (some(4 * rows, columns, torch.float32, seed=3) / 64)
-                .clamp(-1, 1)
-                .view(4, rows, columns)
-                .requires_grad_()
-            )
-            w.grad, w.quantizer = torch.zeros(4, rows, columns), experts_of("delayed", "triton", True)
-            stacks.append(w)
+            values = (some(4 * rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).view(4, rows, columns)
+            quantizer, grad = experts_of("delayed", "triton", True), torch.zeros(4, rows, columns)
+            stacks.append(make_weight(values, quantizer, grad))
 
         def compute(
             rows: Tensor, ends: Tensor, of_rows: Tensor | None, later: Later | None, source: int, stacks=stacks
         ) -> Tensor:
-            seen.append(rows.isnan().all())
+            seen.append(isinstance(rows, LazyTensor))
             return quantized_grouped_mlp(rows, *stacks, ends, of_rows, SWIGLU, "triton", later)
 
         exchange = EXCHANGES[dispatch](x, ModelAxes())
         exchange.send(choice, 4, "triton")
-        y, _ = exchange(weights, compute, "triton", nan)
+        y, _ = exchange(weights, compute, "triton", lazy)
         y.backward(some(20, 64, torch.float32, seed=7).clamp(-10, 10))
         found.append(
             (y.detach(), x.grad, weights.grad, *(w.grad for w in stacks), *(w.quantizer.counts.sum(1) for w in stacks))

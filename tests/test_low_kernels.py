@@ -19,16 +19,16 @@ from phalanx.ops.dense.activation import Gated, GatedGrad, swiglu
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.dense.norm import Normed, add_rms_norm
 from phalanx.ops.dense.rope import RopeGrad, rope, rotary_table
+from phalanx.ops.lazy_tensor import LazyTensor
 from phalanx.ops.quantized import cublaslt, gemm_kernel, quantize_tile
 from phalanx.ops.quantized import quantize_kernel as kernels
-from phalanx.ops.quantized.lazy_tensor import lazy_tensor, source_of
 from phalanx.ops.quantized.linear import (
     DY,
     W,
     WeightQuantizer,
     X,
-    nan_for,
     quantized_gated_mlp,
+    takes_lazy,
     use_quantized_gated_mlp,
 )
 from phalanx.ops.quantized.recipes import (
@@ -45,6 +45,7 @@ from phalanx.ops.quantized.recipes import (
     scaled_product,
 )
 from tests.sample import pairs_in_test, rest_in_soak
+from tests.weights import make_weight
 
 CAST = ["tensorwise", "delayed", "rowwise", "blockwise"]
 SHAPES = [(16, 16), (48, 272), (272, 144)]
@@ -237,20 +238,16 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
     """Truth: the same with the norm and the gradient of rope written. A norm, a linear to 2 + 2 heads of 32, rope:
     all to the bit, in fp32."""
     found = []
-    for unmade in (True, False):
+    for lazy in (True, False):
         x, delta = (some(32, 64, torch.float32, seed=n).clamp(-8, 8).requires_grad_() for n in (1, 2))
         norm = some(1, 64, torch.float32, seed=3)[0].clamp(-2, 2).requires_grad_()
-        w = (some(128, 64, torch.float32, seed=4) / 16).clamp(-1, 1).requires_grad_()
-        w.grad_dtype, w.grad, w.quantizer = (
-            torch.float32,
-            torch.ones(128, 64),
-            weight_of(recipe, "triton", recipe == "delayed"),
-        )
-        nan = nan_for(w, x) if unmade else None
-        total, normed = add_rms_norm(x, delta, norm, 1e-5, "triton", nan)
-        assert normed.isnan().all() == unmade and (source_of(normed) is not normed) == unmade
+        quantizer = weight_of(recipe, "triton", recipe == "delayed")
+        w = make_weight((some(128, 64, torch.float32, seed=4) / 16).clamp(-1, 1), quantizer, torch.ones(128, 64))
+        assert takes_lazy(w, x)
+        total, normed = add_rms_norm(x, delta, norm, 1e-5, "triton", lazy)
+        assert isinstance(normed, LazyTensor) == lazy
         table = rotary_table(torch.arange(32), 1e4 ** (-torch.arange(16) / 16), torch.float32)
-        q, k, v = rope(gather_matmul(normed, w, Axis("tp")), 2, 1, 1, table, "triton", nan)
+        q, k, v = rope(gather_matmul(normed, w, Axis("tp")), 2, 1, 1, table, "triton", lazy)
         (q * 0.5 + k * v).float().square().sum().add(total.sum()).backward()
         found.append(
             [
@@ -260,25 +257,23 @@ def test_what_linears_cast_need_not_be_in_memory(recipe):
                 delta.grad,
                 norm.grad,
                 w.grad,
-                w.quantizer.counts.sum(1)[:, :-1],
-                w.quantizer.counts[..., -1].amax(1),
+                quantizer.counts.sum(1)[:, :-1],
+                quantizer.counts[..., -1].amax(1),
             ]
         )
     assert all(torch.equal(a, b) for a, b in zip(*found)) and all(t.abs().sum() > 0 for t in found[0])
 
 
-def test_a_stand_in_read_by_anybody_else_is_nan():
-    made = lazy_tensor(Normed(some(16, 32), torch.ones(16), torch.ones(32)), torch.tensor(math.nan))
-    assert made.shape == (16, 32) and (made + 1).isnan().all() and source_of(made + 1).isnan().all()
-    w = some(16, 32)
-    assert nan_for(w, w) is None
+def test_who_takes_a_lazy_tensor():
+    w = make_weight(some(16, 32))
+    assert not takes_lazy(w, w)
     for twin, dtype, expected in (
         ("plain", torch.bfloat16, False),
         ("triton", torch.float64, False),
         ("triton", torch.bfloat16, True),
     ):
         w.quantizer = weight_of("delayed", twin, True)
-        assert (nan_for(w, w.to(dtype)) is not None) == expected
+        assert takes_lazy(w, w.to(dtype)) == expected
 
 
 @pytest.mark.parametrize("recipe", rest_in_soak(CAST, ["tensorwise", "blockwise"]))
@@ -290,13 +285,9 @@ def test_a_gated_mlp_as_one_op_is_its_parts(recipe):
         x = some(80, 48, torch.float32).div(8).clamp(-4, 4).requires_grad_()
         weights = []
         for rows, columns in ((256, 48), (48, 128)):
-            w = (some(rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1).requires_grad_()
-            w.grad_dtype, w.grad, w.quantizer = (
-                torch.float32,
-                torch.ones(rows, columns),
-                weight_of(recipe, "triton", recipe == "delayed"),
-            )
-            weights.append(w)
+            values = (some(rows, columns, torch.float32, seed=3) / 64).clamp(-1, 1)
+            quantizer = weight_of(recipe, "triton", recipe == "delayed")
+            weights.append(make_weight(values, quantizer, torch.ones(rows, columns)))
         tp = Axis("tp")
         assert use_quantized_gated_mlp(*weights, "triton", x)
         if whole:

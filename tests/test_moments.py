@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.ops.optimizer.moments import BLOCK, MAX, Narrow, rounded
 
 CPU = torch.device("cpu")
@@ -71,11 +71,11 @@ def test_right_on_average(root):
     )  # codes 0.125 apart, 1000 of them: 5 deviations
 
 
-def parts(seed: int) -> list[ParamRange]:
+def parts(seed: int) -> list[AdamRange]:
     """Of gradients with which all sums and products of the step are exact."""
     g = torch.Generator().manual_seed(seed)
     master, grad = torch.randn(1120, generator=g), torch.randint(-8, 9, (1120,), generator=g).float()
-    return [ParamRange(master, grad, Narrow.zeros(1120, CPU, False), Narrow.zeros(1120, CPU, True), torch.zeros(1120))]
+    return [AdamRange(master, grad, Narrow.zeros(1120, CPU, False), Narrow.zeros(1120, CPU, True), torch.zeros(1120))]
 
 
 @pytest.mark.parametrize("twin", ["triton", "plain"])

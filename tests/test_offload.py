@@ -16,11 +16,11 @@ from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import accumulate
 from phalanx.forecast.capacity import DoesNotFit, MachineMemory, check_capacity
 from phalanx.forecast.decide import make_plan
-from phalanx.forecast.memory import block_uses, fixed_bytes, rank_uses
+from phalanx.forecast.memory import rank_uses
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.dry_run import Allocations
-from phalanx.nn.offload import Held, Mover
+from phalanx.nn.offload import Mover, OffloadedActivations
 from phalanx.schedule.actions import Backward, Fetch, Forward, Offload, Program, ScheduleError
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
@@ -30,19 +30,20 @@ from tests.parity import MODELS, base_run, step_batches
 CPU = torch.device("cpu")
 
 
-def test_what_is_held_comes_back_to_the_bit():
-    """Views of one storage are held once; what others hold anyway stays."""
+def test_what_is_offloaded_comes_back_to_the_bit():
+    """Views of one storage are copied once; what others keep alive anyway stays."""
     x, other = torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(5)
     views = [x[1:], x.t(), x.as_strided((3, 2), (8, 1), 2)]
     truth = [v.clone() for v in views]
-    held = Held(Mover(CPU))
-    parts, beside = [held.put(v) for v in views], held.put(other)
-    assert len(held.memories) == 2 and held.leave([other]) == x.nbytes
+    offloaded = OffloadedActivations(Mover(CPU))
+    saved, beside = [offloaded.put(v) for v in views], offloaded.put(other)
+    assert len(offloaded.storages) == 2 and offloaded.to_host([other]) == x.nbytes
+    assert offloaded.holds(x) and not offloaded.holds(other)
     x.zero_()
     with pytest.raises(RuntimeError, match="before it was fetched"):
-        parts[0].tensor()
-    held.come_back()
-    assert all(torch.equal(p.tensor(), t) and p.tensor().stride() == v.stride() for p, t, v in zip(parts, truth, views))
+        saved[0].tensor()
+    offloaded.to_device()
+    assert all(torch.equal(p.tensor(), t) and p.tensor().stride() == v.stride() for p, t, v in zip(saved, truth, views))
     assert beside.tensor().data_ptr() == other.data_ptr()
 
 
@@ -221,27 +222,6 @@ def test_a_host_with_too_little_memory_is_told():
     assert check_capacity(twice, 2, machine(4 * use.host, 2)) is None
     with pytest.raises(DoesNotFit, match="its 2 ranks need"):
         check_capacity(twice, 2, machine(use.host, 2))
-
-
-def test_graphs_keep_a_place_for_each_micro_batch_in_flight():
-    """Of each, two layers at most are here at once: one that is computed, and one on its way. Without graphs
-    micro-batches share that room."""
-    run = load_run(
-        "recipes/tiny_llama.yaml",
-        ["model.num_hidden_layers=8", "train.offload_layers=8", "train.global_batch=4", "train.micro_batch=1"],
-    )
-    run = replace(run, layout=LayoutConfig(schedule="gpipe", bucket_mb=0), train=replace(run.train, cuda_graphs="on"))
-    plan = make_plan(run, 1)
-    (use,), _ = rank_uses(plan, 4)
-    blocks = block_uses(plan)
-    layer = blocks[1].bytes
-    stays = sum(blocks[b].bytes.kept for b in (0, 9)) + 8 * layer.output + fixed_bytes(plan, 0, blocks)
-    leaves = layer.kept - layer.output
-    head = (
-        blocks[9].bytes.kept + blocks[9].bytes.output
-    )  # of the last micro-batch it is not there yet while two layers are
-    assert use.memory["activations"] == 4 * stays + 2 * leaves - head
-    assert use.memory["activations"] + use.pools == 4 * (stays + 2 * leaves) + 3 * max(b.bytes.working for b in blocks)
 
 
 @pytest.mark.parametrize("recompute", ["none", "long", "full"])

@@ -18,16 +18,19 @@ from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import Init, ParamSpec, Piece
-from phalanx.ops.optimizer.adamw import AdamOptions, ParamRange, adamw_, adamw_reference_
-from phalanx.ops.optimizer.shard import Shard
-from phalanx.optim.adamw import AdamW, group_ranges
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
+from phalanx.ops.optimizer.shard import Shard, zero_state
+from phalanx.optim import sharded
+from phalanx.optim.adamw import AdamW, AdamWConfig
 from phalanx.optim.config import OptimConfig
+from phalanx.optim.optimizer import StepScalars
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.schedules import learning_rate
+from phalanx.optim.sharded import ShardedOptimizer, group_ranges, moment_dtype, update_in_chunks
 from tests.parity import base_run, random_weights, sample_batch
 
 SHAPES = {"embed.weight": (13, 5), "norm.weight": (5,), "up.weight": (7, 5), "up.bias": (7,), "down.weight": (5, 7)}
-CONFIG = OptimConfig(
+CONFIG = AdamWConfig(
     lr=1.0, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.3, lr_scale={"embed*": 0.1, "*.bias": 2.0, "*": 1.0}
 )
 CPU = torch.device("cpu")
@@ -58,7 +61,8 @@ def make_shards(bucket: Bucket, count: int, values: torch.Tensor) -> list[Shard]
                 hi,
                 (lo, hi),
                 values[lo:hi].clone(),
-                *(torch.zeros(hi - lo, dtype=values.dtype) for _ in range(3)),
+                torch.zeros(hi - lo, dtype=values.dtype),
+                {name: torch.zeros(hi - lo, dtype=values.dtype) for name in AdamW.state},
             )
         )
     return made
@@ -71,7 +75,7 @@ def test_adamw_equals_torch(count):
     bucket, generator = one_bucket(count), torch.Generator().manual_seed(0)
     values = torch.randn(bucket.numel, dtype=torch.float64, generator=generator)
     shards = make_shards(bucket, count, values)
-    ours = AdamW(shards, CONFIG, CPU)
+    ours = ShardedOptimizer(AdamW(CONFIG), shards, CPU)
     theirs = {s.spec.name: values[s.offset : s.offset + s.numel].clone().requires_grad_() for s in bucket.slots}
     scales = {name: 0.1 if "embed" in name else 2.0 if "bias" in name else 1.0 for name in SHAPES}
     groups = [
@@ -126,7 +130,7 @@ def test_adamw_equals_its_slow_twin(dtype, rtol, step):
     options = (torch.tensor(float(step)), AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1), torch.tensor(0.3), torch.tensor(0.0))
     found = []
     for update in (adamw_, adamw_reference_):
-        parts = [ParamRange(*ts, torch.zeros(len(ts[0]), dtype=torch.bfloat16)) for ts in zip(*tensors(dtype, step))]
+        parts = [AdamRange(*ts, torch.zeros(len(ts[0]), dtype=torch.bfloat16)) for ts in zip(*tensors(dtype, step))]
         update(parts, *options)
         assert all(torch.equal(p.out, p.master.bfloat16()) and (p.grad == 0).all() for p in parts)
         found.append([(p.master, p.m, p.v) for p in parts])
@@ -143,17 +147,17 @@ def test_a_skipped_update_changes_no_bit(bad):
     found = []
     for skipping in (False, True):
         (shard,) = make_shards(bucket, 1, values)
-        optimizer = AdamW([shard], CONFIG, CPU)
+        optimizer = ShardedOptimizer(AdamW(CONFIG), [shard], CPU)
         shard.grad.copy_(grads[0])
         optimizer.update(0.1, torch.tensor(0.0))
         if skipping:
-            before = [t.clone() for t in (shard.master, shard.m, shard.v, optimizer.step)]
+            before = [t.clone() for t in (shard.master, *shard.state.values(), optimizer.step)]
             shard.grad.fill_(bad)
             optimizer.update(0.1, torch.tensor(1.0))
-            assert all(torch.equal(a, b) for a, b in zip(before, (shard.master, shard.m, shard.v, optimizer.step)))
+            assert all(torch.equal(a, b) for a, b in zip(before, (shard.master, *shard.state.values(), optimizer.step)))
         shard.grad.copy_(grads[1])
         optimizer.update(0.1, torch.tensor(0.0))
-        found.append((shard.master, shard.m, shard.v, optimizer.step))
+        found.append((shard.master, *shard.state.values(), optimizer.step))
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
@@ -299,7 +303,11 @@ def test_clipping(share):
         grads = torch.cat([f.grad.clone() for f in state.buffers.flat])
         state.buffers.zero_grads()
         norm = train_step(state, batches, lr=0.1).grad_norm
-        return grads, norm, torch.cat([s.m / (1 - state.optimizer.config.beta1) for s in state.optimizer.shards])
+        return (
+            grads,
+            norm,
+            torch.cat([s.state["m"] / (1 - state.optimizer.config.beta1) for s in state.optimizer.shards]),
+        )
 
     grads, norm, _ = one_step(0.0)
     assert norm.item() == pytest.approx(grads.norm().item(), rel=1e-12)
@@ -322,10 +330,10 @@ def test_moments_in_bf16(kernels):
     drawn = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     options = AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1)
 
-    def parts(narrow: bool) -> list[ParamRange]:
+    def parts(narrow: bool) -> list[AdamRange]:
         kept = torch.bfloat16 if narrow else torch.float32
         return [
-            ParamRange(drawn[0].clone(), drawn[1].clone(), torch.zeros(3000, dtype=kept), torch.zeros(3000, dtype=kept))
+            AdamRange(drawn[0].clone(), drawn[1].clone(), torch.zeros(3000, dtype=kept), torch.zeros(3000, dtype=kept))
         ]
 
     found, slow, wide = parts(True), parts(True), parts(False)
@@ -346,3 +354,37 @@ def test_moments_in_bf16(kernels):
     before = [t.clone() for t in (found[0].master, found[0].m, found[0].v)]
     adamw_(found, torch.tensor(3.0), options, torch.tensor(1.0), torch.tensor(1.0), kernels=kernels)
     assert all(torch.equal(a, b) for a, b in zip(before, (found[0].master, found[0].m, found[0].v)))
+
+
+# an optimizer's own update
+
+
+@pytest.mark.parametrize("moments", ["master", "bf16", "fp8"])
+def test_the_update_of_adamw_is_its_fused_one(moments, monkeypatch):
+    """What FusedOptimizer promises: `update` on chunks of working copies does what `update_ranges` does in place.
+    Moments are rounded alike but for the last bit before it, which decides what is rounded up."""
+    bucket, generator = one_bucket(1), torch.Generator().manual_seed(0)
+    values = torch.randn(bucket.numel, dtype=torch.float64, generator=generator)
+    config = replace(CONFIG, moments=moments, beta1=0.5, beta2=0.5)
+    grads = [torch.randn(bucket.numel, dtype=torch.float64, generator=generator) for _ in range(3)]
+    found = []
+    for chunk in (None, 64, 1 << 22):
+        (shard,) = make_shards(bucket, 1, values)
+        shard.state = zero_state(AdamW.state, shard.master, moment_dtype(config))
+        optimizer = ShardedOptimizer(AdamW(config), [shard], CPU)
+        for number, grad in enumerate(grads):
+            shard.grad.copy_(grad)
+            skip, factor = torch.tensor(float(number == 1)), torch.tensor(0.3)
+            if chunk is None:
+                optimizer.update(0.1, skip, factor)
+            else:
+                monkeypatch.setattr(sharded, "CHUNK", chunk)
+                optimizer.step.add_(1.0 - skip)
+                for (decay, scale), ranges in optimizer.groups.items():
+                    scalars = StepScalars(optimizer.step, factor, skip)
+                    update_in_chunks(optimizer.optimizer, ranges, 0.1 * scale, decay, scalars)
+            assert not shard.grad.any()
+        found.append([shard.master, *(shard.values(kind).double() for kind in AdamW.state)])
+    rounding = {"master": 1e-12, "bf16": 2**-7, "fp8": 2**-3}[moments]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=rounding, atol=rounding / 10)

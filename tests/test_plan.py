@@ -28,7 +28,7 @@ from phalanx.engine.step import shadow_of, train_step
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu, mfu_text, step_flops
-from phalanx.forecast.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_moved, rank_uses
+from phalanx.forecast.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_on_host, rank_uses
 from phalanx.forecast.text import contents, num_parameters, plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.config import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
@@ -573,7 +573,7 @@ def test_the_fullest_moment_of_a_rank():
     then = [Forward(0, 1, 1), Backward(0, 1, 0), Backward(0, 0, 0), Backward(0, 1, 1), Backward(0, 0, 1)]
     assert fullest_moment(first + then, runs, moved) == (10 + 20 + 10 + 100, 50)
     away = [*first[:1], Offload(0, 0, 0), *first[1:], *then[:1], Fetch(0, 0, 0), *then[1:]]
-    assert fullest_moment(away, runs, moved) == (140 - 8, 50) and peak_moved(away, moved)[1] == 8
+    assert fullest_moment(away, runs, moved) == (140 - 8, 50) and peak_on_host(away, moved) == 8
     assert fullest_moment(first[:1] + [Offload(0, 0, 0)] + first[1:2], runs, moved) == (10 + 20, 1)
 
 

@@ -33,7 +33,7 @@ def precision_run(model: str, precision: str, global_batch: int = 4, train: dict
 def snapshot(state: State) -> list[torch.Tensor]:
     """Everything that a skipped step must leave as it is."""
     state.buffers.ready()
-    kept = [t for s in state.optimizer.shards for t in (s.master, s.m, s.v)] + [
+    kept = [t for s in state.optimizer.shards for t in (s.master, *s.state.values())] + [
         f.weight_kept for f in state.buffers.flat
     ]
     return [t.clone() for t in [*kept, state.optimizer.step]]

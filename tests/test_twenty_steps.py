@@ -29,7 +29,8 @@ from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.param import Piece
-from phalanx.optim import adamw
+from phalanx.optim import sharded
+from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.schedules import learning_rate
 from phalanx.sequence.batch import IGNORE
@@ -37,7 +38,7 @@ from tests import test_models, test_moe_models
 from tests.parity import SEQ, assemble, base_run, parts_of, sample_batch, step_batches
 
 STEPS, BATCH = 20, 4
-OPTIM = OptimConfig(
+OPTIM = AdamWConfig(
     lr=1e-2,
     beta1=0.9,
     beta2=0.95,
@@ -218,12 +219,12 @@ def test_twenty_steps_on_layouts(ranks, family, layout):
 
 def with_decay(family: str, changes: Callable[[Piece], bool]) -> list[str]:
     """What is wrong when the tensors that `changes` is true of decay if they should not, and do not if they should."""
-    real = adamw.group_of
+    real = sharded.group_of
 
     def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
         return real(replace(piece, decay=piece.decay != changes(piece)), config)
 
-    with mock.patch.object(adamw, "group_of", group_of):
+    with mock.patch.object(sharded, "group_of", group_of):
         return wrong(family, [run_steps(0, 1, run_of(family, {}), truth(family).before)])
 
 

@@ -299,7 +299,7 @@ def virtual_stages_in_another_order() -> list[Change]:
     """The layers of a rank's stages are computed in the other order."""
     real = Stages._compute
 
-    def compute(self: Stages, where: Any, x: torch.Tensor, batch: Batch, held: Any = None) -> torch.Tensor:
+    def compute(self: Stages, where: Any, x: torch.Tensor, batch: Batch, offloaded: Any = None) -> torch.Tensor:
         layers = [
             at
             for at, blocks in sorted(self.runs.items())
@@ -308,7 +308,7 @@ def virtual_stages_in_another_order() -> list[Change]:
         swapped = dict(zip(layers, reversed(layers)))
         runs, self.runs = self.runs, {at: self.runs[swapped.get(at, at)] for at in self.runs}
         try:
-            return real(self, where, x, batch, held)
+            return real(self, where, x, batch, offloaded)
         finally:
             self.runs = runs
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from phalanx.base.registry import configs
+
 REQUIRED = dataclasses.MISSING
 
 
@@ -83,8 +85,10 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def sections(hint: Any) -> tuple[type, ...]:
-    """The dataclasses that a field of this type can hold."""
-    return tuple(m for m in members(hint) if dataclasses.is_dataclass(m) and isinstance(m, type))
+    """The dataclasses that a field of this type can hold. For one that names a `seam` stand those of our own that are
+    registered there, each with fields of its own."""
+    found = (m for m in members(hint) if dataclasses.is_dataclass(m) and isinstance(m, type))
+    return tuple(c for m in found for c in (configs(vars(m)["seam"]) if "seam" in vars(m) else (m,)))
 
 
 def keys(cls: type, prefix: str = "") -> Iterator[ConfigField]:
@@ -114,7 +118,10 @@ def field_docs(cls: type) -> dict[str, str]:
 # a config is read with a walk over all keys for each override: parsing sources again would take most of the time
 @cache
 def _own_field_docs(cls: type) -> Mapping[str, str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):  # a class of the user's that is in no file
+        return {}
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs: dict[str, str] = {}
     for field, text in zip(body, body[1:]):

@@ -29,7 +29,7 @@ from phalanx.bench.timing import Times, measure
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
-from phalanx.engine.build import build, init_weights, to_device
+from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
@@ -180,10 +180,11 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     for block in blocks:
         shapes = [p.shape for p in block.parameters()]
         params = list(block.parameters())
-        to_device(params, device)
+        for p in params:
+            p.to_empty(device)
         for p, shape in zip(params, shapes):
             p.data = torch.randn(shape, device=device).mul_(0.02).to(kind.compute)
-            p.grad_dtype = kind.master  # type: ignore[attr-defined]
+            p.grad_dtype = kind.master
             p.grad = torch.zeros(shape, dtype=kind.master, device=device)
     return list(blocks)
 

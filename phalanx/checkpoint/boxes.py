@@ -3,7 +3,7 @@ of layouts here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,6 @@ from phalanx.layout.box import Box, flat_range_boxes
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.ops.optimizer.shard import Shard
-
-KINDS = ("master", "m", "v")  # what `state/` holds of each element
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,12 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     return found
 
 
-def state_to_save(shards: list[Shard], mesh: Mesh) -> dict[str, list[Item]]:
+def state_to_save(kinds: Sequence[str], shards: list[Shard], mesh: Mesh) -> dict[str, list[Item]]:
     """This rank's share of each kind of state. Where the state is whole on every data-parallel rank, each writes its
     part."""
-    found: dict[str, list[Item]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[Item]] = {kind: [] for kind in kinds}
     for s in shards:
-        for kind in KINDS:
+        for kind in kinds:
             found[kind] += [i for i in items_in(s.bucket, s.values(kind), s.lo, *s.own) if i.piece.is_writer(mesh.at)]
     return found
 
@@ -118,8 +116,8 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> dict[str, list[Item]]:
 def state_to_load(shards: list[Shard], values: dict[str, list[Tensor]]) -> dict[str, list[Item]]:
     """Everything that this rank's shards hold, copies included; `values`: of each kind and shard, where to."""
     return {
-        kind: [i for s, x in zip(shards, values[kind]) for i in items_in(s.bucket, x, s.lo, s.lo, s.hi)]
-        for kind in KINDS
+        kind: [i for s, x in zip(shards, whole) for i in items_in(s.bucket, x, s.lo, s.lo, s.hi)]
+        for kind, whole in values.items()
     }
 
 

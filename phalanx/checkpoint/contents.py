@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
-from phalanx.checkpoint.boxes import KINDS
 from phalanx.checkpoint.hf_files import hf_index
 from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import state_index, weight_receipts
+from phalanx.checkpoint.load import state_index, state_kinds, weight_receipts
 from phalanx.checkpoint.manifest import NAME, Manifest, read_manifest
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import key_of
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import CheckedFile, Index, PlainFile, Stored, open_tensors, receipt_of
+from phalanx.ops.optimizer.shard import MASTER
 
 WEIGHTS = "weights"
 
 
 class Contents:
-    """Tensors by kind: `weights` as they are exported and, of a checkpoint of ours, `master`, `m` and `v`. Files
-    stay open until `close`."""
+    """Tensors by kind: `weights` as they are exported and, of a checkpoint of ours, `state_kinds`: `master` and what
+    the optimizer remembers (of AdamW `m` and `v`). Files stay open until `close`."""
 
     def __init__(self, path: str | Path):
         self.path, self.manifest = _meant(path)
@@ -39,10 +39,12 @@ class Contents:
         self._kinds: dict[str, tuple[Path, Index, dict[str, Receipt] | None]] = {
             WEIGHTS: (self.weights, hf_index(self.weights, receipts), receipts)
         }
+        self.state_kinds: tuple[str, ...] = ()
         if self.manifest is not None:
+            self.state_kinds = state_kinds(self.path, self.manifest)
             state, kept = state_index(self.path, self.manifest), state_index(self.path, self.manifest, "kept")
-            for kind in KINDS:
-                index = {**state, **kept} if kind == KINDS[0] else state
+            for kind in self.state_kinds:
+                index = {**state, **kept} if kind == MASTER else state
                 keyed = {
                     n: Stored(s.shape, [replace(p, key=key_of(kind, n, p.box)) for p in s.parts])
                     for n, s in index.items()
@@ -57,7 +59,7 @@ class Contents:
     @property
     def best(self) -> str:
         """The kind with the most exact weights."""
-        return KINDS[0] if KINDS[0] in self._kinds else WEIGHTS
+        return MASTER if MASTER in self._kinds else WEIGHTS
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._kinds[kind][1].items()} if kind in self._kinds else {}

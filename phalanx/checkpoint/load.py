@@ -4,7 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree, together
-from phalanx.checkpoint.boxes import KINDS, Item, kept_to_load, masters_to_load, state_to_load
+from phalanx.checkpoint.boxes import Item, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.hf import ModelConfig, differences
 from phalanx.checkpoint.hf_files import HEAD, MTP_WEIGHT, Shapes, adapt, folder_of, same_in, stored_in
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
@@ -27,8 +27,9 @@ from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
-from phalanx.optim.adamw import AdamW
+from phalanx.ops.optimizer.shard import MASTER
 from phalanx.optim.scaler import LossScaler
+from phalanx.optim.sharded import ShardedOptimizer
 
 SHOWN = 200  # lines of problems of tensors in one error; names that differ in numbers alone share a line
 
@@ -36,13 +37,13 @@ SHOWN = 200  # lines of problems of tensors in one error; names that differ in n
 def load_state(
     path: str | Path,
     buffers: Buffers,
-    optimizer: AdamW,
+    optimizer: ShardedOptimizer,
     scaler: LossScaler,
     mesh: Mesh,
     model: ModelConfig | None = None,
     more: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Masters, moments, the optimizer's step and the loss scale, bit for bit as saved in any layout; then weights =
+    """Masters, the optimizer's state and step, and the loss scale, bit for bit as saved in any layout; then weights =
     cast of masters.
 
     Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of
@@ -52,25 +53,24 @@ def load_state(
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
-    values = {kind: [shard.values(kind) for shard in optimizer.shards] for kind in KINDS}
+    values = {kind: [shard.values(kind) for shard in optimizer.shards] for kind in optimizer.kinds}
     items, kept = state_to_load(optimizer.shards, values), kept_to_load(buffers)
-    masters = [*items[KINDS[0]], *kept]
+    masters = [*items.pop(MASTER), *kept]
     wanted = wanted_names(mesh, masters)
-    moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted))
-    for x in (x for kind in KINDS for x in values[kind]):
+    moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer))
+    for x in (x for kind in values for x in values[kind]):
         x.zero_()  # padding is zero, whatever was there
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
-    had = {
-        kind: [i for i in items[kind] if i.name in moving] for kind in KINDS[1:]
-    }  # what was frozen then starts with moments of zero
+    # what was frozen then starts with a state of zero
+    had = {kind: [i for i in of_kind if i.name in moving] for kind, of_kind in items.items()}
     threads = threads_of_rank(mesh.world)
     agree(
         mesh.world,
-        lambda: _fill_state({KINDS[0]: masters, **had}, index, path / "state", manifest.receipts("state"), threads),
+        lambda: _fill_state({MASTER: masters, **had}, index, path / "state", manifest.receipts("state"), threads),
     )
-    for kind in KINDS:
-        for shard, x in zip(optimizer.shards, values[kind]):
+    for kind, whole in values.items():
+        for shard, x in zip(optimizer.shards, whole):
             shard.keep(kind, x)
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(numbers["optimizer.step"][0])
@@ -89,8 +89,11 @@ def load_state(
     return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}
 
 
-def _state_index(path: Path, manifest: Manifest, wanted: Shapes) -> tuple[frozenset[str], Index]:
-    """Names of the tensors that have moments, and where each box of all tensors of the state lies."""
+def _state_index(
+    path: Path, manifest: Manifest, wanted: Shapes, optimizer: ShardedOptimizer
+) -> tuple[frozenset[str], Index]:
+    """Names of the tensors that have optimizer state, and where each box of all tensors of the state lies."""
+    check_kinds(path, manifest, optimizer)
     moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
     return frozenset(moving), fitting({**moving, **kept}, wanted, str(path))
 
@@ -142,18 +145,43 @@ def check_weights(path: Path, manifest: Manifest, part: int, parts: int, threads
     check_files({path / "weights" / name: receipt for name, receipt in mine}, threads)
 
 
-def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] = "files") -> Index:
-    """Where each box of the state lies (kept: of what is not trained); `key` is still without its kind."""
+def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> None:
+    """CheckpointError if the checkpoint is of an optimizer that remembers other things."""
+    saved = state_kinds(path, manifest)
+    if set(saved) != set(optimizer.kinds):
+        was = manifest.config.get("optim", {}).get("name", "another optimizer")
+        state = [", ".join(kind for kind in kinds if kind != MASTER) or "nothing" for kinds in (saved, optimizer.kinds)]
+        raise CheckpointError(
+            f"checkpoint {path} is of {was}, whose state is {state[0]}; {optimizer.config.name} needs {state[1]}. Its "
+            f"weights can be trained on from step 0: init_from={path / 'weights'}, in another dir"
+        )
+
+
+def state_kinds(path: Path, manifest: Manifest) -> tuple[str, ...]:
+    """What the state holds of each element: its master, and the optimizer's state by name."""
+    return tuple(_index_of(path, manifest, lambda index: [str(kind) for kind in index["kinds"]]))
+
+
+def _index_of(path: Path, manifest: Manifest, read: Callable[[Any], Any]) -> Any:
     text = read_checked(path / "state/index.json", manifest.files.get("state/index.json"))
     try:
+        return read(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path / 'state/index.json'} is damaged: {error}") from error
+
+
+def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] = "files") -> Index:
+    """Where each box of the state lies (kept: of what is not trained); `key` is still without its kind."""
+
+    def read(tables: Any) -> Index:
         index: Index = {}
-        for file, boxes in json.loads(text)[table].items():
+        for file, boxes in tables[table].items():
             for name, shape, start, stop in boxes:
                 stored = index.setdefault(name, Stored(tuple(shape)))
                 stored.parts.append(StoredBox(Path(file).name, "", Box(tuple(start), tuple(stop))))
         return index
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path / 'state/index.json'} is damaged: {error}") from error
+
+    return _index_of(path, manifest, read)
 
 
 def mismatches(index: Index, wanted: Shapes) -> list[str]:
@@ -196,8 +224,8 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
     Of any dtype, MXFP4, or FP8 with scales of blocks.
 
     Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing,
-    unexpected or of another shape: nothing is ever left at random values. Moments are not touched. What one of our
-    checkpoints holds is compared with its checksums; a folder of others has none.
+    unexpected or of another shape: nothing is ever left at random values. The optimizer's state is not touched. What
+    one of our checkpoints holds is compared with its checksums; a folder of others has none.
     """
     folder = folder_of(path)
     items = masters_to_load(buffers)

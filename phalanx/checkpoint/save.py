@@ -24,7 +24,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree
-from phalanx.checkpoint.boxes import KINDS, Item, kept_to_save, state_to_save, weights_to_save
+from phalanx.checkpoint.boxes import Item, kept_to_save, state_to_save, weights_to_save
 from phalanx.checkpoint.gather import File, Held, gather, plan_files
 from phalanx.checkpoint.hf import ModelConfig, generation_config, to_hf
 from phalanx.checkpoint.host import HostCopies
@@ -39,8 +39,9 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
-from phalanx.optim.adamw import AdamW
+from phalanx.ops.optimizer.shard import MASTER
 from phalanx.optim.scaler import LossScaler
+from phalanx.optim.sharded import ShardedOptimizer
 
 MAX_FILE_BYTES = 4 << 30
 STATE_FILE_BYTES = (
@@ -125,8 +126,8 @@ class Content:
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
     copied      they are all there; else each is gathered when it is asked for, and all ranks must ask for all of
     theirs
-    state       this rank's boxes of masters and moments, by kind, the same boxes of each; kept: those of what is not
-    trained
+    state       this rank's boxes of masters and of the optimizer's state, by kind, the same boxes of each; kept: those
+    of what is not trained
     file_bytes  of a file of the state, unless a single box is larger
     scalars     of the optimizer, the scaler and others, small: on the device until they are copied
     needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for
@@ -151,7 +152,7 @@ def save(
     root: str | Path,
     snapshot: Snapshot,
     buffers: Buffers,
-    optimizer: AdamW,
+    optimizer: ShardedOptimizer,
     scaler: LossScaler,
     mesh: Mesh,
     *,
@@ -175,7 +176,7 @@ def save(
 def collect(
     snapshot: Snapshot,
     buffers: Buffers,
-    optimizer: AdamW,
+    optimizer: ShardedOptimizer,
     scaler: LossScaler,
     mesh: Mesh,
     max_file_bytes: int,
@@ -191,7 +192,7 @@ def collect(
     buffers.ready()
     weights, state, kept = (
         weights_to_save(buffers, mesh),
-        state_to_save(optimizer.shards, mesh),
+        state_to_save(optimizer.kinds, optimizer.shards, mesh),
         kept_to_save(buffers, mesh),
     )
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
@@ -367,8 +368,9 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
 
     answers = agree(axis, rest)
     found = [{name: Receipt(**r) for name, r in answer["receipts"].items()} for answer in answers]
+    kinds = list(content.state)
     index = agree(
-        axis, lambda: dataclasses.asdict(_write_index(folder, answers, storage)) if axis.index == 0 else None
+        axis, lambda: dataclasses.asdict(_write_index(folder, kinds, answers, storage)) if axis.index == 0 else None
     )[0]
     found[0]["state/index.json"] = Receipt(**index)
     return found
@@ -384,10 +386,10 @@ def _weight_files(content: Content) -> Iterator[NewFile]:
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:
-    """Masters and moments, and what is not trained, in files of this rank's own: whole boxes, all kinds of a box in
-    the same file."""
-    boxes = [[(kind, content.state[kind][n]) for kind in KINDS] for n in range(len(content.state[KINDS[0]]))]
-    boxes += [[(KINDS[0], item)] for item in content.kept]
+    """Masters, the optimizer's state, and what is not trained, in files of this rank's own: whole boxes, all kinds of
+    a box in the same file."""
+    boxes = [[(kind, items[n]) for kind, items in content.state.items()] for n in range(len(content.state[MASTER]))]
+    boxes += [[(MASTER, item)] for item in content.kept]
     files, size = list[list[tuple[str, Item]]](), 0
     for box in boxes:
         more = sum(item.view.nbytes for _, item in box)
@@ -397,15 +399,16 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
         files[-1] += box
         size += more
     return [
-        _state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content.kept)
+        _state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content)
         for n, items in enumerate(files)
     ]
 
 
-def _state_file(name: str, items: list[tuple[str, Item]], kept: list[Item]) -> NewFile:
-    items = sorted(items, key=lambda pair: KINDS.index(pair[0]))
+def _state_file(name: str, items: list[tuple[str, Item]], content: Content) -> NewFile:
+    kinds = list(content.state)
+    items = sorted(items, key=lambda pair: kinds.index(pair[0]))
     entries = [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items]
-    masters, kept_ids = [i for kind, i in items if kind == KINDS[0]], {id(i) for i in kept}
+    masters, kept_ids = [i for kind, i in items if kind == MASTER], {id(i) for i in content.kept}
     return NewFile(
         f"{name}.safetensors",
         entries,
@@ -464,14 +467,14 @@ def key_of(kind: str, name: str, box: Box) -> str:
     return f"{kind}/{name}[" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop)) + "]"
 
 
-def _write_index(folder: Path, answers: list[dict[str, Any]], storage: Storage) -> Receipt:
+def _write_index(folder: Path, kinds: list[str], answers: list[dict[str, Any]], storage: Storage) -> Receipt:
     """Which boxes of which tensors lie in which file of the state."""
     tables = {
         table: {file: found for a in answers for file, found in a[what].items()}
         for table, what in (("files", "boxes"), ("kept", "kept"))
     }
     return write_file(
-        storage, folder / "state/index.json", [json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()]
+        storage, folder / "state/index.json", [json.dumps({"kinds": kinds, **tables}, separators=(",", ":")).encode()]
     )
 
 

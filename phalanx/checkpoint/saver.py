@@ -19,8 +19,8 @@ from phalanx.checkpoint.save import MAX_FILE_BYTES, Content, Saved, Snapshot, Ta
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
-from phalanx.optim.adamw import AdamW
 from phalanx.optim.scaler import LossScaler
+from phalanx.optim.sharded import ShardedOptimizer
 
 LOOK_S = 0.2
 SPARE = 0.8  # of the memory that is free on a host, what copies may take
@@ -49,7 +49,7 @@ class Saver:
     def __init__(
         self,
         buffers: Buffers,
-        optimizer: AdamW,
+        optimizer: ShardedOptimizer,
         scaler: LossScaler,
         mesh: Mesh,
         target: Target,

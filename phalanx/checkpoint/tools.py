@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.boxes import KINDS
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.gather import File, Held, plan_files
 from phalanx.checkpoint.keep import step_name
@@ -23,6 +22,7 @@ from phalanx.checkpoint.save import MAX_FILE_BYTES, key_of
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
 from phalanx.checkpoint.tensors import Entry, write_tensors
 from phalanx.layout.box import Box
+from phalanx.ops.optimizer.shard import MASTER
 
 
 def changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
@@ -210,7 +210,7 @@ def index_text(files: list[File]) -> bytes:
 
 def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) -> dict[str, Receipt]:
     """Whole tensors, the largest first, each to the file that holds the least so far."""
-    shapes = contents.shapes(KINDS[0])
+    shapes = contents.shapes(MASTER)
     shares: list[list[str]] = [[] for _ in range(files)]
     sizes = [0] * files
     for name in sorted(shapes, key=lambda n: -Box.full(shapes[n]).numel):
@@ -220,8 +220,9 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
     found, tables = {}, dict[str, dict[str, list[Any]]](files={}, kept={})
     for number, names in enumerate(share for share in shares if share):
         file = f"state/rank-{number:05d}.safetensors"
-        keys = [(kind, name) for kind in KINDS for name in names if kind == KINDS[0] or name not in contents.untrained]
-        dtype = contents.read(KINDS[0], names[0]).dtype
+        kinds = contents.state_kinds
+        keys = [(kind, name) for kind in kinds for name in names if kind == MASTER or name not in contents.untrained]
+        dtype = contents.read(MASTER, names[0]).dtype
         entries = [(key_of(kind, name, Box.full(shapes[name])), shapes[name], dtype) for kind, name in keys]
         found[file] = write_tensors(
             storage, folder / file, entries, (contents.read(kind, name).to(dtype) for kind, name in keys)
@@ -231,5 +232,5 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
             ("kept", [n for n in names if n in contents.untrained]),
         ):
             tables[table][file] = [(n, shapes[n], (0,) * len(shapes[n]), shapes[n]) for n in mine]
-    text = json.dumps({"kinds": KINDS, **tables}, separators=(",", ":")).encode()
+    text = json.dumps({"kinds": contents.state_kinds, **tables}, separators=(",", ":")).encode()
     return {**found, "state/index.json": write_file(storage, folder / "state/index.json", [text])}

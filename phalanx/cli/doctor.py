@@ -12,8 +12,8 @@ import shutil
 import torch
 from torch.nn.attention import SDPBackend
 
-from phalanx import __version__
 from phalanx.base.devices import find_device
+from phalanx.base.version import VERSION
 from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES, unusable
 from phalanx.ops.op import has_triton, use_triton
 from phalanx.ops.quantized import cublaslt
@@ -56,7 +56,7 @@ def text_of(rows: Rows) -> str:
 
 def versions() -> Rows:
     python = f"{platform.python_version()} on {platform.system()} {platform.release()}"
-    rows = [("phalanx", __version__), ("python", python), ("torch", torch.__version__)]
+    rows = [("phalanx", VERSION), ("python", python), ("torch", torch.__version__)]
     if torch.cuda.is_available():
         rows += [
             ("cuda", str(torch.version.cuda)),

@@ -15,9 +15,9 @@ from typing import Any
 
 import click
 
-from phalanx import __version__
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
+from phalanx.base.version import VERSION
 from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
 from phalanx.cli.completion import configs, keys, use_bash
 from phalanx.cli.evaluate import evaluate
@@ -28,7 +28,7 @@ from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import listen_early
 
 INVITATION = f"""\
-Phalanx {__version__}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
+Phalanx {VERSION}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
 
   phalanx doctor                                  what this machine can do
   phalanx plan CONFIG --ranks 64                  layout, schedule and memory, without a GPU
@@ -44,7 +44,7 @@ FORCE = click.option("--force", is_flag=True, help="Start even if memory cannot 
 
 
 @click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="phalanx")
+@click.version_option(VERSION, prog_name="phalanx")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Train transformer language models, on one CPU or on thousands of GPUs, with one config."""

@@ -31,15 +31,17 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-import phalanx
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
+from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.base.rules import near_paths
 from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
+from phalanx.optim.config import OptimConfig
+from phalanx.optim.optimizer import find_optimizer
 
 COMMAND_LINE = "command line"
 NO_MODEL = (
@@ -197,7 +199,7 @@ def _default_text(key: tree.ConfigField) -> str:
 def recipes() -> dict[str, Path]:
     """The packaged recipes by name: llama3_8b.py is llama3-8b. A wheel has them inside the package, a checkout beside
     it."""
-    package = Path(phalanx.__file__).parent
+    package = Path(__file__).parents[1]
     folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
     files = (path for path in folder.glob("[a-z]*") if path.suffix in (".py", ".yaml"))
     return {path.stem.replace("_", "-"): path for path in sorted(files)}
@@ -481,11 +483,12 @@ class Constructor:
 
 
 @functools.cache
-def run_schema() -> type[BaseModel]:
-    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot."""
+def run_schema(optim: type) -> type[BaseModel]:
+    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `optim`: what
+    stands in its section."""
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(Run):
-        hint = tree.hints(Run)[f.name]
+        hint = optim if f.name == "optim" else tree.hints(Run)[f.name]
         if len(tree.sections(hint)) > 1:
             hint = Annotated[hint, Discriminator("family")]
         required = f.default is tree.REQUIRED and f.default_factory is tree.REQUIRED
@@ -497,21 +500,44 @@ def run_schema() -> type[BaseModel]:
 def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[str]]:
     """A Run from plain values. With problems: a repaired Run (or None), every problem, and the fields that were
     repaired."""
-    run, errors = _validate(data)
+    optim, nameless = _optimizer_of(data)
+    run, errors = (None, []) if nameless else _validate(data, optim)
+    if nameless:  # without its optimizer nobody knows which keys the section has
+        data = {**data, "optim": {k: v for k, v in data["optim"].items() if k in tree.field_names(OptimConfig)}}
+        del data["optim"]["name"]
+        errors = _validate(data, optim)[1]
     errors += _bools_for_numbers(data)
-    if not errors:
+    if not errors and not nameless:
         return run, [], frozenset()
-    problems = [_problem(data, e) for e in errors]
+    problems = [_problem(data, e, optim) for e in errors]
     repaired = _copy(data)
     for error, broken in zip(errors, problems):
-        _repair(repaired, _steps(error["loc"])[0], broken, error["type"])
-    return _validate(repaired)[0], problems, frozenset(p.field for p in problems)
+        _repair(repaired, _steps(error["loc"], optim)[0], broken, error["type"])
+    problems = nameless + problems
+    return _validate(repaired, optim)[0], problems, frozenset(p.field for p in problems)
 
 
-def _validate(data: dict[str, Any]) -> tuple[Run | None, list[Any]]:
+def _optimizer_of(data: dict[str, Any]) -> tuple[type[OptimConfig], list[Problem]]:
+    """The class of the section `optim`, which the optimizer that it names brings along; a name that leads nowhere is a
+    problem."""
+    default = OptimConfig.name
+    section = data.get("optim")
+    name = section.get("name", default) if isinstance(section, dict) else default
+    if not isinstance(name, str):
+        return find_optimizer(default).Config, []
     try:
+        return find_optimizer(name).Config, []
+    except NotFound as error:
+        found, said = error.problem("optim.name", name), said_of(name)
+        rule = f"{found.rule}; {said}" if said else found.rule
+        return find_optimizer(default).Config, [dataclasses.replace(found, rule=rule)]
+
+
+def _validate(data: dict[str, Any], optim: type[OptimConfig]) -> tuple[Run | None, list[Any]]:
+    try:
+        section: Any = optim  # mypy takes no class of a dataclass for hashable
         # through JSON, because pydantic's strict mode takes lists for tuples only there
-        made = run_schema().model_validate_json(json.dumps(data))
+        made = run_schema(section).model_validate_json(json.dumps(data))
     except ValidationError as error:
         return None, error.errors(include_url=False)
     return Run(**{name: getattr(made, name) for name in tree.field_names(Run)}), []
@@ -533,9 +559,9 @@ def _bools_for_numbers(data: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _steps(loc: tuple[Any, ...]) -> tuple[list[str], Any, type]:
-    """pydantic's location -> (steps of the path, type expected there, class of the section). Tags of unions are left
-    out."""
+def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], Any, type]:
+    """pydantic's location -> (steps of the path, type expected there, class of the section, `optim` for that of the
+    optimizer). Tags of unions are left out."""
     steps: list[str] = []
     hint: Any = Run
     owner: type = Run
@@ -549,7 +575,7 @@ def _steps(loc: tuple[Any, ...]) -> tuple[list[str], Any, type]:
         steps.append(str(step))
         if options:
             owner = options[0]
-            hint = tree.hints(owner).get(str(step))
+            hint = optim if owner is Run and step == "optim" else tree.hints(owner).get(str(step))
         else:
             args = [a for m in tree.members(hint) for a in typing.get_args(m) if a is not ...]
             hint = args[-1] if args else None
@@ -562,8 +588,8 @@ def _families(hint: Any) -> dict[str, type]:
     return {typing.get_args(tree.hints(c)["family"])[0]: c for c in tree.sections(hint)}
 
 
-def _problem(data: dict[str, Any], error: Any) -> Problem:
-    steps, hint, owner = _steps(error["loc"])
+def _problem(data: dict[str, Any], error: Any, optim: type[OptimConfig]) -> Problem:
+    steps, hint, owner = _steps(error["loc"], optim)
     path, kind, value = ".".join(steps), error["type"], error["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return _unknown(path, value, owner)
@@ -621,6 +647,11 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
             tuple(dict.fromkeys(k.path for k in elsewhere)),
         )
     others = [k.owner for k in tree.keys(Run) if k.path == path and k.owner is not owner]
+    if others and issubclass(owner, OptimConfig):
+        known = (n for n in BUILT_IN[OptimConfig.seam] if find_optimizer(n).Config in others)
+        return Problem(
+            path, value, f"is a key of optim only with name {', '.join(known)}", {}, near_keys(name, section, owner)
+        )
     if others:
         families = ", ".join(f'"{n}"' for n, c in _families(tree.hints(Run)["model"]).items() if c in others)
         return Problem(

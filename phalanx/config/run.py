@@ -20,6 +20,7 @@ from phalanx.models.config import GPT2Config, LlamaConfig, MistralConfig, Qwen2C
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.moe_config import GptOssConfig, MixtralConfig, Qwen3MoEConfig
 from phalanx.optim.config import OptimConfig
+from phalanx.optim.optimizer import completed
 
 MOST_STAGES = 100_000  # of a ramp-up that are counted
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -138,7 +139,7 @@ class TrainConfig:
     optimizer state."""
     offload_layers: int = 0
     """Layers of each stage, from its first, whose activations wait in host memory between forward and backward,
-    copied beside compute."""
+    copied beside compute. Such a run has no CUDA graphs."""
     kernels: Literal["auto", "plain", "triton", "optional"] = "auto"
     """Implementations of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, optional (triton,
     attention and MLP from the packages of phalanx[kernels])."""
@@ -251,7 +252,7 @@ class Run:
     )
     train: TrainConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(default_factory=lambda: completed(OptimConfig()))
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -264,6 +265,9 @@ class Run:
     """The Hugging Face folder of sizes and tokenizer: set by init_from and by model.from.
 
     Its token ids, generation settings and chat template travel into checkpoints."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "optim", completed(self.optim))
 
 
 def checkpoints_of(run: Run) -> Path:

@@ -13,6 +13,8 @@ from phalanx.base import tree
 from phalanx.config.model_source import FROM
 from phalanx.config.read import run_schema
 from phalanx.config.run import Run
+from phalanx.optim.config import OptimConfig
+from phalanx.optim.optimizer import find_optimizer
 
 MEANING = " ".join(FROM.splitlines()[1].split())
 
@@ -23,12 +25,14 @@ def schema_text() -> str:
 
 def config_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of a YAML config."""
-    made = run_schema().model_json_schema(mode="validation")
+    optim: Any = find_optimizer(OptimConfig.name).Config
+    made = run_schema(optim).model_json_schema(mode="validation")
     for cls in sections_of(Run):
         place = made if cls is Run else made["$defs"].get(cls.__name__)
         if place is not None:
             describe_fields(place, cls)
     allow_folders(made)
+    allow_optimizers(made)
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Phalanx config",
@@ -58,6 +62,13 @@ def allow_folders(made: dict[str, Any]) -> None:
     made["required"] = [name for name in made["required"] if name != "model"]
     made["if"] = {"required": ["init_from"], "properties": {"init_from": {"type": "string"}}}
     made["else"] = {"required": ["model"], "properties": {"model": {"anyOf": [whole, {"required": ["from"]}]}}}
+
+
+def allow_optimizers(made: dict[str, Any]) -> None:
+    """The optimizer of a package of the user's adds keys that are not known here."""
+    ours = made["properties"]["optim"]
+    foreign = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
+    made["properties"]["optim"] = {"anyOf": [ours, foreign]}
 
 
 def sections_of(cls: type) -> list[type]:

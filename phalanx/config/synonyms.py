@@ -146,7 +146,10 @@ VALUES: Mapping[str, str] = MappingProxyType(
 """What is set in another way than by a key of that name: a sentence."""
 
 _FULL = "what exists: full training, and train.freeze for tensors that are to stay as they are"
-_ADAMW = "what exists: optim.name=adamw, with moments in fp32, bf16 or fp8 (optim.moments)"
+_ADAMW = (
+    "what exists: optim.name=adamw, with moments in fp32, bf16 or fp8 (optim.moments), and optimizers of your own, "
+    "optim.name=PACKAGE.MODULE:NAME (docs/training.md)"
+)
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
         "lora": f"LoRA is not built yet; {_FULL}",

@@ -6,11 +6,11 @@ What becomes of one bucket is in `flat`, and in `codes` where its weights are 8-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.mesh import Mesh, Mode
@@ -21,8 +21,9 @@ from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import SumAxis
 from phalanx.layout.shards import Sharding
 from phalanx.nn.dry_run import pulled_bytes, summed_bytes
-from phalanx.ops.optimizer.moments import Narrow
-from phalanx.ops.optimizer.shard import Shard
+from phalanx.nn.parameter import Parameter
+from phalanx.ops.optimizer.shard import Shard, zero_state
+from phalanx.ops.optimizer.state import Moment
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
 from phalanx.schedule.memory_slots import MemorySlots
 
@@ -64,7 +65,7 @@ class Buffers:
     def __init__(
         self,
         buckets: list[Bucket],
-        params: list[nn.Parameter],
+        params: list[Parameter],
         mesh: Mesh,
         precision: Precision,
         sharding: Sharding,
@@ -101,17 +102,10 @@ class Buffers:
             Close: lambda i: flat[i.bucket].close(i.last),
         }
 
-    def shards(self, moments: torch.dtype | None = None) -> list[Shard]:
-        """What the optimizer updates; moments start at zero, in their own dtype if there is one (E4M3: as
-        ops.optimizer.moments keeps them)."""
-
-        def zero(f: FlatBucket, root: bool) -> Tensor | Narrow:
-            if moments == torch.float8_e4m3fn:
-                return Narrow.zeros(len(f.master), f.master.device, root)
-            return torch.zeros_like(f.master, dtype=moments)
-
+    def shards(self, state: Mapping[str, Moment], dtype: torch.dtype | None = None) -> list[Shard]:
+        """What the optimizer updates, with its state in `dtype`; None: that of the masters."""
         return [
-            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero(f, False), zero(f, True), f.out)
+            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero_state(state, f.master, dtype), f.out)
             for f in self.flat
             if f.bucket.learns
         ]

@@ -19,7 +19,7 @@ collective makes the current stream wait, and memory is let go only after that, 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
@@ -28,6 +28,7 @@ from phalanx.data_parallel.fixed_order import GradientTrees, sum_replicas, sum_u
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
+from phalanx.nn.parameter import Parameter
 
 
 def allocate(x: Tensor) -> None:
@@ -175,20 +176,20 @@ class FlatBucket:
         """Whether other stages hold some of these parameters too."""
         return any(r.axis == "pp" for r, _ in self._replicas())
 
-    def attach(self, params: list[nn.Parameter]) -> None:
+    def attach(self, params: list[Parameter]) -> None:
         """Make the parameters of this bucket views of the flat weights, their `.grad` views of the flat gradients."""
         for slot in self.bucket.slots:
             p = params[slot.param]
             view = slice(slot.offset, slot.offset + slot.numel)
             p.data = self.weight[view].view(slot.spec.shape)
             if self.training:
-                p.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+                p.grad_dtype = self.grad.dtype
                 p.grad = self.grad[view].view(slot.spec.shape)
-            for i, further in enumerate(getattr(p, "further", ())):
-                further.data = p.data
+            for i, extra in enumerate(p.extra_grads):
+                extra.data = p.data
                 if self.training:
-                    further.grad_dtype = self.grad.dtype
-                    further.grad = self.further[i][view].view(slot.spec.shape)
+                    extra.grad_dtype = self.grad.dtype
+                    extra.grad = self.further[i][view].view(slot.spec.shape)
         if self.grad_comes:
             let_go(self.grad)
         self.free()

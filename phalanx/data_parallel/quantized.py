@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.base.dtypes import Precision
 from phalanx.data_parallel.flat import FlatBucket, allocate, let_go, write_range
 from phalanx.layout.buckets import Slot
+from phalanx.nn.parameter import Parameter, Quantizer
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTS, SLOTS, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
@@ -69,12 +70,14 @@ class CodedBucket(FlatBucket):
         self.quantized_at, self.quantized_kept = self._kept(self.both[0])
         self.whole_values, self.changed, self._came = False, True, False
 
-    def attach(self, params: list[nn.Parameter]) -> None:
-        self.matrices = [self._matrix(slot, params[slot.param].quantizer) for slot in self.bucket.slots]  # type: ignore[attr-defined]
+    def attach(self, params: list[Parameter]) -> None:
+        self.matrices = [self._matrix(slot, params[slot.param].quantizer) for slot in self.bucket.slots]
         super().attach(params)
         let_go(self.weight)
 
-    def _matrix(self, slot: Slot, quantizer: WeightQuantizer) -> Matrix:
+    def _matrix(self, slot: Slot, quantizer: Quantizer | None) -> Matrix:
+        if not isinstance(quantizer, WeightQuantizer):
+            raise TypeError(f"{slot.spec.name} is stored as quantized values but has no WeightQuantizer")
         columns = slot.spec.shape[-1]
         straight, transposed = (x[slot.offset : slot.offset + slot.numel] for x in self.both)
         return Matrix(

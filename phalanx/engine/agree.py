@@ -30,7 +30,7 @@ ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pool
 NO_GRAPHS_GPU = "not a GPU"
 NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
-NO_GRAPHS_OFFLOAD = "train.offload_layers: train.cuda_graphs=on copies between fixed places"
+NO_GRAPHS_OFFLOAD = "train.offload_layers: activations that wait on the host are not captured"
 NO_GRAPHS_ROWS = (
     "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
 )
@@ -193,16 +193,16 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> s
     """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages each micro-batch in flight
     needs a pool of its own, and attention between graphs places for what it reads and writes: only if asked for, or
     where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and
-    so where activations wait on the host or experts cannot be captured."""
+    so where experts cannot be captured. Never where activations wait on the host (forecast.check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU
     if wanted != "auto":
         return "" if wanted == "on" else "off"
-    if plan.waits_for_sizes:
-        return NO_GRAPHS_SIZES
     if plan.offloaded:
         return NO_GRAPHS_OFFLOAD
+    if plan.waits_for_sizes:
+        return NO_GRAPHS_SIZES
     if counts_rows(plan, triton):
         return NO_GRAPHS_ROWS
     if plan.buckets_come_and_go:

@@ -27,9 +27,11 @@ from phalanx.layout.shards import Sharding
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.optional_kernels import PACKAGES, unusable
-from phalanx.optim.adamw import AdamW, moment_dtype
+from phalanx.optim.optimizer import FusedOptimizer, find_optimizer
 from phalanx.optim.scaler import LossScaler
+from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
@@ -48,7 +50,7 @@ class State:
     mesh: Mesh
     blocks: dict[tuple[int, int], list[Block]]
     buffers: Buffers
-    optimizer: AdamW
+    optimizer: ShardedOptimizer
     scaler: LossScaler
     guard: Guard
     stages: Stages
@@ -119,7 +121,8 @@ def build(plan: Plan, mesh: Mesh) -> State:
         blocks = plan.blocks_of(mesh.at, mesh.model)
         buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
-    to_device(params, mesh.device)
+    for p in params:
+        p.to_empty(mesh.device)
     buffers = Buffers(
         buckets,
         params,
@@ -131,12 +134,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
         together=1 + (plan.run.model.predict_layers > 0),
         slots=plan.slots[mesh.at.pp] if plan.slots else None,
     )
-    optimizer = AdamW(
-        buffers.shards(moment_dtype(plan.run.optim)),
-        plan.run.optim,
-        mesh.device,
-        plan.env(mesh.at).kernels_for("adamw"),
-    )
+    optimizer = sharded_optimizer(plan, buffers, mesh)
     scaler = LossScaler(
         mesh.device,
         train.loss_scale if kind.loss_scaling else 1.0,
@@ -164,7 +162,15 @@ def build(plan: Plan, mesh: Mesh) -> State:
     return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, mtp, fp8)
 
 
-def fp8_state(plan: Plan, buffers: Buffers, params: list[nn.Parameter], device: torch.device) -> Fp8State | None:
+def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimizer:
+    """The optimizer that the config names, over this rank's shards."""
+    config = plan.run.optim
+    made = find_optimizer(config.name)(config)
+    kernels = plan.env(mesh.at).kernels_for(made.op) if isinstance(made, FusedOptimizer) else "plain"
+    return ShardedOptimizer(made, buffers.shards(made.state, moment_dtype(config)), mesh.device, kernels)
+
+
+def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: torch.device) -> Fp8State | None:
     """Of a run with train.fp8: its linears in low precision count into it."""
     config, fp8 = plan.run.train.fp8, fp8_linears(plan.run)
     if config is None or fp8 is None:
@@ -298,27 +304,15 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
-    to_device(params, mesh.device)
     for p in params:
-        p.quantizer = None  # type: ignore[attr-defined]  # a few tokens at a time make no whole blocks of scales
+        p.to_empty(mesh.device)
+        p.quantizer = None  # a few tokens at a time make no whole blocks of scales
     kind = precision(plan.run.train.precision)
     for run in blocks.values():
         for block in run:
             block.eval()
     buffers = Buffers(buckets, params, mesh, kind, Sharding(), training=False)
     return buffers, Stages(blocks, plan.runs_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
-
-
-def to_device(params: list[nn.Parameter], device: torch.device) -> None:
-    """Swap meta parameters for empty ones of the device: their storage will be the flat buffers."""
-    for p in params:
-        spec, quantizer, further = p.spec, getattr(p, "quantizer", None), getattr(p, "further", [])  # type: ignore[attr-defined]
-        for each in (p, *further):
-            torch.utils.swap_tensors(
-                each, nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), requires_grad=spec.learns)
-            )
-            each.quantizer = quantizer  # type: ignore[attr-defined]
-        p.spec, p.further = spec, further  # type: ignore[attr-defined]
 
 
 def init_weights(state: State, exported: bool = True) -> None:

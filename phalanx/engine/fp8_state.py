@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.config.run import Fp8Config
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.quantized import CodedBucket, Family, families
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.quantized.linear import DY, TENSORS, W, WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
 
@@ -39,7 +40,7 @@ class Fp8State:
         self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
         self._gone: set[str] = set()
         self.over = False  # whether the run's last steps have come, which are in train.precision
-        self.lows: dict[int, list[tuple[WeightQuantizer, nn.Parameter]]] = {}  # by bucket
+        self.lows: dict[int, list[tuple[WeightQuantizer, Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
         self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
         self.kept: list[Family] = []
@@ -50,12 +51,12 @@ class Fp8State:
         self.coded = [f for f in buckets if isinstance(f, CodedBucket)]
         self.kept = families(self.coded, {name: i for i, name in enumerate(self.names)})
 
-    def attach(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
+    def attach(self, bucket: int, params: Iterable[Parameter]) -> None:
         """Let this rank's linears of a bucket count into the state."""
         found = self.lows.setdefault(bucket, [])
         for p in params:
-            fp8: WeightQuantizer | None = getattr(p, "quantizer", None)
-            if fp8 is None:
+            fp8 = p.quantizer
+            if not isinstance(fp8, WeightQuantizer):
                 continue
             i = self.names.index(fp8.name)
             fp8.counts, fp8.amax, self.mine[i] = self.counts[i], self.amax[i], 1.0
@@ -64,7 +65,7 @@ class Fp8State:
             found.append((fp8, p))
 
     @property
-    def here(self) -> Iterator[tuple[WeightQuantizer, nn.Parameter]]:
+    def here(self) -> Iterator[tuple[WeightQuantizer, Parameter]]:
         for found in self.lows.values():
             yield from found
 

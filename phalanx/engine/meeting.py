@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-import phalanx
 from phalanx.base.errors import ConfigError, PhalanxError, Problem
 from phalanx.base.log import ranks_text
 from phalanx.base.placement import Placement
+from phalanx.base.version import VERSION
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.comm.axis import Axis
@@ -71,7 +71,7 @@ def identity(
         del values[name]
     names = replace_paths(values, run, data or run.data) if data is not None else {}
     values["device kind"] = device.type
-    values["versions"] = {"phalanx": phalanx.__version__, "torch": torch.__version__}
+    values["versions"] = {"phalanx": VERSION, "torch": torch.__version__}
     values["tokens read"] = dict(facts or {})
     return Identity(values, names)
 

@@ -33,8 +33,8 @@ def fold(x: Tensor) -> Tensor:
 
 
 def check_replicas(state: State) -> None:
-    """Compare what data-parallel ranks hold alike: weights, and at sharding level 0 masters and moments too; of
-    groups that shard, parts.
+    """Compare what data-parallel ranks hold alike: weights, and at sharding level 0 masters and the optimizer's state
+    too; of groups that shard, parts.
 
     NumericalStop on all ranks names those that differ from most of their peers (of two, both) and the tensors that
     differ. With sharding each rank's part of the weights goes to all others after every update: a wrong bit in it
@@ -66,7 +66,7 @@ def _alike(state: State) -> dict[tuple[int, str], Tensor]:
     found = {(i, "weight"): f.resident[1] for i, f in enumerate(state.buffers.flat)}
     numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
     for shard in (s for s in state.optimizer.shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
-        found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in ("master", "m", "v")}
+        found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in state.optimizer.kinds}
     return found
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.build import State
-from phalanx.planning.plan import spec_of
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def gradient_distance(state: State, kept: dict[int, Tensor] | None) -> Tensor | 
     if fp8 is None or kept is None:
         return None
     sums = torch.zeros(len(fp8.names), 4, dtype=torch.float64, device=state.mesh.device)
-    numbers = {id(spec_of(p)): fp8.names.index(lw.name) for lw, p in fp8.here}
+    numbers = {id(p.spec): fp8.names.index(lw.name) for lw, p in fp8.here}
     for flat in (f for f in state.buffers.flat if f.bucket.id in kept):
         lo, hi, own = flat.lo, flat.hi, flat.own_grad
         for slot in flat.bucket.slots:

@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,6 +101,11 @@ def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
 
 def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
     """Norm, clip, optimizer. A step that the guard finds unfit is skipped on all ranks, state unchanged."""
+    return end_step(state, tokens, stop, lambda skip, factor: state.optimizer.update(lr, skip, factor))
+
+
+def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, Tensor], None]) -> StepResult:
+    """As `update`. apply: given (skip, factor of the gradients), both (), updates masters."""
     state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
@@ -111,7 +116,7 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     if clip > 0:
         factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
     buffers.open()
-    state.optimizer.update(lr, skip, factor)
+    apply(skip, factor)
     buffers.gather()
     buffers.zero_rest()
     before = scaler.scale.clone()

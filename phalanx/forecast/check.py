@@ -217,8 +217,13 @@ def check_recompute(run: Run) -> list[Problem]:
 
 
 def check_offload(run: Run) -> list[Problem]:
+    """As many layers as there are; CUDA graphs have no activations on the host."""
     c, layers = run.train, run.model.num_hidden_layers
     found = []
+    if c.cuda_graphs == "on" and c.offload_layers > 0:
+        rule = "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"
+        because = {"train.offload_layers": c.offload_layers}
+        found.append(problem("train", c, "cuda_graphs", rule, because, ("off",)))
     if not 0 <= c.offload_layers <= max(layers, 0):
         because = {"model.num_hidden_layers": layers}
         found.append(

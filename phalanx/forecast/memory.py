@@ -29,7 +29,8 @@ from phalanx.nn.dry_run import FusedAttention, KnownShapes, Use, bucket_bytes, m
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
-from phalanx.optim.adamw import moment_bytes
+from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.optim.sharded import state_bytes
 from phalanx.planning.plan import BlockFacts, Plan, fp8_names
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
 from phalanx.schedule.lower import lower
@@ -158,9 +159,8 @@ class DryBlock:
         dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
         with torch.no_grad(), dry.known, FusedAttention():
             for p in block.parameters():
-                fp8 = getattr(p, "quantizer", None)
-                if fp8 is not None:
-                    fp8.refresh(p)  # counted with the weights
+                if isinstance(p.quantizer, WeightQuantizer):
+                    p.quantizer.refresh(p)  # counted with the weights
             run_block(
                 block, dry.new_input(), batch
             )  # makes what all layers share of a batch, so that it does not count as this block's
@@ -238,15 +238,20 @@ def _rank_use(
         shared += 4 * plan.expert_exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
     lows = [
-        (p.quantizer, p.spec)  # type: ignore[attr-defined]
+        (p.quantizer, p.spec)
         for run in blocks_here.values()
         for b in run
         for p in b.parameters()
-        if getattr(p, "quantizer", None) is not None
+        if isinstance(p.quantizer, WeightQuantizer)
     ]
     quantized = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
     held = bucket_bytes(
-        buckets, kind.compute.itemsize, kind.master.itemsize, grid, plan.sharding, moment_bytes(plan.run.optim)
+        buckets,
+        kind.compute.itemsize,
+        kind.master.itemsize,
+        grid,
+        plan.sharding,
+        state_bytes(run.optim, kind.master.itemsize),
     )
     held["weights"] += staying_values(plan, buckets, kind)
     shadow = shadow_bytes(plan, buckets, (spec for _, spec in lows), kind)
@@ -283,17 +288,16 @@ def _rank_use(
         "pp": sends * message + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
-    kept = {
-        s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks) - sum(moved[s].values())
-        for s in moved
-    }
-    back = most_moved(program.lists[pp], moved)
-    in_slot = {s: kept[s] + back[s] for s in kept}
-    pools = (
-        pool_bytes(plan, trace.live[pp], in_slot, max(blocks[b].bytes.working for b in plan.stages[-1])) - activations
-    )
-    away = peak_moved(program.lists[pp], moved)[1]
-    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, max(0, pools))
+    away = peak_on_host(program.lists[pp], moved)
+    pools = 0
+    if not plan.offloaded:  # with activations on the host there are no CUDA graphs
+        kept = {
+            s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks)
+            for s in plan.stages_of(pp)
+        }
+        of_heads = max(blocks[b].bytes.working for b in plan.stages[-1])
+        pools = max(0, pool_bytes(plan, trace.live[pp], kept, of_heads) - activations)
+    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, pools)
 
 
 def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
@@ -321,15 +325,11 @@ def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
 
 
 def moved_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
-    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep, but the
-    input of the run if that is memory of a graph."""
-    found = {}
-    for number, run in enumerate(plan.runs[stage]):
-        mine = [b for b in run if b in plan.offloaded]
-        stays = plan.run.train.cuda_graphs == "on" and run[0] in mine
-        first = blocks[run[0]].bytes.output if stays else 0  # a layer's input is as large as its output
-        found[number] = sum(blocks[b].bytes.kept for b in mine) - first
-    return found
+    """By run of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep."""
+    return {
+        number: sum(blocks[b].bytes.kept for b in run if b in plan.offloaded)
+        for number, run in enumerate(plan.runs[stage])
+    }
 
 
 def run_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
@@ -369,37 +369,19 @@ def fullest_moment(
     return fullest
 
 
-def peak_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> tuple[int, int]:
-    """Most bytes at once on the device, and on the host, of what is offloaded. A copy counts in both places until
-    the next compute is done."""
-    here = away = most_here = most_away = leaving = coming = 0
+def peak_on_host(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> int:
+    """Most bytes at once on the host of what is offloaded. A copy that comes back counts until the next compute is
+    done."""
+    away = most = coming = 0
     for i in instructions:
         if isinstance(i, Forward | Backward):
-            nbytes = moved[i.stage][i.run]
-            here += nbytes if isinstance(i, Forward) else 0
-            most_here = max(most_here, here)
-            here -= leaving + (nbytes if isinstance(i, Backward) else 0)
             away -= coming
-            leaving = coming = 0
+            coming = 0
         elif isinstance(i, Offload):
-            leaving, away = leaving + moved[i.stage][i.run], away + moved[i.stage][i.run]
-            most_away = max(most_away, away)
+            away += moved[i.stage][i.run]
+            most = max(most, away)
         elif isinstance(i, Fetch):
-            coming, here = coming + moved[i.stage][i.run], here + moved[i.stage][i.run]
-    return most_here, most_away
-
-
-def most_moved(instructions: Sequence[Instruction], moved: dict[int, dict[int, int]]) -> dict[int, int]:
-    """By stage, of these bytes the most of one micro-batch: memory of CUDA graphs that no other uses while they are
-    away."""
-    most, of_each = dict.fromkeys(moved, 0), dict[tuple[int, int], list[Instruction]]()
-    if not any(nbytes for of_runs in moved.values() for nbytes in of_runs.values()):
-        return most
-    for i in instructions:
-        if isinstance(i, Forward | Backward | Offload | Fetch):
-            of_each.setdefault((i.stage, i.mb), []).append(i)
-    for (stage, _), mine in of_each.items():
-        most[stage] = max(most[stage], peak_moved(mine, moved)[0])
+            coming += moved[i.stage][i.run]
     return most
 
 

@@ -90,9 +90,11 @@ def less_offload(run: Run) -> Iterator[tuple[dict[str, object], str]]:
 
 def more_offload(run: Run) -> Iterator[tuple[dict[str, object], str]]:
     layers, now = run.model.num_hidden_layers, run.train.offload_layers
+    no_graphs: dict[str, object] = {"train.cuda_graphs": "off"} if run.train.cuda_graphs == "on" else {}
+    cost = "activations are copied to the host and back" + (", without CUDA graphs" if no_graphs else "")
     for count in dict.fromkeys((layers // 2, layers)):
         if count > now:
-            yield {"train.offload_layers": count}, "activations are copied to the host and back"
+            yield {"train.offload_layers": count, **no_graphs}, cost
 
 
 def sharding_changes(run: Run) -> list[tuple[dict[str, object], str]]:

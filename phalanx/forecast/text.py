@@ -21,7 +21,7 @@ from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
 from phalanx.planning.order import total_samples
-from phalanx.planning.plan import Plan, fp8_names, global_numel, make_blocks, spec_of
+from phalanx.planning.plan import Plan, fp8_names, global_numel, make_blocks
 from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import ScheduleTrace
 from phalanx.sequence.balance import degrees_of
@@ -37,6 +37,9 @@ class PlanReport:
 
     text: str
     fits: bool
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def plan_text(run: Run, world: int, device: Device | None = None) -> str:
@@ -134,7 +137,7 @@ def num_frozen(plan: Plan) -> int:
     if not plan.run.train.freeze:  # no need to make the model
         return 0
     blocks = make_blocks(plan.run.model, Env(freeze=tuple(plan.run.train.freeze)), range(len(plan.facts)))
-    specs = {id(p): spec_of(p) for block in blocks for p in block.parameters()}
+    specs = {id(p): p.spec for block in blocks for p in block.parameters()}
     return sum(global_numel(spec) for spec in specs.values() if spec.frozen and spec.trained)
 
 

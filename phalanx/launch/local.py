@@ -22,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-import phalanx
 from phalanx.base.errors import PeerLost, PhalanxError, Preempted
 from phalanx.base.log import describe
 from phalanx.base.placement import MEETING, RANKS, SECRET, Word
@@ -115,7 +114,7 @@ def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
     few threads each."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     # the package is found even where it is not installed and the ranks' folder is another
-    path = os.pathsep.join(filter(None, (str(Path(phalanx.__file__).parents[1]), before.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), before.get("PYTHONPATH"))))
     env = {
         "OMP_NUM_THREADS": threads,
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # why: comm.mesh.many_queues

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from phalanx.models import llama
 from phalanx.models.deepseek_config import DeepseekV3Config
 from phalanx.models.mixtral import balance_of
@@ -22,6 +20,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.moe import ExpertNames, MoE
 from phalanx.nn.mtp import Depth, MultiTokenPrediction
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.attention import Kind
 from phalanx.ops.dense.rope_scaling import Rotation, yarn_mscale
 from phalanx.ops.experts.router import Router
@@ -91,7 +90,7 @@ def router(config: DeepseekV3Config) -> Router:
     )
 
 
-def make_mtp(config: DeepseekV3Config, env: Env, embedding: nn.Parameter | None) -> MultiTokenPrediction:
+def make_mtp(config: DeepseekV3Config, env: Env, embedding: Parameter | None) -> MultiTokenPrediction:
     """The modules that predict tokens further ahead, numbered as layers after the last one."""
     c = config
     embed = Embedding(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece
@@ -16,6 +16,7 @@ from phalanx.nn.head import Head
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block
 from phalanx.nn.norm import LayerNorm
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.dropout import dropout_mask
 from phalanx.ops.dense.embedding import learned_positions
 from phalanx.sequence.batch import Batch
@@ -98,7 +99,7 @@ class GPT2Layer(_Dropping):
 class GPT2Head(Block):
     recomputable = False
 
-    def __init__(self, config: GPT2Config, env: Env, tied: nn.Parameter | None):
+    def __init__(self, config: GPT2Config, env: Env, tied: Parameter | None):
         super().__init__(env)
         c = config
         self.norm = LayerNorm(env, "transformer.ln_f", c.hidden_size, c.layer_norm_epsilon)

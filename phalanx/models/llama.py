@@ -18,13 +18,14 @@ from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.attention import Kind
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.sequence.batch import Batch
 
 MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
 MakeMtp = Callable[
-    [Any, Env, nn.Parameter | None], MultiTokenPrediction
+    [Any, Env, Parameter | None], MultiTokenPrediction
 ]  # (config, env, the embedding's weight if it is on this rank)
 
 
@@ -34,7 +35,7 @@ def embedding_replicas(config: LlamaConfig, env: Env) -> tuple[Replica, ...]:
     return env.shared(first, last if config.tie_word_embeddings else None, env.mtp_stage)
 
 
-def make_head(config: LlamaConfig, env: Env, weight: nn.Parameter | None) -> Head:
+def make_head(config: LlamaConfig, env: Env, weight: Parameter | None) -> Head:
     """`weight`: the head's (of a tied model the embedding's) where another block on this rank has it."""
     c, tied = config, config.tie_word_embeddings
     replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.mtp_stage)
@@ -80,9 +81,9 @@ class LlamaLayer(Block):
         self.mlp = (make_mlp or mlp)(config, env, layer)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x, normed = self.norm1.add(x, None, self.attention.nan_for_input(x))
+        x, normed = self.norm1.add(x, reader=self.attention)
         delta = self.attention(normed, batch)
-        x, normed = self.norm2.add(x, delta, self.mlp.nan_for_input(x))
+        x, normed = self.norm2.add(x, delta, reader=self.mlp)
         return x + self.mlp(normed, batch)
 
 
@@ -91,7 +92,7 @@ class LlamaHead(Block):
 
     recomputable = False
 
-    def __init__(self, config: LlamaConfig, env: Env, tied: nn.Parameter | None, normed: bool = False):
+    def __init__(self, config: LlamaConfig, env: Env, tied: Parameter | None, normed: bool = False):
         super().__init__(env)
         self.norm = nn.Identity() if normed else RMSNorm(env, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.head = make_head(config, env, tied)
@@ -143,8 +144,8 @@ def make_blocks(
     `make_attention`, `make_mlp`: what layers have instead of Llama's.
     """
     made: list[Block] = []
-    embedding: nn.Parameter | None = None  # weights that blocks on this rank share
-    head: nn.Parameter | None = None
+    embedding: Parameter | None = None  # weights that blocks on this rank share
+    head: Parameter | None = None
     for i in which:
         if i == 0:
             made.append(first := LlamaEmbedding(config, env))

@@ -19,7 +19,7 @@ from phalanx.ops.dense.head_norm import norm_rope
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.dense.rope import rope
 from phalanx.ops.dense.rope_scaling import Rotation
-from phalanx.ops.quantized.linear import nan_for
+from phalanx.ops.quantized.linear import takes_lazy
 from phalanx.sequence.batch import Batch
 
 
@@ -116,8 +116,8 @@ class Attention(Module):
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return matmul_scatter(mixed, self.out, self.env.tp, self.out_bias)
 
-    def nan_for_input(self, x: Tensor) -> Tensor | None:
-        return None if any(map(self.env.recompute.recomputes, ("norm", "qkv"))) else nan_for(self.qkv, x)
+    def takes_lazy(self, x: Tensor) -> bool:
+        return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and takes_lazy(self.qkv, x)
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normed and turned."""
@@ -127,8 +127,8 @@ class Attention(Module):
             kernels = "plain" if self.env.kernels_for("norm") == "plain" else self.env.kernels_for("rope")
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
             return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
-        nan = nan_for(self.qkv, qkv) if self.qkv_bias is None else None  # a bias sums the gradient
-        return rope(qkv, *shape, table, self.env.kernels_for("rope"), nan)
+        lazy_grad = self.qkv_bias is None and takes_lazy(self.qkv, qkv)  # a bias sums the gradient
+        return rope(qkv, *shape, table, self.env.kernels_for("rope"), lazy_grad)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Grid
 from phalanx.layout.shards import Cut, Sharding
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.backends import fused_gradients
 
 
@@ -168,13 +169,13 @@ class Use:
 def measure(
     forward: Callable[[Tensor], Tensor],
     x: Callable[[], Tensor],
-    params: Iterable[torch.nn.Parameter],
+    params: Iterable[Parameter],
     grad_dtype: torch.dtype,
 ) -> Use:
     """Run a block forward and backward on the meta device. Weight gradients are added to buffers of `grad_dtype`, as
     in training."""
     for p in params:
-        p.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+        p.grad_dtype = grad_dtype
         p.grad = torch.empty_like(p, dtype=grad_dtype)
     with Allocations() as seen, FusedAttention():
         y = forward(x().requires_grad_())
@@ -189,10 +190,10 @@ def measure(
 
 
 def bucket_bytes(
-    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, moment: float = 0
+    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, state: float
 ) -> dict[str, int]:
-    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `moment` (0:
-    as master) are bytes per element.
+    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `state` (the
+    optimizer's) are bytes per element.
 
     Where weights have the master dtype they are their own masters, as what is frozen or not trained always is.
     """
@@ -207,7 +208,7 @@ def bucket_bytes(
         if b.learns:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
             found["masters"] += 0 if weight == master and not b.coded else updated * master
-            found["moments"] += round(2 * updated * (moment or master))
+            found["moments"] += round(updated * state)
     return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.embedding import embedding
 
 ROW_MULTIPLE = 64  # rows of storage are padded to this, so that GEMMs over the vocabulary stay aligned
@@ -44,7 +45,7 @@ class Embedding(Module):
         width: int,
         std: float,
         replicas: tuple[Replica, ...] = (),
-        weight: nn.Parameter | None = None,
+        weight: Parameter | None = None,
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.embedding import vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy, local_logits
 from phalanx.sequence.batch import Batch
 
@@ -25,7 +26,7 @@ class Head(Module):
         width: int,
         std: float,
         replicas: tuple[Replica, ...] = (),
-        weight: nn.Parameter | None = None,
+        weight: Parameter | None = None,
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)

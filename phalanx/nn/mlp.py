@@ -12,7 +12,7 @@ from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec,
 from phalanx.ops.dense.activation import gelu, swiglu
 from phalanx.ops.dense.gated_mlp import gated_mlp, use_gated_mlp
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.quantized.linear import nan_for, quantized_gated_mlp, quantizer_of, use_quantized_gated_mlp
+from phalanx.ops.quantized.linear import quantized_gated_mlp, quantizer_of, takes_lazy, use_quantized_gated_mlp
 from phalanx.sequence.batch import Batch
 
 
@@ -71,8 +71,8 @@ class SwiGLU(Module):
         hidden = self.env.recompute.op("activation", lambda x: swiglu(x, self.env.kernels_for("swiglu")), gate_up)
         return matmul_scatter(hidden, self.down, self.env.tp, self.down_bias)
 
-    def nan_for_input(self, x: Tensor) -> Tensor | None:
-        return None if any(map(self.env.recompute.recomputes, ("norm", "up", "mlp"))) else nan_for(self.gate_up, x)
+    def takes_lazy(self, x: Tensor) -> bool:
+        return not any(map(self.env.recompute.recomputes, ("norm", "up", "mlp"))) and takes_lazy(self.gate_up, x)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

@@ -3,6 +3,7 @@ recompute."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,33 +12,36 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
-from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.nn.parameter import Parameter, Quantizer
 from phalanx.sequence.batch import Batch
 
 ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Module(nn.Module):
-    """A torch module; `self.param(...)` makes a parameter on the meta device with its spec as `.spec`."""
+    """A torch module whose parameters know how they are sharded; `self.param(...)` makes one on the meta device."""
 
     def __init__(self, env: Env):
         super().__init__()
         self.env = env
 
-    def param(self, spec: ParamSpec) -> nn.Parameter:
+    def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=self.env.freezes(spec))
-        made = nn.Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"), requires_grad=spec.learns)
-        made.spec = spec  # type: ignore[attr-defined]
-        return made
+        return Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"), spec, spec.learns)
 
-    def matrix(self, spec: ParamSpec, cut: int) -> nn.Parameter:
-        """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision as
-        `.low` (or None)."""
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        for _, each in self.named_parameters(recurse=recurse):
+            if not isinstance(each, Parameter):
+                raise TypeError(f"{type(self).__name__} has a parameter without a spec: make it with self.param(...)")
+            yield each
+
+    def matrix(self, spec: ParamSpec, cut: int) -> Parameter:
+        """The weight of a linear whose dim `cut` is cut over tp, with what it keeps beside it in low precision."""
         return self.with_quantizer(self.param(spec), self.env.weight_quantizer((p.name for p in spec.pieces), cut))
 
-    def with_quantizer(self, made: nn.Parameter, quantizer: WeightQuantizer | None) -> nn.Parameter:
+    def with_quantizer(self, made: Parameter, quantizer: Quantizer | None) -> Parameter:
         """The parameter with what it keeps beside it in low precision."""
-        spec: ParamSpec = made.spec  # type: ignore[attr-defined]
+        spec = made.spec
         kept = (
             quantizer is not None
             and self.env.fp8 is not None
@@ -45,10 +49,10 @@ class Module(nn.Module):
             and spec.learns
             and quantizer.keeps_quantized(spec.shape)
         )
-        made.quantizer, made.spec = quantizer, replace(spec, coded=kept)  # type: ignore[attr-defined]
+        made.quantizer, made.spec = quantizer, replace(spec, coded=kept)
         return made
 
-    def replicated(self, name: str, size: int, init: Init) -> nn.Parameter:
+    def replicated(self, name: str, size: int, init: Init) -> Parameter:
         """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight
         decay."""
         whole = Piece(
@@ -56,10 +60,10 @@ class Module(nn.Module):
         )
         return self.param(ParamSpec((size,), (whole,)))
 
-    def nan_for_input(self, x: Tensor) -> Tensor | None:
-        """(), if a stand-in (ops.quantized.lazy_tensor) of a tensor like x can be the input: all that reads it are
-        casts to 8 bits."""
-        return None
+    def takes_lazy(self, x: Tensor) -> bool:
+        """Whether a lazy tensor (ops.lazy_tensor) may be the input in place of one like x: one linear reads it, and
+        casts it to FP8."""
+        return False
 
     def flops(self, seq_length: int) -> float:
         """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.activation import gated_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
@@ -35,7 +36,7 @@ from phalanx.ops.quantized.experts import (
     quantized_grouped_mlp,
     use_quantized_grouped_mlp,
 )
-from phalanx.ops.quantized.linear import nan_for, quantizer_of
+from phalanx.ops.quantized.linear import quantizer_of, takes_lazy
 from phalanx.sequence.batch import IGNORE, Batch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
@@ -176,7 +177,7 @@ class Experts(Module):
             self.with_quantizer(stack, env.expert_quantizer(matrices, count, dim))
         self.bias = self.param(bias) if bias is not None else None  # of gate and up; that of down is added once, by MoE
         for p in self.parameters():
-            p.further = further_gradients(p, env.sources - 1)  # type: ignore[attr-defined]
+            p.add_extra_grads(env.sources - 1)
         self.activation: Gate = names.activation
 
     def forward(
@@ -206,15 +207,15 @@ class Experts(Module):
         fits = self.bias is None and not (recomputes("up") or recomputes("activation"))
         return fits and use_quantized_grouped_mlp(self.gate_up, self.down, self.env.kernels_for("swiglu"), x)
 
-    def nan_for_rows(self, x: Tensor) -> Tensor | None:
-        """For stand-ins of the rows that come, and of the gradient of those that go (ops.quantized.lazy_tensor)."""
-        return nan_for(self.gate_up, x) if self._one_op(x) else None
+    def takes_lazy(self, x: Tensor) -> bool:
+        """Of the rows that come, and of the gradient of those that go."""
+        return self._one_op(x) and takes_lazy(self.gate_up, x)
 
-    def _of(self, p: nn.Parameter, source: int) -> nn.Parameter:
-        return p if source == 0 else p.further[source - 1]  # type: ignore[attr-defined]
+    def _of(self, p: Parameter, source: int) -> Parameter:
+        return p if source == 0 else p.extra_grads[source - 1]
 
     def _multiply(
-        self, x: Tensor, weight: nn.Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None
+        self, x: Tensor, weight: Parameter, ends: Tensor, bias: Tensor | None = None, later: Later | None = None
     ) -> Tensor:
         quantizer = quantizer_of(weight)
         if isinstance(quantizer, ExpertQuantizer):
@@ -223,15 +224,6 @@ class Experts(Module):
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for("swiglu"))
-
-
-def further_gradients(p: nn.Parameter, count: int) -> list[nn.Parameter]:
-    """So many more parameters with the values of `p`, each with a gradient of its own, which the flat buffers give
-    memory (FlatBucket.attach)."""
-    made = [nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad) for _ in range(count)]
-    for further in made:
-        further.quantizer = getattr(p, "quantizer", None)  # type: ignore[attr-defined]
-    return made
 
 
 def _stack(
@@ -315,8 +307,8 @@ class MoE(Module):
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
                 exchange.send(chosen, experts, self.env.kernels_for("permute"))
-            nan = self.experts.nan_for_rows(x)
-            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for("permute"), nan)
+            lazy = self.experts.takes_lazy(x)
+            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for("permute"), lazy)
             return y if len(y) == len(x) else y[: len(x)], missing
 
         likes = ((x.shape, x.dtype), ((), torch.int64))
@@ -328,7 +320,7 @@ class MoE(Module):
             y = self._balanced(y, wanted, logits, torch.stack((dropped, missing)), batch)
         return y if shared is None else y + shared
 
-    def _per_expert(self, name: str, init: Init, ours: bool = False) -> nn.Parameter:
+    def _per_expert(self, name: str, init: Init, ours: bool = False) -> Parameter:
         """(E,) numbers that follow the load instead of a gradient."""
         count = self.router.num_experts
         whole = Piece(
@@ -336,7 +328,7 @@ class MoE(Module):
         )
         return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours))
 
-    def _down_bias(self, name: str, count: int, width: int) -> nn.Parameter:
+    def _down_bias(self, name: str, count: int, width: int) -> Parameter:
         """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs a token's choice and no
         exchange."""
         whole = Piece(
@@ -430,7 +422,7 @@ class MoE(Module):
     @torch.no_grad()
     def settle(self, counts: Tensor, skip: Tensor) -> None:
         """After a step with these loads (E,) of the whole global batch: the bias moves, unless the step was skipped."""
-        if self.bias is not None and not self.bias.spec.frozen:  # type: ignore[attr-defined]
+        if self.bias is not None and not self.bias.spec.frozen:
             moved = ops.updated_bias(self.bias, counts, self.balance.bias_rate)  # type: ignore[arg-type]
             self.bias.copy_(torch.where(skip > 0, self.bias, moved))
         if self.load is not None:

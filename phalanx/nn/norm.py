@@ -18,10 +18,11 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.env.kernels_for("norm"))
 
-    def add(self, x: Tensor, delta: Tensor | None = None, nan: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual stream and what the next sub-layer reads, of which `nan` is the
-        `nan_for_input`."""
-        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.kernels_for("norm"), nan)
+    def add(self, x: Tensor, delta: Tensor | None = None, reader: Module | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual stream and what the next sub-layer reads. `reader`: the sub-layer, if
+        it alone reads the norm; the norm is then a lazy tensor where it takes one."""
+        lazy = reader is not None and reader.takes_lazy(x)
+        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.kernels_for("norm"), lazy)
         self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed
 

@@ -1,15 +1,16 @@
-"""Activations that wait in host memory between the forward and the backward of some blocks: what is held, and how it
-leaves and comes back.
+"""Activation offload: activations wait in host memory between the forward and the backward of some blocks.
 
-Knows tensors and a device, not when to move: whoever runs the blocks says that (pipeline.execute, at instructions of
-the schedule). On a GPU copies go to pinned memory and back on a stream of their own, beside compute; on the CPU they
-are plain copies. What is held in the memory of CUDA graphs is copied by graphs, always between the same places.
-Either way the bits that come back are those that left. Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.
+On a GPU they are copied to pinned memory and back on a stream of their own, while blocks compute; on the CPU these are
+plain copies. The bits that come back are the bits that were copied away. Rajbhandari et al., "ZeRO-Infinity", 2021,
+section 5.
+
+This file knows tensors and a device, not when to copy: schedule.offload places the instructions, pipeline.execute
+carries them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +19,20 @@ from torch import Tensor
 
 
 class Mover:
-    """Copies between a device and the host, on a stream of its own where there are any.
+    """Copies tensors between a device and the host: on a GPU on a stream of its own, through pinned memory.
 
-    What leaves stays in memory until its copy is over, and the host waits for that before more leaves: else it would
-    run ahead of the device and ask for memory that copies have not yet freed.
+    The source of a copy to the host stays alive until that copy is complete, and the host waits for that before it
+    starts the next one. Otherwise the host would run ahead of the device and allocate memory that the copies have not
+    freed yet.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: tuple[Any, Sequence[Tensor]] | None = None  # a copy under way, and what it reads
+        self._copying: tuple[Any, Sequence[Tensor]] | None = None  # the end of a copy to the host, and its sources
 
     def to_host(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `xs` on the host. On a GPU they are complete after `finish`."""
         if self.stream is None:
             return [x.clone() for x in xs]
         hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in xs]
@@ -38,24 +41,23 @@ class Mover:
         with torch.cuda.stream(self.stream):
             for host, x in zip(hosts, xs):
                 host.copy_(x, non_blocking=True)
-            self._leaving = self.stream.record_event(), xs
+            self._copying = self.stream.record_event(), xs
         return hosts
 
     def finish(self) -> None:
-        """Wait for the copies to the host."""
-        if self._leaving is not None:
-            self._leaving[0].synchronize()
-            self._leaving = None
+        """Wait until the copies to the host are complete, then free their sources."""
+        if self._copying is not None:
+            self._copying[0].synchronize()
+            self._copying = None
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """The tensors, and what to wait for before they are read or let go of (None: nothing)."""
+        """The tensors, and the event to wait for before they are read or freed (None: nothing to wait for)."""
         if self.stream is None:
             return [host.clone() for host in hosts], None
         self.finish()
         xs = [torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in hosts]
-        self.stream.wait_stream(
-            torch.cuda.current_stream(self.device)
-        )  # the memory may still be read by who had it before
+        # Kernels of the current stream may still read the memory that the allocator has just reused for `xs`.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for host, x in zip(hosts, xs):
                 x.copy_(host, non_blocking=True)
@@ -63,110 +65,87 @@ class Mover:
 
 
 @dataclass(eq=False)
-class Memory:
-    """All bytes of one storage: `here` (N,) uint8 on the device, or `host`."""
+class OffloadedStorage:
+    """All bytes of one storage: `device` or `host`, (N,) uint8, whichever it is on."""
 
-    here: Tensor | None
+    device: Tensor | None
     host: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor in memory that is held: how it lies there."""
+class OffloadedTensor:
+    """A tensor in an offloaded storage: which part of it, and in which layout."""
 
-    memory: Memory
+    storage: OffloadedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def tensor(self) -> Tensor:
-        m = self.memory
-        if m.here is None:
-            raise RuntimeError("an activation that waits on the host is read before it was fetched")
-        return torch.empty(0, dtype=self.dtype, device=m.here.device).set_(
-            m.here.untyped_storage(), self.offset, self.size, self.stride
+        data = self.storage.device
+        if data is None:
+            raise RuntimeError("an offloaded activation is read before it was fetched")
+        return torch.empty(0, dtype=self.dtype, device=data.device).set_(
+            data.untyped_storage(), self.offset, self.size, self.stride
         )
 
 
 @dataclass(eq=False)
-class Held:
-    """What blocks save for the backward of one micro-batch; a storage is held once, whatever views of it are saved."""
+class OffloadedActivations:
+    """What the blocks of one segment save for the backward of one micro-batch, and where it is.
+
+        forward           to_host            to_device              wait
+          put   on device ───────▶ on host ───────────▶ on its way ──────▶ on device, read by backward
+
+    A storage is copied once, however many saved tensors are views of it. `to_device` hands all storages over to the
+    autograd graph, so that backward frees each one after its last use; a segment that is never offloaded goes from
+    `put` straight to backward.
+    """
 
     mover: Mover
-    memories: dict[int, Memory] = field(default_factory=dict)
-    arrived: Any = None  # what to wait for of what came back
+    storages: dict[int, OffloadedStorage] = field(default_factory=dict)
+    copied_back: Any = None  # the event at the end of the copies to the device
 
-    def put(self, tensor: Tensor) -> Part:
-        storage = tensor.untyped_storage()
-        memory = self.memories.get(storage._cdata)
-        if memory is None:
-            memory = Memory(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            self.memories[storage._cdata] = memory
-        return Part(memory, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    def put(self, tensor: Tensor) -> OffloadedTensor:
+        """Keep a tensor that a block saves."""
+        untyped = tensor.untyped_storage()
+        storage = self.storages.get(untyped._cdata)
+        if storage is None:
+            storage = OffloadedStorage(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(untyped))
+            self.storages[untyped._cdata] = storage
+        return OffloadedTensor(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def spare(self, staying: Iterable[Tensor]) -> None:
-        """The memory of `staying`, which others hold anyway, does not leave."""
+    def to_host(self, staying: Iterable[Tensor]) -> int:
+        """Copy all storages to the host and free them on the device, except those of `staying`, which something else
+        keeps alive anyway. Returns the number of bytes copied."""
         for key in {t.untyped_storage()._cdata for t in staying}:
-            self.memories.pop(key, None)
+            self.storages.pop(key, None)
+        storages = list(self.storages.values())
+        for storage, host in zip(storages, self.mover.to_host([s.device for s in storages])):  # type: ignore[misc]
+            storage.host = host
+            storage.device = None
+        return sum(s.host.nbytes for s in storages if s.host is not None)
 
-    def leave(self, staying: Iterable[Tensor]) -> int:
-        """Copy all to the host and let go of it here, but the memory of `staying`. The bytes that left."""
-        self.spare(staying)
-        memories = list(self.memories.values())
-        for m, host in zip(memories, self.mover.to_host([m.here for m in memories])):  # type: ignore[misc]
-            m.host, m.here = host, None
-        return sum(m.host.nbytes for m in memories if m.host is not None)
+    def holds(self, x: Tensor) -> bool:
+        """Whether the storage of `x` is one of these."""
+        return x.untyped_storage()._cdata in self.storages
 
-    def took(self, x: Tensor) -> bool:
-        """Whether the memory of x has left."""
-        return x.untyped_storage()._cdata in self.memories
+    def to_device(self) -> None:
+        """Start copying everything back. From here on only the autograd graph keeps it alive."""
+        storages = list(self.storages.values())
+        copies, self.copied_back = self.mover.to_device([s.host for s in storages])  # type: ignore[misc]
+        for storage, copy in zip(storages, copies):
+            storage.device = copy
+            storage.host = None
+        self.storages.clear()
 
-    def come_back(self) -> None:
-        memories = list(self.memories.values())
-        back, self.arrived = self.mover.to_device([m.host for m in memories])  # type: ignore[misc]
-        for m, here in zip(memories, back):
-            m.here, m.host = here, None
-        self.memories.clear()  # from here on the graph alone holds it
-
-    def arrive(self) -> None:
-        """The device goes on when what came back is there."""
-        if self.arrived is not None:
-            torch.cuda.current_stream(self.mover.device).wait_event(self.arrived)
-
-    def between_places(self, new_host: Callable[[int], Tensor]) -> Places:
-        """Where all that is held now is to lie on the host; from here on the graph alone holds it. `new_host`: that
-        many bytes there."""
-        memories = list(self.memories.values())
-        self.memories.clear()
-        return Places(memories, [new_host(m.here.nbytes) for m in memories])  # type: ignore[union-attr]
+    def wait(self) -> None:
+        """Make the device wait for the copies of `to_device`, if there were any."""
+        if self.copied_back is not None:
+            torch.cuda.current_stream(self.mover.device).wait_event(self.copied_back)
 
 
-@dataclass(eq=False)
-class Places:
-    """What was held, until it is fetched, and its places on the host. The copies can be captured: none allocates on
-    the host or waits."""
-
-    memories: list[Memory]
-    hosts: list[Tensor]
-
-    def copy_out(self) -> None:
-        for m, host in zip(self.memories, self.hosts, strict=True):
-            host.copy_(m.here, non_blocking=True)  # type: ignore[arg-type]
-
-    def let_go(self) -> None:
-        """Of the memory here, which others may write from now on."""
-        for m in self.memories:
-            m.here = None
-
-    def copy_in(self, device: torch.device) -> None:
-        """To new memory, which the graph alone holds."""
-        for m, host in zip(self.memories, self.hosts, strict=True):
-            m.here = torch.empty(host.shape, dtype=host.dtype, device=device)
-            m.here.copy_(host, non_blocking=True)
-        self.memories.clear()
-
-
-def hollow(x: Tensor) -> None:
-    """Let go of the memory of a tensor that autograd alone knows from here on, by its shape."""
+def free_storage(x: Tensor) -> None:
+    """Free the storage of `x`; autograd still needs its shape, nobody needs its values."""
     x.data = x.new_empty(()).expand(x.shape)

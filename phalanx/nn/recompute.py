@@ -1,13 +1,17 @@
-"""Tape: which tensors of a block's forward are not stored for its backward, and how they come back; modules call
-their ops through it.
+"""Selective recomputation (activation checkpointing): some ops drop their saved tensors and run again in backward.
 
-A named op that is to be made again keeps its inputs alone: neither what it saves inside nor its outputs, whoever
-saves those. When backward first asks for any of them the op runs again, once, on inputs that may come back the same
-way. Chen et al., "Training deep nets with sublinear memory cost", 2016; Korthikanti et al., "Reducing activation
-recomputation in large transformer models", 2022.
+Modules call their ops through `Recompute.op`. An op that is recomputed keeps its inputs and nothing else: neither the
+tensors it saves inside nor its outputs, even if the next op saves those. When backward first needs one of them, the op
+runs again, once. Its inputs may themselves be outputs of a recomputed op, which then runs again first. Chen et al.,
+"Training deep nets with sublinear memory cost", 2016; Korthikanti et al., "Reducing activation recomputation in large
+transformer models", 2022.
 
-Which ops are made again is told by whoever runs the block (nn.run_block). What is saved is seen by torch.autograd's
-hooks for saved tensors, so no op needs to know. Nothing here depends on random state: dropout is counter-based.
+    forward      op runs ──▶ saved tensors replaced by numbers, outputs known by their storage (`_Output`)
+                                            │
+    backward     first saved tensor or output that is read ──▶ op runs again on its inputs ──▶ all of them are there
+
+nn.run_block says which ops are recomputed. Torch's hooks for saved tensors see what an op saves, so no op needs to
+know. Nothing depends on random state: dropout is counter-based.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.nn.offload import Held, Part
+from phalanx.nn.offload import OffloadedActivations, OffloadedTensor
 from phalanx.ops.dense.pieces import in_pieces
 from phalanx.sequence.batch import Batch
 
@@ -42,7 +46,7 @@ OPS = {
     "layer": "whole layers but for attention between its projections: the layers' inputs and its outputs are kept",
     "block": "whole layers; their inputs alone are kept",
 }
-"""Names of the ops that can be made again in backward, and what of them is then not kept."""
+"""Ops that can be recomputed in backward -> what is then not kept."""
 PRESETS: dict[str, tuple[str, ...]] = {
     "none": (),
     "pointwise": ("norm", "activation"),
@@ -50,18 +54,22 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "long": ("layer", "mlp"),
     "full": ("block",),
 }
-"""Sets of them that have a name."""
+"""Values of train.recompute -> the ops they recompute."""
 
 
 class _Enough(Exception):
-    """All that an op is to save has been made again."""
+    """Everything that the op saves has been recomputed: the rest of it need not run."""
 
 
 class _Recomputed:
-    """An op that runs again when backward first asks for what it made. It lives as long as any node of the graph may
-    ask.
+    """An op that runs again when backward first needs something it made. The nodes of the autograd graph that may
+    need it keep it alive.
 
-    `around`: the context that it runs in, each time.
+    name      of the op
+    make      computes it from the inputs
+    inputs    as they are kept (`Kept`); `wanted`: which of them have a gradient
+    ran       called after it ran again
+    around    the context that it runs in, each time
     """
 
     def __init__(
@@ -81,12 +89,11 @@ class _Recomputed:
         self._over = False
         self._kept: list[
             tuple[Kept, bool]
-        ] = []  # what ops inside made that do not run again, and whether it has a gradient
-        self._inputs: list[tuple[Tensor, ...]] = []  # of those, made again
+        ] = []  # results of ops inside that do not run again, and whether each has a gradient
+        self._inputs: list[tuple[Tensor, ...]] = []  # of those ops, recomputed
 
     def first(self, inputs: tuple[Tensor, ...]) -> Any:
-        """What the op makes the first time. In place of a tensor saved inside, its number is; an input is there
-        anyway."""
+        """The result of the first run. A tensor saved inside is replaced by its number; an input is kept anyway."""
         here = list(inputs)
 
         def pack(tensor: Tensor) -> int | _View:
@@ -102,8 +109,8 @@ class _Recomputed:
         return made
 
     def keep(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...], store: Callable[[Tensor], Kept]) -> Tensor:
-        """make(*inputs) of an op inside that does not run again: `store` is given what it saves and makes, but for
-        its inputs."""
+        """make(*inputs) of an op inside this one that does not run again. What it saves and its result go to `store`,
+        except its inputs, which are recomputed."""
         if self._given:
             made, wanted = self._kept[len(self._inputs)]
             self._inputs.append(tuple(t.detach() for t in inputs))
@@ -121,7 +128,7 @@ class _Recomputed:
         return result
 
     def ends_with(self, x: Tensor) -> bool:
-        """Whether it runs again, and x is all that is still to be saved: then it is saved now."""
+        """Whether this is the second run and `x` is the last tensor still missing. If so, `x` is saved now."""
         there = _lies_in(x, self._given) is not None
         if not self._given or len(self._inputs) < len(self._kept) or len(self._inside) + (not there) != self._saved:
             return False
@@ -169,7 +176,7 @@ class _Recomputed:
 
 
 def _unreadable(_: Any) -> Tensor:
-    raise RuntimeError("backward through an op that only ran to make its tensors again")
+    raise RuntimeError("backward through an op that only ran to recompute its tensors")
 
 
 Place = tuple[torch.Size, tuple[int, ...], int]
@@ -191,7 +198,7 @@ def _lies_in(tensor: Tensor, others: Sequence[Tensor]) -> tuple[int, Place] | No
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor in the memory of one that is kept or made again when it is asked for."""
+    """A view of a tensor that is kept, or recomputed when it is asked for."""
 
     base: Callable[[], Tensor]
     size: torch.Size
@@ -203,17 +210,17 @@ class _View:
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
-Kept = Tensor | _View | Part
+Kept = Tensor | _View | OffloadedTensor
 
 
 def stored(kept: Kept) -> Tensor:
-    """The tensor that was kept, made again, or held."""
+    """The tensor, whether it was kept, is recomputed or was offloaded."""
     return kept if isinstance(kept, Tensor) else kept.tensor()
 
 
 @dataclass(frozen=True)
 class _Output:
-    """An output that is not stored, known by its memory while that lives."""
+    """An output that is not stored, recognized by its storage while that is alive."""
 
     storage: weakref.ref[torch.UntypedStorage]
     recomputed: _Recomputed
@@ -227,23 +234,24 @@ Like = tuple[tuple[int, ...], torch.dtype]
 
 
 class CutPoints(Protocol):
-    """Something that stands between some ops of a block and what runs them (pipeline.graphs)."""
+    """Takes over some ops of a block while the block is captured as CUDA graphs (pipeline.segments)."""
 
     names: Set[str]
-    """Of those ops."""
+    """Names of those ops."""
 
     def op(self, make: Callable[..., Any], likes: Sequence[Like]) -> Callable[..., Any]:
-        """What to call with inputs alone in place of make(held, batch, *inputs), a tensor or several, like these.
-        `held` is given what the op saves, if its block is one whose activations wait on the host."""
+        """A function of the inputs to call in place of make(batch, *inputs), whose results have these shapes and
+        dtypes."""
         ...
 
 
 class Recompute:
-    """What the forward of the block that runs now does not store. One for all blocks of a rank; between blocks it is
+    """What the forward of the current block does not store. All blocks of a rank share one; between blocks it is
     empty.
 
-    `names` are those of the ops that ran, `reran` counts those that ran again in backward: for whoever plans. `cuts`
-    is given the ops that cannot be captured, while a block is.
+    names    of the ops that ran, for planning
+    reran    how often each op ran again in backward, for planning
+    cuts     while a block is captured as CUDA graphs: takes over the ops that cannot be captured
     """
 
     def __init__(self) -> None:
@@ -251,31 +259,31 @@ class Recompute:
         self.reran: Counter[str] = Counter()
         self.cuts: CutPoints | None = None
         self._recomputed: Set[str] = frozenset()
-        self._whole: _Recomputed | None = None  # what runs now is inside of it
-        self._held: Held | None = None
+        self._whole: _Recomputed | None = None  # the recomputed layer that the current op is inside of
+        self._offloaded: OffloadedActivations | None = None
         self._outputs: dict[int, _Output] = {}
 
     @contextmanager
-    def block(self, recomputed: Set[str], held: Held | None = None) -> Iterator[None]:
-        """Around the forward of a block: the ops named in `again` are made again in its backward. `held` is given
-        the rest to keep."""
-        if not (recomputed or held) or not torch.is_grad_enabled():
+    def block(self, recomputed: Set[str], offloaded: OffloadedActivations | None = None) -> Iterator[None]:
+        """Around the forward of a block: the ops named in `recomputed` run again in its backward. What else the block
+        saves goes to `offloaded`."""
+        if not (recomputed or offloaded) or not torch.is_grad_enabled():
             yield
             return
-        self._recomputed, self._held = recomputed, held
+        self._recomputed, self._offloaded = recomputed, offloaded
         try:
             with saved_tensors_hooks(self._pack, stored):
                 yield
         finally:
-            self._recomputed, self._held = frozenset(), None
+            self._recomputed, self._offloaded = frozenset(), None
             self._outputs.clear()
 
     def op(self, name: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
-        """make(*inputs), a tensor or a tuple of them: neither its outputs nor what it saves are stored if `name` is
-        to be made again.
+        """make(*inputs), a tensor or a tuple of tensors. If the op `name` is recomputed, neither its outputs nor what
+        it saves are stored.
 
-        All tensors with a gradient that `make` reads must be among the inputs (weights apart). It must give the same
-        bits each time.
+        All tensors with a gradient that `make` reads must be inputs, except weights. It must return the same bits
+        each time.
         """
         self.names.add(name)
         if name not in self._recomputed:
@@ -288,34 +296,30 @@ class Recompute:
     def by_batch(
         self, name: str, make: Callable[..., Any], batch: Batch, likes: Sequence[Like], *inputs: Tensor
     ) -> Any:
-        """The same of make(batch, *inputs), like `likes`, which does other things for each batch. The first of them
-        alone has a gradient."""
+        """`op` for make(batch, *inputs), whose work depends on the batch. The results have the shapes and dtypes
+        `likes`, and only the first has a gradient."""
         if self.cuts is None or name not in self.cuts.names:
             return self.op(name, partial(make, batch), *inputs)
         inside = frozenset() if name in self._recomputed else self._recomputed
-        return self.op(name, self.cuts.op(partial(self._between, make, inside, self._held is not None), likes), *inputs)
+        return self.op(name, self.cuts.op(partial(self._between, make, inside), likes), *inputs)
 
     def cuts_at(self, name: str) -> bool:
-        """Whether this op runs apart from what is captured now."""
+        """Whether this op runs between the CUDA graphs that are captured now."""
         return self.cuts is not None and name in self.cuts.names
 
-    def _between(
-        self, make: Callable[..., Any], recomputed: Set[str], offloaded: bool, held: Held | None, *inputs: Any
-    ) -> Any:
-        """make(*inputs) of an op that runs when its block does not: what is stored of it is what the block would
-        store."""
-        with self.block(recomputed, held if offloaded else None):
+    def _between(self, make: Callable[..., Any], recomputed: Set[str], *inputs: Any) -> Any:
+        """make(*inputs) of an op that runs between the CUDA graphs of its block, with the block's recomputation."""
+        with self.block(recomputed):
             return make(*inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:
-        """Where an op makes more than what is not to be stored: `made` alone is not, and make(*inputs) gives it
-        again."""
+        """For an op of whose results only `made` is not stored; make(*inputs) recomputes it."""
         self.names.add(name)
         if name in self._recomputed:
             self._know(self._run_later(name, torch.no_grad()(make), inputs), made, inputs)
 
     def whole(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """make(*inputs) of a whole layer, whose output is the next one's input and stays."""
+        """make(*inputs) of a whole layer. Its output is kept: it is the next layer's input."""
         self.names.add("block")
         name = next((n for n in ("block", "layer") if n in self._recomputed), None)
         if name is None:
@@ -323,14 +327,14 @@ class Recompute:
         return self._run_later(name, make, inputs, partial(self._inside, self._recomputed & {"mlp"})).first(inputs)
 
     def keep(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """make(*inputs), part of attention: what does not run again of a "layer" that does. (What runs apart from a
-        captured layer does.)"""
+        """make(*inputs) of the part of attention that does not run again when a "layer" is recomputed. (It does run
+        again where it runs between CUDA graphs.)"""
         whole = self._whole if self.cuts is None else None
         return make(*inputs) if whole is None or whole.name != "layer" else whole.keep(make, inputs, self._pack)
 
     def in_pieces(self, make: Callable[[Tensor], Tensor], x: Tensor, params: Iterable[Tensor]) -> Tensor:
-        """make(x) of an MLP with these weights, (T, D) -> (T, D): if "mlp" is to be made again, some of the tokens
-        at a time."""
+        """make(x) of an MLP with these weights, (T, D) -> (T, D). If "mlp" is recomputed, it works on some of the
+        tokens at a time."""
         self.names.add("mlp")
         if "mlp" not in self._recomputed:
             return make(x)
@@ -350,7 +354,7 @@ class Recompute:
 
     @contextmanager
     def _inside(self, recomputed: Set[str], whole: _Recomputed | None) -> Iterator[None]:
-        """Around what runs in an op that is made again itself; of what is inside only `again` is apart."""
+        """Around the inside of a recomputed op: of the ops inside, only `recomputed` are recomputed separately."""
         outer, self._recomputed, self._whole = (self._recomputed, self._whole), recomputed, whole
         try:
             yield
@@ -358,7 +362,7 @@ class Recompute:
             self._recomputed, self._whole = outer
 
     def _first(self, recomputed: _Recomputed, inputs: tuple[Tensor, ...]) -> Any:
-        """Ops inside one that is made again come back with the whole."""
+        """Run the op; ops inside it are recomputed together with it."""
         with self._inside(frozenset(), None):
             return recomputed.first(inputs)
 
@@ -367,8 +371,8 @@ class Recompute:
         return _Recomputed(name, make, kept, wanted, partial(self.reran.update, (name,)), *around)
 
     def _know(self, recomputed: _Recomputed, made: Any, inputs: tuple[Tensor, ...]) -> None:
-        """From now on `made` is not stored by who saves it. An output in the memory of an input is what the input
-        is."""
+        """From now on an op that saves `made` does not store it. An output that shares its storage with an input is
+        treated as the input."""
         known = {t.untyped_storage()._cdata for t in inputs}
         for number, t in enumerate(_tensors(made)):
             storage = t.untyped_storage()
@@ -381,10 +385,9 @@ class Recompute:
     def _pack(self, tensor: Tensor) -> Kept:
         storage = tensor.untyped_storage()
         found = self._outputs.get(storage._cdata)
-        if (
-            found is None or found.storage() is not storage or found.dtype != tensor.dtype
-        ):  # memory is used anew once it is free
-            return tensor if self._held is None else self._held.put(tensor)
+        # The address of a storage may be that of an earlier one that was freed.
+        if found is None or found.storage() is not storage or found.dtype != tensor.dtype:
+            return tensor if self._offloaded is None else self._offloaded.put(tensor)
         return _View(partial(found.recomputed.output, found.number), *_place(tensor, found.offset))
 
 

@@ -29,7 +29,7 @@ MEDIAN_OF = 51  # steps whose median gives the time that is left
 FP8_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
 
-class Moment:
+class Timestamp:
     """A moment of the device's work, taken without waiting for it: on a GPU an event in the stream, else the clock."""
 
     def __init__(self, device: torch.device):
@@ -42,7 +42,7 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: Timestamp) -> float:
         """Both moments must be over."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
@@ -72,7 +72,7 @@ class Pending:
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
-        self.moment = Moment(packed.device)
+        self.moment = Timestamp(packed.device)
 
     def read(self) -> tuple[float, float, int, int, bool]:
         """(loss, gradient norm, why the step was skipped, tokens with a loss, stop)."""
@@ -218,14 +218,17 @@ class Reporter:
         interval: int | None,
         device: torch.device,
         fp8_names: tuple[str, ...] = (),
+        heard: Callable[[dict[str, Any]], None] = lambda values: None,
     ):
+        self.heard = heard  # is given each finished step's row
+        self.quiet = False  # no step lines: somebody else says what there is to say
         self.fp8_names = fp8_names
         self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
         self.total_steps, self.interval, self.device = total_steps, interval, device
         self._pace = ConsolePace()
         self._sample_s: deque[float] = deque(maxlen=MEDIAN_OF)  # seconds per sequence of the last steps
         self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
-        self.mark = Moment(device)
+        self.mark = Timestamp(device)
         self.last_s: float | None = None  # seconds of the last finished step
         self.stepped: Callable[[float, float], None] = lambda work_s, step_s: (
             None
@@ -235,7 +238,7 @@ class Reporter:
 
     def restart_clock(self) -> None:
         """Do not count the time since the last step (evaluation, saving) as time of the next."""
-        self.mark = Moment(self.device)
+        self.mark = Timestamp(self.device)
         self.mark.wait()
 
     def finished(self, pending: Pending, samples: int) -> bool:
@@ -255,11 +258,14 @@ class Reporter:
         if self.trackers is not None:
             self.trackers.write(values)
         self._show(values)
+        self.heard(values)
         return stop
 
     def _show(self, values: dict[str, Any]) -> None:
         """A line every `interval` steps; without one, for each step in files, and as fast as a person reads on a
         terminal."""
+        if self.quiet:
+            return
         step, width = values["step"], self.log.console_width()
         last = step == self.total_steps
         if self.interval is not None and step % self.interval and not last:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-import phalanx
 from phalanx.base.journal import Journal
 from phalanx.base.log import Log
+from phalanx.base.version import VERSION
 
 NAME = "starts.jsonl"
 HIDDEN = "[hidden]"
@@ -70,13 +70,13 @@ def processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"phalanx": phalanx.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    found = {"phalanx": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     return found | ({"CUDA": torch.version.cuda} if torch.version.cuda else {})
 
 
 def commit() -> str | None:
     """The commit of Phalanx, where it runs from a clone; with `+` if files are changed."""
-    root = Path(phalanx.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]

@@ -399,7 +399,7 @@ def _remedy(row: str, run: Run) -> str:
         )
     if row == OPTIMIZER:
         return f"a larger train.global_batch than {t.global_batch}: the update is done once a step"
-    if row == HOST and t.cuda_graphs == "off":
+    if row == HOST and t.cuda_graphs == "off" and t.offload_layers == 0:
         return "the device waits for Python: train.cuda_graphs=auto"
     if row == HOST:
         return f"the device waits for Python: a larger train.micro_batch than {t.micro_batch}"

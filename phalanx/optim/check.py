@@ -7,10 +7,7 @@ import math
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, no_effect, problem, within
 from phalanx.optim.config import OptimConfig
-
-SLOWEST = (
-    0.99  # decay of a moment in bf16: half a step of its 8 bits is 2^-9 of it, so that slower ones would stand still
-)
+from phalanx.optim.optimizer import find_optimizer
 
 
 def check(config: OptimConfig, *, steps: int) -> list[Problem]:
@@ -24,9 +21,6 @@ def check_ranges(config: OptimConfig) -> list[Problem]:
     intervals = {
         "lr": "[0, inf)",
         "min_lr": "[0, inf)",
-        "beta1": "[0, 1)",
-        "beta2": "[0, 1)",
-        "eps": "(0, inf)",
         "weight_decay": "[0, inf)",
     }
     found = [p for name, interval in intervals.items() for p in within("optim", config, name, interval)]
@@ -34,11 +28,7 @@ def check_ranges(config: OptimConfig) -> list[Problem]:
         found.append(
             problem("optim", config, "clip_grad", "must be a number in [0, inf); 0 turns clipping off", {}, (1.0, 0.0))
         )
-    if config.moments == "bf16":
-        for name in ("beta1", "beta2"):
-            if getattr(config, name) > SLOWEST:
-                rule = f"must be <= {SLOWEST} with bf16 moments, which round smaller changes away"
-                found.append(problem("optim", config, name, rule, {"optim.moments": config.moments}, (0.95, SLOWEST)))
+    found += find_optimizer(config.name).check(config)
     if not found and config.min_lr > config.lr:
         found.append(
             problem("optim", config, "min_lr", "must be <= lr", {"optim.lr": config.lr}, (config.lr, config.lr / 10))

@@ -1,29 +1,27 @@
-"""The `optim` section: optimizer and learning-rate schedule."""
+"""The `optim` section: what all optimizers share, and the learning-rate schedule. Each optimizer adds its own fields in
+its file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    name: Literal["adamw"] = "adamw"
-    """Optimizer: AdamW with decoupled weight decay (Loshchilov & Hutter, 2019)."""
+    seam: ClassVar[str] = "optimizer"  # whose members add fields (base/registry.py)
+
+    name: str = "adamw"
+    """Optimizer: adamw (AdamW with decoupled weight decay; Loshchilov & Hutter, 2019), or one of your own as
+    PACKAGE.MODULE:NAME. Its own fields stand beside the shared ones."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
-    beta1: float = 0.9
-    """Decay of Adam's first moment, in [0, 1)."""
-    beta2: float = 0.95
-    """Decay of Adam's second moment, in [0, 1)."""
-    eps: float = 1e-8
-    """Adam's epsilon, > 0."""
     moments: Literal["master", "bf16", "fp8"] = "master"
-    """Dtype of Adam's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at every
-    step; or fp8, which takes a
-    quarter: E4M3, a power of two for every 32, the second moment as its root, rounded up or down at random."""
+    """Dtype of the optimizer's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded
+    at every step; or fp8, which takes a
+    quarter: E4M3, a power of two for every 32, Adam's second moment as its root, rounded up or down at random."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings; norms, biases and attention sinks have none."""
     clip_grad: float = 1.0

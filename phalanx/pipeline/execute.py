@@ -1,4 +1,10 @@
-"""The one executor: runs a list of instructions in order; what each does is in the handlers it is given."""
+"""The executor: carries out a rank's list of instructions in order, and the handlers that compute and pass messages.
+
+Recv, Wait ──▶ _values ──▶ Forward ──▶ _values ──▶ Send
+                           │      ▲
+                           ▼      │ between segments of one stage: _inner
+                         _saved ──▶ Backward (Offload and Fetch in between: _offloaded)
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
-from phalanx.nn.offload import Held, Mover, hollow
+from phalanx.nn.offload import Mover, OffloadedActivations, free_storage
 from phalanx.nn.run_block import run_block
 from phalanx.pipeline.graphs import Eager
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Recv, Send, Value, Wait
@@ -29,11 +35,11 @@ def execute(instructions: Sequence[Instruction], handlers: Handlers) -> None:
 
 
 class Stages:
-    """The blocks of one rank, grouped in runs, and the values in flight between them.
+    """The blocks of one rank in segments, and the values in flight between them.
 
-    A run's autograd graph is cut at its borders: forward detaches its input, backward hands the input's gradient on.
-    `begin` sets what a step works on; afterwards `loss_sum` () float64 is the summed loss of this rank's last stage
-    (else 0). With `loss_seed` the head makes its gradients in forward, else in backward.
+    Autograd's graph is cut at the borders of a segment: forward detaches the input, backward passes on its gradient.
+    `begin` starts a step; after it `loss_sum` () float64 is the summed loss if the model's last stage is on this rank,
+    else 0. With `loss_seed` the head computes its gradients in forward, else in backward.
     """
 
     def __init__(
@@ -47,28 +53,26 @@ class Stages:
         loss_seed: bool = True,
     ):
         self.runner = runner or Eager()
-        self._ends = (
-            min(runs),
-            max(runs),
-        )  # the first and the last run that this rank computes of a micro-batch in forward
-        self.runs, self.runs_per_stage, self.mesh, self.width, self.dtype = runs, runs_per_stage, mesh, width, dtype
+        self._ends = min(runs), max(runs)  # the first and the last segment of a micro-batch on this rank
+        self.runs = runs
+        self.runs_per_stage = runs_per_stage
+        self.mesh, self.width, self.dtype = mesh, width, dtype
         self.loss_seed = loss_seed
-        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = (
-            None  # what to ask of the last block instead of its loss
-        )
+        self.finish: Callable[[Block, Tensor, Batch], Tensor] | None = None  # computes this in place of the loss
         self.losses = torch.zeros(1, dtype=torch.float64, device=mesh.device)  # of each micro-batch
-        self._none = torch.empty(
-            0, dtype=dtype, device=mesh.device
-        )  # what the first block gets instead of an activation
+        self._none = torch.empty(0, dtype=dtype, device=mesh.device)  # the input of the model's first block
         self._values: dict[Value, Tensor] = {}  # named by their reader
-        self._inner: dict[tuple[str, int, int, int], Tensor] = {}  # between runs of one stage: (kind, stage, run, mb)
-        self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # input and output of each run in flight
-        self.offloaded_bytes = 0  # that left for the host in this step
+        # Activations and gradients between segments of one stage, by (kind, stage, segment, micro-batch).
+        self._inner: dict[tuple[str, int, int, int], Tensor] = {}
+        # Input and output of each segment in flight, by (stage, segment, micro-batch).
+        self._saved: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._offloaded: dict[tuple[int, int, int], OffloadedActivations] = {}  # if a block of it is
+        self.offloaded_bytes = 0  # copied to the host in this step
         self._receiving: dict[Value, Work] = {}
         self._sending: list[Work] = []
 
     def begin(self, batches: Sequence[Batch], seed: Tensor | None) -> None:
-        """`batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
+        """Start a step. `batches`: one per micro-batch. `seed` (): gradient of the summed loss; None: forward only."""
         self.seed = None if seed is None else self.runner.begin(seed, batches)
         self.batches = [replace(b, loss_seed=self.seed, late=not self.loss_seed) for b in batches]
         self.outputs: dict[int, Tensor] = {}
@@ -80,7 +84,7 @@ class Stages:
         return pairwise_sum(self.losses)
 
     def end(self) -> None:
-        """Wait for the sends, so that their buffers may go."""
+        """End a step: wait for the sends, so that their buffers are freed."""
         for work in self._sending:
             work.wait()
         self._sending.clear()
@@ -107,8 +111,10 @@ class Stages:
     def forward(self, i: Forward) -> None:
         x, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.run)
         if self.seed is not None:
-            held = Held(self._mover) if any(block.offloaded for block in self.runs[where]) else None
-            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where), held)
+            offloaded = None
+            if any(block.offloaded for block in self.runs[where]):
+                offloaded = self._offloaded[i.stage, i.run, i.mb] = OffloadedActivations(self._mover)
+            x, y = self.runner.forward(where, i.mb, x, batch, partial(self._compute, where, offloaded=offloaded))
             self._saved[i.stage, i.run, i.mb] = (x, y)
         else:
             with torch.no_grad():
@@ -123,10 +129,12 @@ class Stages:
         else:
             self._inner["act", i.stage, i.run + 1, i.mb] = out
 
-    def _compute(self, where: tuple[int, int], x: Tensor, batch: Batch, held: Held | None = None) -> Tensor:
+    def _compute(
+        self, where: tuple[int, int], x: Tensor, batch: Batch, offloaded: OffloadedActivations | None = None
+    ) -> Tensor:
         blocks, finish = self.runs[where], self.finish if self.is_last(*where) else None
         for block in blocks[:-1] if finish else blocks:
-            x = run_block(block, x, batch, held)
+            x = run_block(block, x, batch, offloaded)
         return finish(blocks[-1], x, batch) if finish else x
 
     @cached_property
@@ -134,23 +142,29 @@ class Stages:
         return Mover(self.mesh.device)
 
     def offload(self, i: Offload) -> None:
-        """What is held elsewhere too stays: the run's output, weights, the batch and what was derived from it; and
-        its input, if that is memory of a graph."""
-        where, (x, y), batch = (i.stage, i.run), self._saved[i.stage, i.run, i.mb], self.batches[i.mb]
-        weights = (p for block in self.runs[where] for p in block.parameters())
-        self.offloaded_bytes += self.runner.leave(
-            where, i.mb, (y, *weights, *batch.tensors, *((x,) if self.runner.reuses_memory else ()))
-        )
-        if self.runner.has_left(where, i.mb, x):
+        """Copy to the host what the segment saved, except what something else keeps alive anyway: the segment's output,
+        weights, the batch and what was derived from it."""
+        x, y = self._saved[i.stage, i.run, i.mb]
+        offloaded = self._offloaded[i.stage, i.run, i.mb]
+        weights = (p for block in self.runs[i.stage, i.run] for p in block.parameters())
+        self.offloaded_bytes += offloaded.to_host((y, *weights, *self.batches[i.mb].tensors))
+        if offloaded.holds(x):
             before = self._saved.get((i.stage, i.run - 1, i.mb))
-            for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the run before
-                hollow(tensor)
+            for tensor in (x, *(before[1:] if before else ())):  # the input is the output of the segment before
+                free_storage(tensor)
 
     def fetch(self, i: Fetch) -> None:
-        self.runner.come_back((i.stage, i.run), i.mb)
+        self._offloaded[i.stage, i.run, i.mb].to_device()
+
+    def _wait_for_offloaded(self, i: Backward) -> None:
+        """The device waits until what was offloaded is back. No reference to it may outlive this method: backward
+        frees each saved tensor after its last use."""
+        offloaded = self._offloaded.pop((i.stage, i.run, i.mb), None)
+        if offloaded is not None:
+            offloaded.wait()
 
     def take_output(self, mb: int, out: Tensor) -> None:
-        """What the last block made: the micro-batch's summed loss, or what `finish` made of it."""
+        """Keep the result of the last block: the micro-batch's summed loss, or the result of `finish`."""
         if self.finish is None:
             self.losses[mb].copy_(out)
         else:
@@ -163,6 +177,7 @@ class Stages:
 
     def backward(self, i: Backward) -> None:
         x, y = self._saved.pop((i.stage, i.run, i.mb))
+        self._wait_for_offloaded(i)
         dx = self.runner.backward((i.stage, i.run), i.mb, x, y, self._output_grad(i, y), last=i.run == 0)
         if (i.stage, i.run) == self._ends[0]:
             self.batches[i.mb].forget()
@@ -190,9 +205,7 @@ class Stages:
         self._values[i.value] = self._receiving.pop(i.value).wait().to(self.mesh.device)
 
     def send(self, i: Send) -> None:
-        self._sending = [
-            work for work in self._sending if not work.over()
-        ]  # frees the buffers of those that are complete
+        self._sending = [work for work in self._sending if not work.over()]  # frees the buffers of complete sends
         hosts, value = self._hosts, self._values.pop(i.value)
         value = value.clone() if self.runner.reuses_memory and i.kind == "act" else value.contiguous()
         self._sending.append(
@@ -201,5 +214,5 @@ class Stages:
 
     @property
     def _hosts(self) -> Axis | None:
-        """Who passes messages on in place of the devices, in a step in which none may be under way on those."""
+        """Messages go through hosts in a step that captures graphs: then none may be pending on the devices."""
         return self.mesh.pp_hosts if self.runner.captures else None

@@ -1,23 +1,27 @@
-"""CUDA graphs of runs of blocks: after a step without them, forward and backward of each run become one launch each.
+"""CUDA graphs: after one eager step, the forward and the backward of each segment of blocks are one launch each.
 
-A graph belongs to (stage, run, slot). A slot is a place for one micro-batch in flight in a stage: its tokens, its
-activations and its gradients always lie at the same addresses, so what a run writes is what the next run's graph
-reads, without copies. A stage has as many slots as micro-batches were ever in flight in it at once.
+A graph belongs to (stage, segment, slot). A slot holds one micro-batch in flight in a stage: its tokens, activations
+and gradients always have the same addresses, so a segment's graph writes where the next segment's graph reads, without
+copies. A stage has as many slots as micro-batches were ever in flight in it at once.
 
-What forward makes lies in a pool of memory of its slot: within a slot the order of captures is the order of replays,
-between slots it is not. What backward makes is needed no longer than until the stage's backward of that micro-batch
-is over, and nothing comes between its runs, so all slots of a rank share one pool for it; whoever keeps the gradient
-of a stage's input takes a copy.
+    step 1        eager, nothing is captured
+    later steps   a micro-batch enters a stage ──▶ takes a free slot that fits it, or a new one
+                  each segment forward         ──▶ the first time in this slot: capture; then replay
+                  each segment backward        ──▶ the first time in this slot: capture; then replay
+                  the last backward is over    ──▶ the slot is free again
 
-Where activations wait on the host, graphs of copies take them there and back, on a stream of their own. Until the
-slot's next compute is over they are in both places; then what is captured in the slot may use their memory. They
-come back to other memory of the slot.
+Forward writes to a memory pool of its slot: within a slot graphs are replayed in the order of their capture, between
+slots they are not. Backward writes to one pool that all slots of a rank share: its results are needed only until the
+stage's backward of that micro-batch is over, and nothing else runs in between. Code that keeps the gradient of a
+stage's input for longer copies it.
+
+Segments with offloaded activations are never captured (forecast.check).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -26,19 +30,19 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Overlap
-from phalanx.nn.offload import Held, Places
 from phalanx.nn.recompute import Recompute
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.segments import CapturedSegment, Cuda, GraphCuts, uncollected
 from phalanx.schedule.actions import Schedule
 from phalanx.sequence.batch import Batch, usual_documents
 
-Compute = Callable[[Tensor, Batch, Held | None], Tensor]
-"""(input, batch, what holds activations that are to wait on the host) -> output."""
+Compute = Callable[[Tensor, Batch], Tensor]
+"""(input, batch) -> output."""
 Where = tuple[int, int]
 SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
-"""Kinds of micro-batches: with more documents than the others have room for, which may come once and is not worth a
-pool of memory; whose documents are dealt to ranks; without documents; with them."""
+"""Kinds of micro-batches. SELDOM: it has more documents than slots have room for; it may come only once, which is not
+worth a memory pool. BALANCED: its documents are balanced over ranks. PLAIN: without documents.
+OF_DOCUMENTS: attention is inside documents."""
 T = TypeVar("T")
 
 
@@ -51,123 +55,78 @@ def _kind(batch: Batch) -> int:
 
 
 class Eager:
-    """Runs blocks as they are: what graphs are the fast implementation of.
+    """Runs segments without CUDA graphs: the reference implementation of `Graphs`.
 
-    `reuses_memory`: what a run returns is overwritten when its place is used again, so whoever keeps it for long
-    takes a copy. `captures`: whether graphs may be made in this step. CUDA may wait then for all that the device is
-    doing, so nothing may be under way there that another rank's host has yet to ask for: a message received ahead
-    would wait for what that rank computes from this run.
+    reuses_memory   a segment's result is overwritten when its slot is used again: copy it to keep it
+    captures        graphs may be captured in this step. CUDA may then wait for all work of the device, so nothing may
+                    be pending there that depends on another rank's host: a receive posted ahead would wait for what
+                    that rank computes from this segment
     """
 
     reuses_memory = False
     captures = False
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[Where, int], Held] = {}
-
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
-        """At the start of a step with these micro-batches; `seed` () is the gradient of the summed loss. Returns the
-        tensor to use in its place."""
+        """Start a step with these micro-batches. `seed` () is the gradient of the summed loss; returns the tensor to
+        use in its place."""
         return seed
 
-    def forward(
-        self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(input, output) of a run, the input a leaf that will get a gradient (unless it is the model's first).
-        `held`: of a run with activations that are to wait on the host."""
-        if held is not None:
-            self._held[where, mb] = held
+    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
+        """(input, output) of a segment. The input is a leaf that will get a gradient, except in the model's first
+        segment."""
         x = x if where == (0, 0) else x.detach().requires_grad_()
         with torch.enable_grad():
-            return x, compute(x, batch, held)
-
-    def leave(self, where: Where, mb: int, staying: Iterable[Tensor]) -> int:
-        """What the run saved of this micro-batch leaves for the host, but the memory of `staying`. The bytes that
-        leave."""
-        return self._held[where, mb].leave(staying)
-
-    def has_left(self, where: Where, mb: int, x: Tensor) -> bool:
-        """Whether the memory of x is among what left."""
-        held = self._held.get((where, mb))
-        return held is not None and held.took(x)
-
-    def come_back(self, where: Where, mb: int) -> None:
-        self._held[where, mb].come_back()
+            return x, compute(x, batch)
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
-        """Gradient of the run's input. `last`: nothing of this micro-batch is left in this stage after it."""
-        self._arrive(where, mb)
-        if y.requires_grad:  # not where all that the model's first run has is frozen
+        """Gradient of the segment's input. `last`: it is the stage's last backward of this micro-batch."""
+        if y.requires_grad:  # the model's first segment may be frozen as a whole
             backward_from(y, dy)
         return x.grad
 
-    def _arrive(self, where: Where, mb: int) -> None:
-        """What had left is back before the backward that is to read it."""
-        held = self._held.pop((where, mb), None)
-        if held is not None:
-            held.arrive()
-
     def end(self) -> None:
-        """At the end of a step."""
+        """End a step."""
 
     def close(self) -> None:
-        """Let go of what was captured. Communicators cannot be closed before the graphs that use them."""
+        """Delete all graphs. Communicators cannot be closed before the graphs that use them."""
 
     def forget(self) -> None:
-        """What runs compute has changed: capture it anew, after another step without graphs."""
-
-
-@dataclass
-class _Away:
-    """Graphs that take what a run saved to its places on the host, and back; `left` and `came` are what to wait for,
-    once they are replayed."""
-
-    places: Places
-    out: Any
-    back: Any = None
-    left: Any = None
-    came: Any = None
+        """The blocks compute something else now: delete all graphs and capture again after another eager step."""
 
 
 @dataclass
 class _Captured:
-    """A run's two rows of graphs and the tensors they read and write. `held`: what forward saved that may leave for
-    the host; `away`: how, if it did so before its backward was captured."""
+    """A segment captured in one slot: its forward, its backward and the tensors they read and write."""
 
     x: Tensor
     y: Tensor
     forward: CapturedSegment
-    held: Held | None = None
     dy: Tensor | None = None
     backward: CapturedSegment | None = None
-    away: _Away | None = None
 
     def reset(self) -> None:
-        rows = (
-            (self.forward, self.backward)
-            if self.away is None
-            else (self.forward, self.backward, self.away.out, self.away.back)
-        )
-        for row in rows:
+        for row in (self.forward, self.backward):
             if row is not None:
                 row.reset()
 
 
 @dataclass
 class _Slot:
-    """`leaving`: runs whose activations may still be on their way to the host."""
+    """Memory for one micro-batch in flight in a stage, and the segments captured on it."""
 
     batch: Batch
     pool: Any
     runs: dict[Where, _Captured] = field(default_factory=dict)
-    leaving: list[_Away] = field(default_factory=list)
 
 
 class Graphs(Eager):
-    """Replays runs; captures each when it first comes by after the first step. `memories`: what ranks exchange
-    through inside. `between`: names of ops of the blocks' `tape` that cannot be captured. `hosts`: of ranks whose
-    runs exchange while they have different micro-batches. `schedule`: of so many micro-batches, where stages on
-    other ranks pass messages."""
+    """Captures each segment when it first runs in a slot after the first step, and replays it from then on.
+
+    memories    shared memory through which ranks exchange inside segments
+    between     names of ops that cannot be captured and run between graphs (segments.GraphCuts)
+    hosts       the ranks that exchange tokens inside segments although their micro-batches differ
+    schedule    the schedule for a number of micro-batches, if stages on other ranks pass messages
+    """
 
     reuses_memory = True
 
@@ -180,22 +139,19 @@ class Graphs(Eager):
         hosts: Axis | None = None,
         schedule: Callable[[int], Schedule] | None = None,
     ):
-        super().__init__()
-        self.device, self.memories, self._recompute, self._cuts, self._hosts = (
-            device,
-            memories,
-            recompute,
-            GraphCuts(between),
-            hosts,
-        )
-        self._passing = device.pool()  # what backward makes
+        self.device = device
+        self.memories = memories
+        self._recompute = recompute
+        self._cuts = GraphCuts(between)
+        self._hosts = hosts
+        self._passing = device.pool()  # backward of all slots
         self._warm = False
         self._seed: Tensor | None = None
         self._kinds: list[int] = []  # of the step's micro-batches
         self._schedule = schedule
-        self._known: set[tuple] = set()  # the sorts of micro-batches of steps so far
+        self._known: set[tuple] = set()  # the sorts of micro-batches of each step so far
         self._most: Counter[tuple[int, Hashable]] = Counter()  # slots by stage and sort, of all stages
-        self._slots: dict[tuple, list[_Slot]] = {}  # by stage and what sort of batch it takes
+        self._slots: dict[tuple, list[_Slot]] = {}  # by stage and sort of micro-batch
         self._free: dict[tuple, list[_Slot]] = {}
         self._taken: dict[tuple[int, int], tuple[tuple, _Slot, Batch]] = {}  # by stage and micro-batch
 
@@ -209,7 +165,7 @@ class Graphs(Eager):
 
     def end(self) -> None:
         if not self._warm:
-            self.device.tidy()  # what the first step used goes to the graphs' pools
+            self.device.tidy()  # the cached memory of the first step becomes free for the graphs' pools
         self._warm = True
 
     def close(self) -> None:
@@ -217,7 +173,7 @@ class Graphs(Eager):
         for slot in (s for slots in self._slots.values() for s in slots):
             for run in slot.runs.values():
                 run.reset()
-        for kept in (self._slots, self._free, self._taken, self._held, self._known, self._most):
+        for kept in (self._slots, self._free, self._taken, self._known, self._most):
             kept.clear()
         self.memories, self._warm = (), False
 
@@ -226,56 +182,25 @@ class Graphs(Eager):
         self.close()
         self.memories, self._passing = memories, self.device.pool()  # a pool whose graphs are all gone takes no more
 
-    def forward(
-        self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute, held: Held | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
         if not self._warm or self._kinds[mb] == SELDOM:
-            return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute, held))
+            return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute))
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
         slot = self._taken[where[0], mb][1]
         run = slot.runs.get(where)
         if run is None:
-            run = slot.runs[where] = self._capture_forward(
-                slot, where, x, compute, None if held is None else Held(held.mover)
-            )
+            run = slot.runs[where] = self._capture_forward(slot, where, x, compute)
         elif x.data_ptr() != run.x.data_ptr():
             run.x.detach().copy_(x)
-        if held is not None:
-            self._held[where, mb] = held  # what ops between graphs save
-        run.forward.replay(batch, held)
-        self._settle(slot)
-        if run.away is not None:
-            self._leave(slot, run.away)  # asked for or not: what is captured behind it may use its memory
+        run.forward.replay(batch)
         return run.x, run.y
-
-    def leave(self, where: Where, mb: int, staying: Iterable[Tensor]) -> int:
-        if (where[0], mb) not in self._taken:
-            return super().leave(where, mb, staying)
-        slot = self._taken[where[0], mb][1]
-        run = slot.runs[where]
-        staying = (*staying, *slot.batch.tensors, *run.forward.fixed)
-        if run.held is not None and run.backward is None:
-            run.away, run.held = self._capture_leaving(slot, run.held, staying), None
-        nbytes = super().leave(where, mb, staying)
-        return nbytes if run.away is None else nbytes + sum(host.nbytes for host in run.away.places.hosts)
-
-    def come_back(self, where: Where, mb: int) -> None:
-        super().come_back(where, mb)
-        if (where[0], mb) in self._taken:
-            slot = self._taken[where[0], mb][1]
-            away = slot.runs[where].away
-            if away is not None:
-                self._come_back(slot, away)
 
     def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
         if (where[0], mb) not in self._taken:
             return self._turning(lambda: super(Graphs, self).backward(where, mb, x, y, dy, last))
         kind, slot, batch = self._taken[where[0], mb]
         run = slot.runs[where]
-        self._arrive(where, mb)
-        if run.away is not None:
-            self._wait_for(slot, run.away)
         if run.backward is None and run.y.requires_grad:
             if dy is None:
                 raise RuntimeError("the gradient of a run that is being captured must be given")
@@ -287,59 +212,14 @@ class Graphs(Eager):
             run.dy.copy_(dy)
         if run.backward is not None:
             run.backward.replay(batch)
-        self._settle(slot)
         if last:
             del self._taken[where[0], mb]
             self._free[kind].append(slot)
         return run.x.grad
 
-    def _leave(self, slot: _Slot, away: _Away) -> None:
-        away.left = self.device.beside(away.out)
-        slot.leaving.append(away)
-
-    def _come_back(self, slot: _Slot, away: _Away) -> None:
-        self._settle(slot)
-        if away.back is None:
-            away.back = self._capture_copies(slot.pool, lambda: away.places.copy_in(slot.batch.tokens.device))
-        away.came = self.device.beside(away.back)
-
-    def _wait_for(self, slot: _Slot, away: _Away) -> None:
-        """Backward reads it where it comes back to; nobody asks for it where nobody asked that it leave."""
-        if away.came is None:
-            self._come_back(slot, away)
-        self.device.join(away.came)
-        away.came = None
-
-    def _settle(self, slot: _Slot) -> None:
-        """What is on its way to the host has arrived before anything else is done in this slot; its memory may be
-        written."""
-        for away in slot.leaving:
-            self.device.join(away.left)
-            away.places.let_go()
-        slot.leaving.clear()
-
-    def _capture_leaving(self, slot: _Slot, held: Held, staying: Iterable[Tensor]) -> _Away | None:
-        """None: nothing leaves."""
-        held.spare(staying)
-        places = held.between_places(self.device.host)
-        if not places.hosts:
-            return None
-        away = _Away(places, self._capture_copies(slot.pool, places.copy_out))
-        self._leave(slot, away)
-        return away
-
-    def _capture_copies(self, pool: Any, copy: Callable[[], None]) -> Any:
-        with uncollected(), self.device.aside():
-            graph = self.device.begin(pool)
-            try:
-                copy()
-            finally:
-                self.device.end(graph)
-        return graph
-
     def _turning(self, work: Callable[[], T]) -> T:
-        """Do what is not captured, its exchanges ending on the turn on which they began, as those of graphs do:
-        other graphs, and ranks that replay theirs of this run, count on it."""
+        """Do eager work so that exchanges through shared memory end on the turn on which they began, as they do in
+        graphs. Other graphs, and ranks that replay this segment, rely on it."""
         turns = [memory.turn for memory in self.memories]
         done = work()
         for memory, turn in zip(self.memories, turns):
@@ -347,16 +227,16 @@ class Graphs(Eager):
         return done
 
     def _agreed(self, kinds: list[int]) -> list[int]:
-        """What is not of one kind on all ranks that exchange tokens is captured on none: NCCL requires that of an
-        exchange, and that all replay the graphs that they captured together."""
+        """The kinds on all ranks that exchange tokens: a micro-batch that is not of one kind on all of them is captured
+        on none. NCCL requires that ranks capture an exchange together and replay it together."""
         if self._hosts is None:
             return kinds
         everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
         return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
 
     def _needs_slots(self, batches: Sequence[Batch]) -> bool:
-        """Whether some stage gets slots in this step. All stages find the same: they have micro-batches of the same
-        sorts."""
+        """Whether some stage gets new slots in this step. All stages find the same answer, because they have
+        micro-batches of the same sorts."""
         sorts = tuple(
             None if kind == SELDOM else (b.num_sequences, b.seq_length, kind) for kind, b in zip(self._kinds, batches)
         )
@@ -369,7 +249,7 @@ class Graphs(Eager):
         return more
 
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
-        """A free slot of the stage for such a batch, holding its values."""
+        """The kind of slot that the batch needs, and a free one of the stage that now holds the batch."""
         kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
@@ -389,33 +269,32 @@ class Graphs(Eager):
         return kind, slot
 
     def _stays(self, slot: _Slot, x: Tensor) -> bool:
-        """Whether `x` always lies where it lies now: the seed, or what another run of the slot writes."""
+        """Whether `x` has the same address in every step: it is the seed, or another segment of the slot writes it."""
         mine = {self._seed.data_ptr() if self._seed is not None else 0}
         for run in slot.runs.values():
             mine |= {run.y.data_ptr(), run.x.grad.data_ptr() if run.x.grad is not None else 0}
         return x.data_ptr() in mine
 
     def _let_go(self, slot: _Slot, run: _Captured) -> None:
-        """The gradient that `run` has read may be overwritten by what is captured after it: its writer no longer
-        holds it.
+        """Drop the references to the gradient that `run` has read, so that later captures may reuse its memory.
 
-        From then on it is passed on as None: it lies where the graph expects it.
+        From then on it is passed on as None: the graphs know its address.
         """
         for writer in slot.runs.values():
             if writer.x.grad is not None and run.dy is not None and writer.x.grad.data_ptr() == run.dy.data_ptr():
                 writer.x.grad = run.dy = None
 
-    def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute, held: Held | None) -> _Captured:
+    def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute) -> _Captured:
         if where != (0, 0):
             x = (x if self._stays(slot, x) else x.clone()).detach().requires_grad_()
         made: list[Tensor] = []
 
         def run() -> None:
             with torch.enable_grad():
-                made.append(compute(x, slot.batch, held))
+                made.append(compute(x, slot.batch))
 
         graph = self._capture(slot.pool, run)
-        return _Captured(x, made[0], graph, held)
+        return _Captured(x, made[0], graph)
 
     def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> CapturedSegment:
         row = CapturedSegment(self.device, pool, late)
@@ -429,7 +308,7 @@ class Graphs(Eager):
 
     @contextmanager
     def _cutting(self, row: CapturedSegment) -> Iterator[None]:
-        """What the tape runs meanwhile stands in this row, if it is of the sort that runs as it is."""
+        """Inside, ops that cannot be captured become eager steps of this captured segment."""
         self._recompute.cuts, self._cuts.row = self._cuts, row
         try:
             yield

@@ -15,7 +15,7 @@ from phalanx.layout.grid import Grid
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, Fp8Linears
 from phalanx.ops.quantized.recipes import RECIPES
-from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks, spec_of
+from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks
 
 AT = "train.fp8"
 CAPABILITY = {
@@ -145,6 +145,6 @@ def local_shapes(
         for rank in {0, grid.world - 1}:
             for block in make_blocks(model, Env(grid=grid, at=grid.coords(rank), fp8=fp8), range(num_blocks(model))):
                 for p in block.parameters():
-                    if getattr(p, "quantizer", None) is not None and p.dim() == dims:
-                        found[(tuple(piece.name for piece in spec_of(p).pieces), (p.shape[-2], p.shape[-1]))] = None
+                    if p.quantizer is not None and p.dim() == dims:
+                        found[(tuple(piece.name for piece in p.spec.pieces), (p.shape[-2], p.shape[-1]))] = None
     return tuple(found)

@@ -12,7 +12,7 @@ from phalanx.base.rules import problem
 from phalanx.config.run import Run
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env
-from phalanx.planning.plan import make_blocks, num_blocks, spec_of
+from phalanx.planning.plan import make_blocks, num_blocks
 
 
 def check_freeze(run: Run) -> list[Problem]:
@@ -57,7 +57,5 @@ def fits(name: str, globs: list[str]) -> bool:
 @lru_cache(maxsize=8)
 def stored_together(key: str, model: LlamaConfig | GPT2Config) -> tuple[tuple[str, ...], ...]:
     """Names of the global tensors of each parameter that a Hugging Face checkpoint has."""
-    specs = {
-        id(p): spec_of(p) for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()
-    }
+    specs = {id(p): p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()}
     return tuple(tuple(piece.name for piece in spec.pieces) for spec in specs.values() if spec.exported)

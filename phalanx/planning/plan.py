@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from torch import nn
-
 from phalanx.base.dtypes import precision
 from phalanx.base.rules import default_of
 from phalanx.comm.axis import ModelAxes
@@ -23,9 +21,11 @@ from phalanx.models import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, 
 from phalanx.models.config import GPT2Config, LlamaConfig
 from phalanx.nn.env import Env, Fp8Linears
 from phalanx.nn.module import Block
+from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.exchange import Dispatch, room_for
+from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
@@ -72,8 +72,8 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
 @lru_cache(maxsize=8)
 def _fp8_names(key: str, model: LlamaConfig | GPT2Config, fp8: Fp8Linears) -> tuple[str, ...]:
     blocks = make_blocks(model, Env(fp8=fp8), range(num_blocks(model)))
-    lows = (getattr(p, "quantizer", None) for block in blocks for p in block.parameters())
-    return tuple(dict.fromkeys(fp8.name for fp8 in lows if fp8 is not None))
+    lows = (p.quantizer for block in blocks for p in block.parameters())
+    return tuple(dict.fromkeys(fp8.name for fp8 in lows if isinstance(fp8, WeightQuantizer)))
 
 
 def fp8_names(run: Run) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
     for block in blocks:
         fresh = [p for p in block.parameters() if id(p) not in seen]
         seen.update(id(p) for p in fresh)
-        specs = [spec_of(p) for p in fresh if spec_of(p).trained]
+        specs = [p.spec for p in fresh if p.spec.trained]
         experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
         flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
         facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), flops, experts, of_heads, alone))
@@ -129,12 +129,8 @@ def model_facts(model_key: str, model: LlamaConfig | GPT2Config, seq_length: int
 
 def exported_shapes(model: LlamaConfig | GPT2Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
-    specs = [spec_of(p) for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
+    specs = [p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
     return {piece.name: piece.shape for spec in specs if spec.exported for piece in spec.pieces}
-
-
-def spec_of(parameter: nn.Parameter) -> ParamSpec:
-    return parameter.spec  # type: ignore[attr-defined]
 
 
 def global_numel(spec: ParamSpec) -> int:
@@ -363,18 +359,16 @@ class Plan:
             for number, run in enumerate(self.runs[stage])
         }
 
-    def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[nn.Parameter]]:
+    def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[Parameter]]:
         """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
         params, users = users_of(blocks)
-        specs = [(spec_of(p), u) for p, u in zip(params, users)]
+        specs = [(p.spec, u) for p, u in zip(params, users)]
         return make_buckets(specs, self.grid), params
 
     def replicas(self, tp: int) -> set[Replica]:
         """Every replica axis of all pipeline ranks with this tp coordinate."""
         blocks = (b for pp in range(self.grid.pp) for run in self.blocks_of(Coords(pp=pp, tp=tp)).values() for b in run)
-        return {
-            r for block in blocks for p in block.parameters() for piece in spec_of(p).pieces for r in piece.replicas
-        }
+        return {r for block in blocks for p in block.parameters() for piece in p.spec.pieces for r in piece.replicas}
 
     def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
         """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would
@@ -443,10 +437,10 @@ class Plan:
         )
 
 
-def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[nn.Parameter], list[frozenset[tuple[int, int]]]]:
+def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Parameter], list[frozenset[tuple[int, int]]]]:
     """Each parameter of a rank once, in order, with the (stage, run) pairs that use it."""
     users: dict[int, set[tuple[int, int]]] = {}
-    params: list[nn.Parameter] = []
+    params: list[Parameter] = []
     for where, run in blocks.items():
         for block in run:
             for p in block.parameters():

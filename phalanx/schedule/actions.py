@@ -1,8 +1,9 @@
-"""The words of a pipeline schedule: actions of whole stages, and the instructions that one executor per rank runs in
-list order.
+"""The vocabulary of pipeline schedules: actions of whole stages, and the instructions that an executor carries out.
 
-Who decides the order of actions is `generators`; how they become instructions is `lower`; what running them means is
-`simulate` (the reference) and `pipeline.execute` (the real one).
+`generators` orders the actions, `lower` turns them into a list of instructions per rank. What an instruction means is
+in `simulate` (the reference) and in pipeline.execute (on real tensors).
+
+A stage is cut into segments of blocks, numbered from 0: the unit of compute instructions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ActionKind = Literal["F", "B", "I", "W"]
 """Forward, full backward, gradient of the inputs only, gradient of the weights only (I then W makes a B)."""
 TransferKind = Literal["act", "grad"]
 Buckets = Mapping[int, Set[tuple[int, int]]]
-"""Bucket number -> the (stage, run) pairs of one rank whose parameters lie in it."""
+"""Bucket number -> the (stage, segment) pairs of one rank whose parameters are in it."""
 
 
 class ScheduleError(PhalanxError):
@@ -50,8 +51,8 @@ def B(stage: int, mb: int) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Per rank, the order of its actions. `stage_rank[s]` is the rank that holds stage s; stages are numbered along
-    the model."""
+    """The order of each rank's actions. `stage_rank[s]` is the rank of stage s; stages are numbered along the
+    model."""
 
     name: str
     num_micro_batches: int
@@ -81,15 +82,15 @@ class Schedule:
         return self._stages.get(rank, ())
 
     def consumer(self, action: Action) -> Action | None:
-        """The action that reads what this one makes, or None at the end of the chain."""
+        """The action that reads the result of this one, or None at the end of the chain."""
         if action.kind == "W":
             return None
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
         return Action(action.kind, stage, action.mb) if 0 <= stage < self.num_stages else None
 
     def most_in_flight(self, sorts: Sequence[Hashable]) -> Counter[tuple[int, Hashable]]:
-        """(stage, sort) -> most micro-batches of that sort that are in flight in the stage at once, between their
-        forward and their backward. `sorts`: of each micro-batch; None: not counted."""
+        """(stage, sort) -> the largest number of micro-batches of that sort that are between their forward and their
+        backward in the stage at the same time. `sorts`: of each micro-batch; None: it does not count."""
         live, most = Counter[tuple[int, Hashable]](), Counter[tuple[int, Hashable]]()
         for action in (a for order in self.orders for a in order if sorts[a.mb] is not None):
             where = action.stage, sorts[action.mb]
@@ -99,9 +100,9 @@ class Schedule:
 
 
 # ---- Instructions. A value between two stages is named by its reader: (kind, reading stage, mb). An executor keeps
-# such values in one table: the last run of a stage puts its result there, Send takes it away, Wait puts a received one
-# there, and the first run of the next stage takes it. So two neighbouring stages on one rank need no instruction
-# between them.
+# these values in one table. The last segment of a stage adds its result, Send removes it, Wait adds a received value,
+# and the first segment of the next stage removes it. So two neighbouring stages on one rank need no instruction between
+# them.
 
 
 class Value(NamedTuple):
@@ -117,7 +118,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the blocks of one run. Run 0 reads the value (act, stage, mb), or the batch in stage 0."""
+    """Forward of one segment. Segment 0 reads the value (act, stage, mb), or the batch in stage 0."""
 
     stage: int
     run: int
@@ -126,7 +127,8 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Full backward of one run. The last run reads the value (grad, stage, mb), or the loss seed in the last stage."""
+    """Full backward of one segment. The last segment reads the value (grad, stage, mb), or the loss seed in the last
+    stage."""
 
     stage: int
     run: int
@@ -180,11 +182,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a bucket asks for besides its reduction, by how it is sharded.
+    """Which instructions a bucket needs besides its reduction; it follows from how the bucket is sharded.
 
-    gathers   its weights have memory from Gather to Free only
-    opens     its gradients have memory from Open to Close only, and are reduced after each micro-batch
-    closes    something is to be done when a reduction is complete
+    gathers   its weights are in memory from Gather to Free only
+    opens     its gradients are in memory from Open to Close only, and are reduced after each micro-batch
+    closes    it needs a Close when a reduction is complete
     """
 
     gathers: bool = False
@@ -194,44 +196,43 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Give a bucket's weights memory and start gathering them into it."""
+    """Allocate a bucket's weights and start gathering them."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Make sure that a bucket's weights have arrived: of the last Gather, or since the last optimizer update."""
+    """Wait until a bucket's weights can be read: after its last Gather, or after the last optimizer update."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of a bucket's gathered weights."""
+    """Free a bucket's gathered weights."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Give a bucket's gradients memory, all zero."""
+    """Allocate a bucket's gradients, all zero."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start reducing what a bucket's gradients are so far: nothing adds to them before they are opened anew, or in
-    this step."""
+    """Start reducing a bucket's gradients. Nothing adds to them until the next Open, or the next step."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Wait for a bucket's reduction, keep this rank's part and let go of the rest. `last`: the bucket's last one of
-    the step."""
+    """Wait for a bucket's reduction, keep this rank's shard and free the rest. `last`: it is the bucket's last
+    reduction of the step."""
 
     bucket: int
     last: bool = True
@@ -239,7 +240,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Start copying to the host what a run's forward keeps for its backward, and let go of it on the device."""
+    """Start copying to the host what a segment's forward saved for its backward, and free it on the device."""
 
     stage: int
     run: int
@@ -248,7 +249,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Start copying it back."""
+    """Start copying back what an Offload copied to the host."""
 
     stage: int
     run: int
@@ -260,10 +261,10 @@ Instruction = Forward | Backward | Recv | Wait | Send | Gather | Ready | Free | 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions per rank, with the facts they were made from (so that the simulator can tell what is missing).
+    """The instructions of each rank, with the facts they follow from (the simulator checks that nothing is missing).
 
-    flows_of_rank   of each rank's buckets; one that is not there asks for nothing
-    early           (stage, run) pairs whose forward adds to gradients: heads make theirs there
+    flows_of_rank   of each rank: bucket -> Flow; a bucket without an entry needs only its reduction
+    early           (stage, segment) pairs whose forward adds to gradients: a head computes its gradients there
     """
 
     schedule: Schedule

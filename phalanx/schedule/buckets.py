@@ -1,7 +1,10 @@
-"""Places what is done with buckets between compute: when weights are gathered and let go, when gradients are opened,
-reduced and closed.
+"""Places bucket instructions between compute: when weights are gathered and freed, and gradients allocated and reduced.
 
-All is found by use, so tied weights, virtual stages and any order of micro-batches need no rule of their own.
+    Gather ... Ready  first use ... last use  Free                      weights of a sharded bucket (ZeRO-3 / FSDP)
+    Open  first add ... last add  Reduce ... Close                      its gradients
+
+Everything follows from where a bucket is used, so tied weights, virtual stages and any order of micro-batches need no
+rule of their own.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ Compute = Forward | Backward
 
 @dataclass
 class _Moments:
-    """What goes between compute instruction number k - 1 and number k, in this order.
+    """What is done before and after each compute instruction, by its number k.
 
-    After k: frees first (the memory serves the next gather), then reductions, which others wait for, then the ends
-    of older ones, then gathers; the last two in the order of their beginning and of their use. Before k: what it
-    needs. A gather that must start before the first compute instruction is `after` number -1.
+    After k, in this order: frees (the next gather may use the memory), reductions (other ranks wait for them), the
+    ends of older reductions in the order in which they began, gathers in the order of their use. Before k: what k
+    needs. A gather that must start before the first compute instruction comes after number -1.
     """
 
     frees: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
@@ -62,8 +65,10 @@ def with_buckets(
 ) -> tuple[Instruction, ...]:
     """The instructions of a rank with those of its buckets added.
 
-    early: (stage, run) pairs whose forward adds to gradients. ahead: weights are gathered so many compute
-    instructions before their use, and a reduction may last so many. keep: gathered weights stay until the last use.
+    early             (stage, segment) pairs whose forward adds to gradients
+    bucket_prefetch   weights are gathered this many compute instructions before their use, and a reduction may last
+                      as many
+    keep              gathered weights stay until their last use
     """
     compute = [x for x in program if isinstance(x, Forward | Backward)]
     trains = any(isinstance(x, Backward) for x in compute)
@@ -99,8 +104,8 @@ def _place_weights(
 
 
 def _spans(uses: list[int], near: int) -> Iterator[tuple[int, int]]:
-    """(first, last) use of each run of uses that follow each other within `near`: weights gathered anew that soon
-    were better kept."""
+    """(first, last) of each group of uses that are at most `near` instructions apart: between them the weights are
+    kept rather than gathered again."""
     first = last = uses[0]
     for use in uses[1:]:
         if use - last > near:
@@ -113,8 +118,8 @@ def _spans(uses: list[int], near: int) -> Iterator[tuple[int, int]]:
 def _place_gradients(
     moments: _Moments, bucket: int, flow: Flow, adds: list[int], compute: Sequence[Compute], bucket_prefetch: int
 ) -> None:
-    """Reduce after the last add of the step, or of each micro-batch; what other micro-batches have added by then
-    goes with it."""
+    """Reduce after the last add of the step or, if gradients are sharded, of each micro-batch. Each reduction includes
+    what other micro-batches have added by then."""
     last_of_mb = {compute[k].mb: k for k in adds}
     is_open = False
     for n, k in enumerate(adds):
@@ -131,8 +136,8 @@ def _place_gradients(
 
 
 def _woven(program: Sequence[Instruction], moments: _Moments) -> Iterator[Instruction]:
-    """The program with the places filled. What comes after compute comes after the sends of its result, which peers
-    wait for."""
+    """The program with the bucket instructions in it. Those after a compute instruction come after the sends of its
+    result, because peers wait for these."""
     yield from moments.after(-1)
     k, due = -1, False
     for instruction in program:
@@ -151,8 +156,8 @@ def _woven(program: Sequence[Instruction], moments: _Moments) -> Iterator[Instru
 def fullest(
     instructions: Sequence[Instruction], weights: Mapping[int, int], gradients: Mapping[int, int]
 ) -> tuple[int, int]:
-    """(gathered weights, open gradients) in bytes at the moment when together they are most; given the bytes of each
-    bucket's."""
+    """(gathered weights, open gradients) in bytes, at the moment when their sum is largest. `weights`, `gradients`:
+    bytes of each bucket."""
     gathered = opened = 0
     most = (0, 0)
     for x in instructions:

@@ -1,5 +1,4 @@
-"""Draws a simulated schedule as plain text: one row per rank, time to the right. Leaves printing and colours to the
-caller."""
+"""Draws a simulated schedule as plain text: one row per rank, time to the right."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from phalanx.schedule.simulate import ScheduleTrace
 def draw(trace: ScheduleTrace, width: int = 100, max_rows: int = 32) -> str:
     """At most `max_rows` rows of `width` characters, and two lines of legend.
 
-    F0 is the forward of micro-batch 0, B0=== its backward, dots are bubbles. With virtual stages a0, b0, ... are
-    forwards and A0==, B0==, ... backwards of a rank's first, second, ... stage. What does not fit is cut out of the
-    middle and shown as `…`.
+    F0 is the forward of micro-batch 0, B0=== its backward, dots are idle time (the bubble). With virtual stages a0, b0,
+    ... are forwards and A0==, B0==, ... backwards of a rank's first, second, ... stage. If the picture is too wide, its
+    middle is replaced by `…`.
     """
     schedule = trace.program.schedule
     labels = [f"rank {rank}" for rank in range(schedule.pp)]
@@ -34,7 +33,7 @@ Cell = tuple[float, float, str, str]
 
 
 def _cells(trace: ScheduleTrace, rank: int) -> list[Cell]:
-    """The actions of a rank: runs of one stage and micro-batch that follow each other are one cell."""
+    """The actions of a rank: consecutive segments of one stage and micro-batch are one cell."""
     schedule = trace.program.schedule
     cells: list[Cell] = []
     last = None
@@ -63,8 +62,7 @@ def _letter(schedule: Schedule, rank: int, stage: int, forward: bool) -> str:
 def _scale(cells: list[list[Cell]], makespan: float, room: int) -> float:
     """Columns per second: as many as a typical forward needs for its label, or fewer if the whole picture then fits.
 
-    When even one column per forward is too wide and the middle goes, the left part should still show every rank
-    starting.
+    If even one column per forward is too wide, the left part of the picture should still show every rank's start.
     """
     durations = [end - start for row in cells for start, end, _, filling in row if filling == "-" and end > start]
     if not durations:
@@ -87,7 +85,7 @@ def _row(cells: list[Cell], scale: float, makespan: float) -> str:
 
 
 def _fit(label: str, columns: int) -> str:
-    """The label if it fits, else its letter."""
+    """The label if there is room for it, else its letter."""
     return label if len(label) <= columns else label[:columns][:1]
 
 

@@ -1,9 +1,9 @@
-"""Makes the order of actions of each rank for a named schedule. Knows stages and micro-batches, nothing of blocks or
-messages.
+"""Generates pipeline schedules: the order of each rank's forwards and backwards of stages, by the schedule's name.
 
-Every schedule here is the same weave: forwards in one order, backwards in another, and a number of forwards that go
-first (`warm-up`); after that one forward and one backward take turns. GPipe warms up with everything; a forward-only
-schedule has no backwards; gradient accumulation without a pipeline is pp = 1.
+Every schedule interleaves a list of forwards with a list of backwards: first some forwards (the warm-up), then one
+forward and one backward in turn, then the remaining backwards. GPipe warms up with all forwards, a forward-only
+schedule has no backwards, and gradient accumulation without a pipeline is pp = 1. This file knows nothing of blocks or
+messages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ def generate(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     """The schedule `name` over pp ranks holding `virtual_stages` stages each: stage s lives on rank s % pp.
 
     - gpipe: all forwards, then all backwards (arXiv:1811.06965); with virtual stages, breadth first
-    (arXiv:2211.05953).
+      (arXiv:2211.05953).
     - 1f1b: one forward, one backward; at most min(pp - rank, num_micro_batches) micro-batches alive
-    (arXiv:2006.09503).
+      (arXiv:2006.09503).
     - interleaved: 1F1B over virtual stages, depth first in rounds of about pp micro-batches (arXiv:2104.04473); any
-    number
-      of micro-batches.
+      number of micro-batches.
     - forward: no backward (evaluation, generation).
     - auto: 1f1b, or interleaved when there are virtual stages.
 
@@ -56,12 +55,12 @@ def _check(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> N
 
 
 def _rounds(num_micro_batches: int, pp: int) -> list[range]:
-    """Micro-batches in consecutive rounds of at least pp (as long as there are pp), as even as can be, larger rounds
-    first.
+    """Micro-batches in consecutive rounds of at least pp (one round if there are fewer), as even as possible, larger
+    rounds first.
 
-    A round is as long as a rank may work on one of its stages before it turns to the next: with pp micro-batches the
-    first one is back from the other ranks just when it is needed. The first round is never smaller than a later one,
-    because the warm-up is measured by it.
+    A rank works on one of its stages for a round before it turns to the next stage: with pp micro-batches the first one
+    is back from the other ranks just when it is needed. The first round is never smaller than a later one, because it
+    determines the length of the warm-up.
     """
     num_rounds = max(1, num_micro_batches // pp)
     small, larger = divmod(num_micro_batches, num_rounds)

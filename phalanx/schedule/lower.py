@@ -1,7 +1,7 @@
-"""Turns the actions of stages into instructions: runs of blocks, and messages posted in one order on both ends.
+"""Lowers a schedule: turns the actions of whole stages into the instructions of each rank.
 
-Knows which values cross ranks; leaves the order of compute to `generators`, what is done with buckets in between to
-`flows`, and the doing to the executor.
+Stages are cut into segments of blocks, and messages are posted in the same order on both ends. `generators` decides the
+order of compute, `buckets` and `offload` add their instructions, pipeline.execute carries all of them out.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def lower(
 ) -> Program:
     """The instruction list of every rank.
 
-    `runs_per_stage[s]` is the number of runs that stage s is cut into (default 1 each); `buckets_of_rank[r]` maps
-    the buckets of rank r to the (stage, run) pairs that use them (default none). Receives are posted `prefetch`
-    actions before they are used (or earlier, where the sender's order asks for it), so the message travels under
-    compute and few buffers wait. `flows_of_rank`, `early`: as of Program; `ahead` and `keep`: as of
-    flows.with_buckets. `offloaded`: (stage, run) pairs whose activations wait on the host, as of
-    offload.with_offload.
+    runs_per_stage         the number of segments of each stage; default 1
+    buckets_of_rank        of each rank: bucket -> the (stage, segment) pairs that use it; default none
+    prefetch               receives are posted this many actions before their use (earlier where the sender's order
+                           demands it), so that messages travel during compute and few buffers wait
+    flows_of_rank, early   see Program
+    bucket_prefetch, keep  see buckets.with_buckets
+    offloaded              (stage, segment) pairs whose activations are offloaded, see offload.with_offload
 
     Raises ScheduleError when the numbers do not fit the schedule or a value is sent to an action that does not exist.
     """
@@ -54,7 +55,7 @@ def lower(
     buckets = tuple(buckets_of_rank) if buckets_of_rank is not None else ({},) * schedule.pp
     _check(schedule, runs, buckets, prefetch)
     if bucket_prefetch < 0:
-        raise ScheduleError(f"ahead={bucket_prefetch} must not be negative")
+        raise ScheduleError(f"bucket_prefetch={bucket_prefetch} must not be negative")
     edges = _edges(schedule)
     lists = []
     for rank in range(schedule.pp):
@@ -90,8 +91,8 @@ def _check(schedule: Schedule, runs: tuple[int, ...], buckets: tuple[Buckets, ..
 
 
 def _edges(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
-    """(sending rank, receiving rank) -> the actions that read the messages, in sending order: the order of both
-    ends."""
+    """(sending rank, receiving rank) -> the actions that read the messages, in the order in which both ends post
+    them."""
     edges: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, order in enumerate(schedule.orders):
         for action in order:
@@ -107,9 +108,8 @@ def _compute_and_messages(
     received = {recv.value for posts in receives.values() for recv in posts}
     program: list[Instruction] = []
     for position, action in enumerate(schedule.orders[rank]):
-        program += receives.get(
-            position, []
-        )  # before the Wait below: a rank that waits must not keep its peers from sending
+        # Before the Wait below: a rank that waits must not keep its peers from sending.
+        program += receives.get(position, [])
         wait = Wait(_kind(action), action.stage, action.mb)
         if wait.value in received:
             program.append(wait)
@@ -129,11 +129,11 @@ def _compute(action: Action, num_runs: int) -> Iterable[Instruction]:
 
 
 def _receives(order: Sequence[Action], incoming: dict[int, list[Action]], prefetch: int) -> dict[int, list[Recv]]:
-    """Position in a rank's order -> the receives to post before that action; `incoming` has its readers per sending
-    rank.
+    """Position in a rank's order -> the receives to post before that action. `incoming`: sending rank -> the actions
+    that read its messages.
 
-    On each edge the order is the sender's; a value that is needed late must still be posted before a later one
-    needed early.
+    Receives from one rank are posted in the order in which it sends: a value that is needed late is posted before a
+    value that is sent after it but needed earlier.
     """
     position = {action: i for i, action in enumerate(order)}
     due: list[tuple[int, Recv]] = []
@@ -153,8 +153,8 @@ def _receives(order: Sequence[Action], incoming: dict[int, list[Action]], prefet
 
 
 def _remote_reader(schedule: Schedule, action: Action) -> Action | None:
-    """Who reads this action's result on another rank; at a stage border within a rank, and at both ends of the
-    model, nobody."""
+    """The action on another rank that reads this action's result. None if the reader is on the same rank, and at both
+    ends of the model."""
     reader = schedule.consumer(action)
     if reader is None or schedule.stage_rank[reader.stage] == schedule.stage_rank[action.stage]:
         return None

@@ -1,7 +1,7 @@
-"""Places in memory that stay, for weights and gradients that come and go: which buckets share one. A bucket always
-comes to the same place, so whatever was captured once (CUDA graphs) finds it there.
+"""Memory slots of sharded buckets: fixed addresses for gathered weights and for gradients, and which buckets share one.
 
-Knows instruction lists and sizes; what lies at a place is data_parallel's.
+A bucket always uses the same slot, so CUDA graphs find it where they were captured. Buckets that are never there at the
+same time may share a slot. This file knows instruction lists and sizes; data_parallel owns the memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Go = type[Free] | type[Close]
 
 @dataclass(frozen=True)
 class MemorySlots:
-    """Of one rank: the number of each bucket's place, for gathered weights and for open gradients, and the elements
-    of each place."""
+    """Of one rank: the slot of each bucket for its gathered weights and for its gradients, and the number of elements
+    of each slot."""
 
     weights: Mapping[int, int]
     gradients: Mapping[int, int]
@@ -29,7 +29,7 @@ class MemorySlots:
 
 
 def make_slots(lists: Iterable[Sequence[Instruction]], numel: Mapping[int, int]) -> MemorySlots:
-    """Places that do for all these instruction lists of a rank, given the elements of each of its buckets."""
+    """Slots that serve all these instruction lists of a rank. `numel`: the number of elements of each bucket."""
     weights: Pairs = set()
     gradients: Pairs = set()
     for instructions in lists:
@@ -40,7 +40,7 @@ def make_slots(lists: Iterable[Sequence[Instruction]], numel: Mapping[int, int])
 
 
 def lives(instructions: Sequence[Instruction], come: Come, go: Go) -> Iterator[frozenset[int]]:
-    """The buckets that are here, after each that comes."""
+    """The buckets that are in memory, after each one that is added."""
     here: set[int] = set()
     for i in instructions:
         if isinstance(i, come):
@@ -51,7 +51,7 @@ def lives(instructions: Sequence[Instruction], come: Come, go: Go) -> Iterator[f
 
 
 def together(instructions: Sequence[Instruction], come: Come, go: Go) -> Pairs:
-    """Pairs of buckets that are here at once; of one that comes the bucket alone."""
+    """Pairs of buckets that are in memory at the same time, and each bucket alone."""
     found: Pairs = set()
     for here in lives(instructions, come, go):
         found |= {frozenset(pair) for pair in combinations(here, 2)} | {frozenset((b,)) for b in here}
@@ -59,8 +59,8 @@ def together(instructions: Sequence[Instruction], come: Come, go: Go) -> Pairs:
 
 
 def share(numel: Mapping[int, int], pairs: Pairs) -> dict[int, int]:
-    """Greedy colouring, the largest first, so that places of one size serve buckets of that size: each takes the
-    first place that none of those it meets has."""
+    """Bucket -> slot, by greedy colouring: each bucket takes the first slot that no bucket has which is in memory at
+    the same time. The largest come first, so that a slot serves buckets of about its size."""
     buckets = {b for pair in pairs for b in pair}
     place: dict[int, int] = {}
     for b in sorted(buckets, key=lambda b: (-numel[b], b)):
@@ -74,7 +74,7 @@ def sizes(place: Mapping[int, int], numel: Mapping[int, int]) -> tuple[int, ...]
 
 
 def fits(instructions: Sequence[Instruction], places: MemorySlots) -> bool:
-    """Whether each bucket has a place whenever it comes, which no other has then."""
+    """Whether each bucket has a slot, and no two buckets that are in memory at the same time share one."""
     kinds: tuple[tuple[Mapping[int, int], Come, Go], ...] = (
         (places.weights, Gather, Free),
         (places.gradients, Open, Close),
@@ -87,7 +87,7 @@ def fits(instructions: Sequence[Instruction], places: MemorySlots) -> bool:
 
 
 def prove(lists: Iterable[Sequence[Instruction]], places: Sequence[MemorySlots]) -> None:
-    """ScheduleError if two buckets of a rank would meet at one place."""
+    """Raises ScheduleError if two buckets of a rank would use one slot at the same time."""
     for rank, (instructions, of_rank) in enumerate(zip(lists, places)):
         if not fits(instructions, of_rank):
             raise ScheduleError(f"rank {rank}: two buckets are at one place of memory at once, or one has none")

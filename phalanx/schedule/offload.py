@@ -1,5 +1,7 @@
-"""Where activations leave for the host and come back: instructions added to a rank's list, by which of its runs are
-offloaded."""
+"""Places Offload and Fetch in a rank's list of instructions.
+
+Forward  Offload  ...  Fetch  one compute instruction  Backward      of one segment and micro-batch
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offl
 
 
 def with_offload(program: Sequence[Instruction], runs: Set[tuple[int, int]]) -> tuple[Instruction, ...]:
-    """Offload after the forward of each of these (stage, run) pairs; Fetch one piece of compute before its backward,
-    so that the copy is under way meanwhile. Where nothing would be computed while they are away, the activations
-    stay."""
+    """Add an Offload after the forward of each of these (stage, segment) pairs, and a Fetch one compute instruction
+    before its backward, which hides the copy. If nothing would be computed while the activations are on the host, they
+    stay on the device."""
     compute = [i for i in program if isinstance(i, Forward | Backward)]
     place = {i: n for n, i in enumerate(compute)}
     before: dict[Instruction, list[Instruction]] = {}

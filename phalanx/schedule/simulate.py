@@ -1,9 +1,16 @@
-"""Runs the instruction lists of all ranks on paper: proves that they finish and compute the right thing, and says
-how long and how full.
+"""Simulates the instruction lists of all ranks: proves that they finish and compute the right thing, and measures time
+and memory.
 
-The reference of the executor. Transfers are unbuffered and each directed edge does one at a time in posting order,
-as one communicator per edge does; what the instructions mean is written in `actions`, how they were made does not
-matter here.
+The reference implementation of the executor (pipeline.execute). Each directed edge between two ranks does one transfer
+at a time, unbuffered and in the order of posting, as one communicator per edge does. `actions` says what instructions
+mean; how the lists were made does not matter here.
+
+One rank, per instruction:
+
+    the next instruction ──▶ allowed in this state? ──▶ do it, advance the clock ──▶ the next instruction
+                                    │ no                        │ Wait, Send: the peer has not posted yet
+                                    ▼                           ▼
+                              ScheduleError               stay here; if all ranks stay: deadlock
 """
 
 from __future__ import annotations
@@ -51,7 +58,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """One run of blocks at work on one rank."""
+    """The time that one rank spends on the forward or backward of one segment."""
 
     rank: int
     start: float
@@ -70,8 +77,8 @@ class LiveChange:
 
 @dataclass(frozen=True)
 class ScheduleTrace:
-    """What a simulation saw. Times are seconds since the start of the step; tuples go by rank unless the name says
-    otherwise."""
+    """The result of a simulation. Times are in seconds since the start of the step; tuples are indexed by rank unless
+    the name says otherwise."""
 
     program: Program
     makespan: float
@@ -100,9 +107,10 @@ class ScheduleTrace:
 
 
 def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool = False) -> ScheduleTrace:
-    """Run all lists to their end. With `host_rendezvous` a Send also stops its host until the receiver has posted.
+    """Simulate all lists to their end. With `host_rendezvous` a Send also blocks its host until the receiver has
+    posted.
 
-    Raises ScheduleError, naming ranks and instructions, when a list reads a value that is not there, computes
+    Raises ScheduleError, which names ranks and instructions, when a list reads a value that is not there or computes
     something twice or never, when the two ends of an edge disagree, when a bucket is used before it is gathered or
     reduced before its last gradient, or when ranks wait for each other.
     """
@@ -116,8 +124,7 @@ def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool
     edges: dict[tuple[int, int], _Edge] = defaultdict(lambda: _Edge(costs.send))
     ranks = [_Rank(program, rank, costs, edges, host_rendezvous) for rank in range(program.schedule.pp)]
     while any(not rank.finished for rank in ranks):
-        # The result does not depend on who goes first: a rank's next instruction and all times follow from the lists
-        # alone.
+        # The order of the ranks does not matter: all times follow from the lists alone.
         if not any([rank.advance() for rank in ranks]):
             _deadlock(ranks)
     for (source, to), edge in edges.items():
@@ -163,8 +170,19 @@ class _Edge:
 
 
 @dataclass
-class _Held:
-    """The buckets of one rank. What a step is told to do and must not is returned as the reason, else ""."""
+class _BucketStates:
+    """The state of each bucket of one rank. A method that is told to do what the state forbids returns the reason,
+    else "".
+
+        weights        Gather            Ready            Free
+              sharded ───────▶ gathered ──────▶ readable ──────▶ sharded
+
+        gradients   Open         Forward, Backward         Reduce             Close
+              none ──────▶ open ───────────────────▶ added ───────▶ reducing ───────▶ none, or reduced for this step
+
+    A bucket whose weights are not sharded has no Gather and no Free, one whose gradients are not sharded has no Open
+    (actions.Flow).
+    """
 
     gathered: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
@@ -226,8 +244,8 @@ class _Held:
         self.added.add(bucket)
         return ""
 
-    def left(self, buckets: set[int], trained: bool) -> str:
-        """What is missing at the end."""
+    def missing(self, buckets: set[int], trained: bool) -> str:
+        """What is missing at the end of the step, or ""."""
         if trained and self.reduced != buckets:
             return f"never reduces buckets {sorted(buckets - self.reduced)} for the last time"
         left = self.gathered | self.opened | self.added
@@ -236,7 +254,7 @@ class _Held:
 
 @dataclass
 class _Rank:
-    """One executor: a list, a place in it, a clock, and the values it holds."""
+    """The executor of one rank: its list, its position in it, its clock, and the values it has."""
 
     program: Program
     rank: int
@@ -251,10 +269,10 @@ class _Rank:
     posted: dict[Value, int] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
     done: set[Forward | Backward] = field(default_factory=set)
-    held: _Held = field(default_factory=lambda: _Held())
+    bucket_states: _BucketStates = field(default_factory=lambda: _BucketStates())
     sent_at: list[tuple[int, int, float]] = field(default_factory=list)
     sending: bool = False
-    away: set[tuple[int, int, int]] = field(default_factory=set)
+    on_host: set[tuple[int, int, int]] = field(default_factory=set)
     spans: list[ActionSpan] = field(default_factory=list)
     live: Counter[int] = field(default_factory=Counter)
     live_changes: list[LiveChange] = field(default_factory=list)
@@ -294,14 +312,14 @@ class _Rank:
             self.fail(why)
 
     def advance(self) -> bool:
-        """Go on until the end or a wait; says whether anything was done."""
+        """Do instructions until the end of the list or until one must wait. Returns whether any was done."""
         start = self.at
         while not self.finished and self.step(self.list[self.at]):
             self.at += 1
         return self.at > start
 
     def step(self, instruction: Instruction) -> bool:
-        """Do one instruction; False when it must wait for a peer."""
+        """Do one instruction. Returns False if it must wait for a peer."""
         match instruction:
             case Forward():
                 self.forward(instruction)
@@ -317,7 +335,7 @@ class _Rank:
                 self.move(instruction)
             case Gather() | Ready() | Free() | Open() | Reduce() | Close():
                 self.require(instruction.bucket in self.buckets, "is about an unknown bucket")
-                wrong = self.held.step(instruction, self.program.flow(self.rank, instruction.bucket))
+                wrong = self.bucket_states.step(instruction, self.program.flow(self.rank, instruction.bucket))
                 self.require(not wrong, wrong)
         return True
 
@@ -325,11 +343,11 @@ class _Rank:
         where = (do.stage, do.run, do.mb)
         self.require(Forward(*where) in self.done and Backward(*where) not in self.done, "there is nothing to move")
         if isinstance(do, Offload):
-            self.require(where not in self.away, "has left already")
-            self.away.add(where)
+            self.require(where not in self.on_host, "is on the host already")
+            self.on_host.add(where)
         else:
-            self.require(where in self.away, "is not on the host")
-            self.away.remove(where)
+            self.require(where in self.on_host, "is not on the host")
+            self.on_host.remove(where)
 
     # ---- compute
 
@@ -352,7 +370,7 @@ class _Rank:
         self.check_place(do)
         last = self.program.runs_per_stage[do.stage] - 1
         self.require(Forward(do.stage, last, do.mb) in self.done, "its forward has not run")
-        self.require((do.stage, do.run, do.mb) not in self.away, "its activations are on the host")
+        self.require((do.stage, do.run, do.mb) not in self.on_host, "its activations are on the host")
         if do.run < last:
             self.require(Backward(do.stage, do.run + 1, do.mb) in self.done, "the run after it has not run backward")
         else:
@@ -414,7 +432,7 @@ class _Rank:
         return True
 
     def send(self, do: Send) -> bool:
-        """Post; then, when the host stops for its receiver, stay here until that has posted too."""
+        """Post the send; with `host_rendezvous`, stay here until the receiver has posted too."""
         edge = self.edges[self.rank, do.peer]
         if not self.sending:
             self.require(
@@ -441,10 +459,10 @@ class _Rank:
 
     def use_buckets(self, do: Forward | Backward, adds: bool) -> None:
         mine = self.buckets_of[do.stage, do.run]
-        missing = [bucket for bucket in mine if bucket not in self.held.ready]
+        missing = [bucket for bucket in mine if bucket not in self.bucket_states.ready]
         self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
         for bucket in mine if adds else ():
-            wrong = self.held.add(bucket, self.program.flow(self.rank, bucket))
+            wrong = self.bucket_states.add(bucket, self.program.flow(self.rank, bucket))
             self.require(not wrong, wrong)
 
     def check_complete(self) -> None:
@@ -463,14 +481,14 @@ class _Rank:
             raise ScheduleError(
                 f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}"
             )
-        wrong = self.held.left(set(self.buckets), self.schedule.has_backward)
+        wrong = self.bucket_states.missing(set(self.buckets), self.schedule.has_backward)
         if wrong:
             raise ScheduleError(f"rank {self.rank} {wrong}")
 
 
 def _deadlock(ranks: list[_Rank]) -> NoReturn:
-    """Follow who waits for whom from any stuck rank: the walk ends in a ring of waits, or at a rank that has
-    finished."""
+    """Raise ScheduleError. From any blocked rank, follow who waits for whom: the walk ends in a cycle, or at a rank
+    that has finished."""
     rank = next(rank for rank in ranks if not rank.finished)
     walk: list[_Rank] = []
     while rank not in walk and not rank.finished:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
+
+from torch import Tensor
 
 from phalanx.base.errors import NumericalStop, Preempted
 from phalanx.data.loader import Loader, Prefetcher
@@ -14,12 +16,13 @@ from phalanx.engine.evaluate import evaluate
 from phalanx.engine.fp8_state import shadow_text, unsafe
 from phalanx.engine.guard import NOT_FINITE, REASONS
 from phalanx.engine.replicas import check_replicas
-from phalanx.engine.step import train_step
+from phalanx.engine.step import StepResult, accumulate, end_step, train_step, update
 from phalanx.observe.metrics import Counters, Pending, Reporter
 from phalanx.observe.record import Recorder
 from phalanx.optim.schedules import learning_rate
 from phalanx.planning.order import global_batch_at, micro_batches
 from phalanx.sequence.batch import Batch
+from phalanx.training.callbacks import Callback
 from phalanx.training.saves import Saves
 
 LOOKED_EVERY = 10  # steps on a GPU between two whose waits for others are timed
@@ -41,6 +44,7 @@ class Loop:
     asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
     go_back loads the checkpoint before a step (the how-manieth newest) and returns its counters
     began   is told the number of each step that begins
+    step    that `steps` gave the micro-batches of last
     """
 
     state: State
@@ -52,24 +56,50 @@ class Loop:
     asked: Callable[[], bool]
     go_back: Callable[[int, int], dict[str, Any]]
     began: Callable[[int], None] = lambda step: None
+    callbacks: Sequence[Callback] = ()
+    step: int = 0
+    _recorder: Recorder = field(init=False, repr=False)
+    _size: int = 0
+    _made: Pending | None = None
+    _over: bool = True
+    _stop: bool = False
+    _pending: tuple[Pending, int] | None = None
+    _tokens: Tensor | None = None
+    _bad: BadStep | None = None
+    _saved: int = 0
 
     def run(self) -> None:
         """Raises NumericalStop, Preempted or CheckpointError; a save that is under way then is good, and waited for."""
+        for batches in self.steps():
+            self.train_step(batches)
+        self.finish()
+
+    def steps(self, periodic: bool = True) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of each step to come, on the device. Whoever takes them makes the step with
+        `train_step`, or with `accumulate` and `apply`.
+
+        After a rollback the steps go on from the checkpoint that was loaded. A stop request saves, and raises
+        Preempted. `periodic`: evaluate and save as often as the config says.
+        """
+        bad_step = tries = 0
         try:
-            self._run_and_go_back()
+            while True:
+                try:
+                    return (yield from self._until_done(periodic))
+                except BadStep as bad:
+                    tries = tries + 1 if bad.step <= bad_step else 1
+                    bad_step = max(bad.step, bad_step)
+                    self._roll_back(bad, tries)
         except NumericalStop:
             self.saves.check(wait=True)
             raise
 
-    def _run_and_go_back(self) -> None:
-        bad_step = tries = 0
-        while True:
-            try:
-                return self._run()
-            except BadStep as bad:
-                tries = tries + 1 if bad.step <= bad_step else 1
-                bad_step = max(bad.step, bad_step)
-                self._roll_back(bad, tries)
+    def finish(self) -> None:
+        """Save the last finished step, if it is not, and wait for it."""
+        self.flush()
+        if self._saved != self.counters.step:
+            self.saves.save(last=True)
+        self.saves.check(wait=True, last=True)
 
     def _roll_back(self, bad: BadStep, tries: int) -> None:
         """Weights, state and step of a checkpoint before, the place in the data after the bad step."""
@@ -87,15 +117,15 @@ class Loop:
         if self.reporter.trackers is not None:
             self.reporter.trackers.rewind(c.step)
 
-    def _run(self) -> None:
+    def _until_done(self, periodic: bool) -> Iterator[list[Batch]]:
         run, mesh = self.state.plan.run, self.state.mesh
         self.state.train()
         samples = micro_batches(
             run, self.loader, self.counters.consumed_samples, self.counters.step, mesh.dp.size, mesh.dp.index
         )
-        pending: tuple[Pending, int] | None = None
+        self._pending = self._bad = None
         self.reporter.restart_clock()
-        consumed, saved = self.counters.consumed_samples, self.counters.step
+        consumed, self._saved = self.counters.consumed_samples, self.counters.step
         recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
         with (
             recorder,
@@ -104,44 +134,103 @@ class Loop:
             for step in range(self.counters.step + 1, run.train.last_step + 1):
                 self.began(step)
                 self._switch_fp8(step)
-                size = global_batch_at(run, consumed)
-                micro = size // (run.train.micro_batch * mesh.dp.size)
-                lr = learning_rate(run.optim, step, run.train.last_step)
+                self.step, self._size = step, global_batch_at(run, consumed)
+                self._recorder, self._made, self._over, self._stop = recorder, None, False, False
+                micro = self._size // (run.train.micro_batch * mesh.dp.size)
                 mesh.watch.waits.on = mesh.device.type == "cpu" or step % LOOKED_EVERY == 0
-                with recorder.around(step, self.reporter.last_s):
-                    result = train_step(
-                        self.state,
-                        [self._next(batches) for _ in range(micro)],
-                        lr,
-                        self.asked(),
-                        self._shadow_due(step),
-                    )
-                consumed += size
-                stop = self._finish(pending)
-                self.saves.check()
-                if self._replicas_due(step):
-                    check_replicas(self.state)
-                pending = (Pending(step, lr, result, mesh.watch.waits.take()), size)
-                if stop or self._due(step):
-                    stop = self._finish(pending) or stop
-                    pending = None
-                    self._periodic(step, stop, saved)
-                    saved = step if stop or self._save_due(step) else saved
-        self._finish(pending)
-        if saved != self.counters.step:
-            self.saves.save(last=True)
-        self.saves.check(wait=True, last=True)
+                yield [self._next(batches) for _ in range(micro)]
+                consumed += self._size
+                self._step_is_over()
+                if self._stop or (periodic and (self._save_due(step) or self._eval_due(step))):
+                    self._read()
+                    self._periodic(step, periodic)
+            self._read()
+
+    def train_step(self, batches: Sequence[Batch], lr: float | None = None) -> StepResult:
+        """Forward, backward and update. lr: instead of the schedule's."""
+        lr = self._lr(lr)
+        with self._recorder.around(self.step, self.reporter.last_s):
+            result = train_step(self.state, batches, lr, self.asked(), self._shadow_due(self.step))
+        self._made = Pending(self.step, lr, result, self.state.mesh.watch.waits.take())
+        return result
+
+    def accumulate(self, batches: Sequence[Batch]) -> Tensor:
+        """Forward and backward; gradients of the mean loss, times the loss scale, summed over ranks. The number of
+        tokens with a loss."""
+        self._tokens = accumulate(self.state, batches)
+        return self._tokens
+
+    def apply(self, lr: float | None = None) -> StepResult:
+        """Clip and update, after `accumulate`."""
+        if self._tokens is None:
+            raise RuntimeError(f"step {self.step}: apply() comes after accumulate()")
+        lr = self._lr(lr)
+        result = update(self.state, self._tokens, lr, self.asked())
+        self._made, self._tokens = Pending(self.step, lr, result, self.state.mesh.watch.waits.take()), None
+        return result
+
+    def _updated_by_others(self, tokens: Tensor) -> None:
+        """Gradients were accumulated and not applied here: the weights are those of the caller's own optimizer."""
+        if self.state.plan.run.layout.sharding or any(flat.separate_masters for flat in self.state.buffers.flat):
+            raise RuntimeError(
+                f"step {self.step}: accumulate() without apply() is for an optimizer of your own, which needs "
+                "layout.sharding=0 and train.precision=fp32: here weights are made of other numbers"
+            )
+        zero = self.state.buffers.zero_grads  # as our optimizer does in its pass
+        result = end_step(self.state, tokens, self.asked(), lambda skip, factor: zero())
+        self._made, self._tokens = Pending(self.step, self._lr(None), result, self.state.mesh.watch.waits.take()), None
+
+    def _lr(self, lr: float | None) -> float:
+        run = self.state.plan.run
+        return learning_rate(run.optim, self.step, run.train.last_step) if lr is None else lr
+
+    def _step_is_over(self) -> None:
+        """Read the step before, whose results are there by now."""
+        if self._over:
+            return
+        if self._made is None and self._tokens is not None:
+            self._updated_by_others(self._tokens)
+        if self._made is None:
+            raise RuntimeError(
+                f"step {self.step}: its batches were taken, but neither train_step() nor accumulate() called"
+            )
+        self._read()
+        self._pending, self._over = (self._made, self._size), True
+        self.saves.check()
+        if self._replicas_due(self.step):
+            check_replicas(self.state)
+
+    def flush(self) -> None:
+        """Wait for the step that was made last, so that counters and checkpoints are of it. A bad one is said by
+        the next `steps`."""
+        try:
+            if self._made is not None:
+                self._step_is_over()
+            self._read()
+        except BadStep as bad:
+            self._bad = bad
+
+    def save(self) -> None:
+        """Save the step that was made last; nothing, where the run is to go back."""
+        self.flush()
+        if self._bad is None:
+            self.saves.save()
+            self._saved = self.counters.step
 
     def _next(self, batches: Prefetcher) -> Batch:
         return next(batches).to(self.state.mesh.device)
 
-    def _finish(self, pending: tuple[Pending, int] | None) -> bool:
-        """Read a step's results; whether to stop. Too many bad steps in a row end the run."""
-        if pending is None:
-            return False
-        stop = self.reporter.finished(*pending)
-        self._judge(pending[0])
-        self._watch_fp8(pending[0])
+    def _read(self) -> None:
+        """Read the results of the step that is under way, if they were not. Too many bad steps in a row end the run."""
+        if self._bad is not None:
+            raise self._bad
+        if self._pending is None:
+            return
+        pending, size = self._pending
+        self._pending = None
+        self._stop |= self.reporter.finished(pending, size)
+        self._judge(pending)
+        self._watch_fp8(pending)
         limit = self.state.plan.run.train.max_skipped
         if self.counters.skipped_in_a_row >= limit:
             what = (
@@ -149,7 +238,6 @@ class Loop:
                 f"(train.max_skipped={limit})"
             )
             raise NumericalStop(f"stopped at step {self.counters.step}: {what}", self.counters.step)
-        return stop
 
     def _judge(self, pending: Pending) -> None:
         """What train.guard.policy does about a step that was not applied. Overflows of a loss scale that adapts are
@@ -219,9 +307,6 @@ class Loop:
         interval = self.state.plan.run.train.guard.replicas_interval
         return interval is not None and step % interval == 0
 
-    def _due(self, step: int) -> bool:
-        return self._save_due(step) or self._eval_due(step)
-
     def _save_due(self, step: int) -> bool:
         interval = self.state.plan.run.checkpoint.interval
         return interval is not None and step % interval == 0
@@ -234,16 +319,28 @@ class Loop:
             and (step % train.eval_interval == 0 or step == train.last_step)
         )
 
-    def _periodic(self, step: int, stop: bool, saved: int) -> None:
-        if self._eval_due(step):
-            losses = evaluate(self.state, self.valid)
-            self.reporter.log.info(
-                " ".join([f"valid step={step}", *(f"{name}={loss:.4f}" for name, loss in losses.items())])
-            )
-            if self.reporter.trackers is not None:
-                self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
-        if stop or self._save_due(step):
-            self.saves.save(last=stop or step == self.state.plan.run.train.last_step)
-        if stop:
+    def _periodic(self, step: int, periodic: bool) -> None:
+        if periodic and self._eval_due(step):
+            self.evaluate()
+        if self._stop or (periodic and self._save_due(step)):
+            if self._saved != step:
+                self.saves.save(last=self._stop or step == self.state.plan.run.train.last_step)
+            self._saved = step
+        if self._stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()
+
+    def evaluate(self, say: bool = True) -> dict[str, float]:
+        """Set name -> mean loss per token over the validation sets; written to metrics, and said if `say`."""
+        self.flush()
+        step, losses = self.counters.step, evaluate(self.state, self.valid)
+        if losses:
+            if say:
+                text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items())
+                self.reporter.log.info(f"valid step={step} {text}")
+            if self.reporter.trackers is not None:
+                self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
+            for callback in self.callbacks:
+                callback.on_evaluation(step, losses)
+        self.reporter.restart_clock()
+        return losses

@@ -6,8 +6,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
@@ -49,6 +49,7 @@ from phalanx.planning.order import total_samples
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizers
 from phalanx.text.tokenizers import load_tokenizer
+from phalanx.training.callbacks import Callback
 from phalanx.training.loop import Loop
 from phalanx.training.machine import check_here, fit_here
 from phalanx.training.resume import check_resume, check_steps, facts, read_of
@@ -87,22 +88,41 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-def train(run: Run, placement: Placement, command: str = "") -> None:
+def train(run: Run, placement: Placement, command: str = "", callbacks: Sequence[Callback] = ()) -> None:
     """Train this rank's part, after the checks that the command line makes: the config, and the memory of this machine.
 
     Raises PhalanxError of the kind that decides the exit code. command: what a person typed, for the report.
     """
     check_here(run, placement)
     fit = fit_here(run, placement.world_size, placement)
-    train_rank(run, fit.placement or placement, command, fit.warning)
+    train_rank(run, fit.placement or placement, command, fit.warning, callbacks)
 
 
-def train_rank(run: Run, placement: Placement, command: str = "", warning: str | None = None) -> None:
-    """As `train`, of a run that was checked.
+def train_rank(
+    run: Run,
+    placement: Placement,
+    command: str = "",
+    warning: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """As `train`, of a run that was checked. warning: what those checks found, for the log."""
+    with opened(run, placement, command, warning, callbacks) as loop:
+        loop.run()
+
+
+@contextmanager
+def opened(
+    run: Run,
+    placement: Placement,
+    command: str = "",
+    warning: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[Loop]:
+    """A run's loop where the run begins: its newest checkpoint is loaded, or its weights are initialised. As
+    `train_rank`; at the end what is left of the data's background check is made, and the report.
 
     Until all ranks have agreed on the run and stand where it begins, nothing in its folder changes: a start that is
     refused leaves no trace.
-    warning: what those checks found, for the log.
     """
     folder, given = Path(run.dir), run
 
@@ -158,6 +178,7 @@ def train_rank(run: Run, placement: Placement, command: str = "", warning: str |
             begin(given, lock, log)
             placement.word.writes(folder)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        hear(loop, callbacks)
         if lock is not None:
             note_start(folder, placement.world_size, mesh.device, command, data_table(run, *loaders), log)
         data = after.enter_context(background_check(loaders, placement, counters.step, log))
@@ -175,9 +196,21 @@ def train_rank(run: Run, placement: Placement, command: str = "", warning: str |
         if lock is not None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
         placement.word.unsaved()
-        loop.run()
+        yield loop
         finish_check(data, state)
-        log.info(f"done step={counters.step} folder={folder}")
+        done = "done" if counters.step >= run.train.last_step else "left"
+        log.info(f"{done} step={counters.step} folder={folder}")
+
+
+def hear(loop: Loop, callbacks: Sequence[Callback]) -> None:
+    """Let them hear of steps, evaluations and checkpoints."""
+
+    def heard(values: dict[str, Any]) -> None:
+        for callback in callbacks:
+            callback.on_step(values)
+
+    loop.reporter.heard = heard
+    loop.callbacks = loop.saves.callbacks = tuple(callbacks)
 
 
 def keep_config(run: Run, path: Path, log: Log) -> None:

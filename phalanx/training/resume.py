@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-import phalanx
 from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.base.log import Log
+from phalanx.base.version import VERSION
 from phalanx.checkpoint.hf import differences
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.config.read import to_dict
@@ -69,7 +69,7 @@ def facts(loader: Loader, tokenizer: str | None) -> dict[str, Any]:
         "data.order": loader.order,
         "data.sources": [f"{Path(source.name).name}: {contents_of(source)}" for source in loader.sources],
         "data.tokenizer": tokenizer,
-        "versions": {"phalanx": phalanx.__version__, "torch": torch.__version__},
+        "versions": {"phalanx": VERSION, "torch": torch.__version__},
     }
 
 

@@ -3,6 +3,7 @@ checkpoint/'s matter."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from phalanx.config.run import checkpoints_of
 from phalanx.engine.build import State
 from phalanx.observe.metrics import Counters
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
+from phalanx.training.callbacks import Callback
 
 WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that dies is noticed at once
 
@@ -38,9 +40,11 @@ class Saves:
 
     start   the checkpoint that the run continues from; facts: what a run that continues from one of these is
     compared with (train/resume)
+    callbacks  hear of each complete checkpoint
     """
 
     def __init__(self, state: State, counters: Counters, start: Path | None, facts: dict[str, Any], log: Log):
+        self.callbacks: Sequence[Callback] = ()
         run = state.plan.run
         self.run, self.counters, self.log, self.facts = run, counters, log, facts
         self.parent = step_of(start) if start else None
@@ -125,6 +129,8 @@ class Saves:
             self.log.info(f"removed {names} (checkpoint.keep_last={self.run.checkpoint.keep_last})")
         for warning in outcome.saved.warnings:
             self.log.warn(warning)
+        for callback in self.callbacks:
+            callback.on_save(Path(outcome.saved.path))
 
     def _snapshot(self) -> Snapshot:
         run, counters = self.run, self.counters

@@ -237,7 +237,7 @@ def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, .
     """Every global tensor in model order; those that follow from what the model sees, and so have no gradient, only
     if `untrained`."""
     blocks = (b for run in make_plan(alone, 1).blocks_of(Coords()).values() for b in run)
-    specs = (p.spec for block in blocks for p in block.parameters())  # type: ignore[attr-defined]
+    specs = (p.spec for block in blocks for p in block.parameters())
     return {piece.name: piece.shape for spec in specs if spec.learns or untrained for piece in spec.pieces}
 
 

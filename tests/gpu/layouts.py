@@ -71,23 +71,12 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         ),
         "mistral cp2, ring, full recompute": ("mistral", dict(cp=2), dict(recompute="full")),
         "llama tp2, offload": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="off")),
-        "llama tp2, offload, graphs": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="on")),
         "tied llama pp2 x 2 virtual stages, offload": (
             "llama-tied",
             dict(pp=2, virtual_stages=2),
             dict(offload_layers=1, recompute="selective", cuda_graphs="off"),
         ),
-        "tied llama pp2 x 2 virtual stages, offload, graphs": (
-            "llama-tied",
-            dict(pp=2, virtual_stages=2),
-            dict(offload_layers=1, recompute="selective", cuda_graphs="on"),
-        ),
         "mixtral ep2, all-to-all, offload": ("mixtral", dict(ep=2, dispatch="alltoall"), dict(offload_layers=3)),
-        "mixtral ep2, all-to-all, offload, graphs": (
-            "mixtral",
-            dict(ep=2, dispatch="alltoall"),
-            dict(offload_layers=3, cuda_graphs="on"),
-        ),
         "llama dp": ("llama", {}, {}),
         "llama dp, level 0": ("llama", dict(sharding=0), {}),
         "llama dp, level 2": ("llama", dict(sharding=2), {}),

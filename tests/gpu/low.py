@@ -52,6 +52,7 @@ from phalanx.ops.quantized.recipes import (
 )
 from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
 from tests.gpu.experts import no_host_sync
+from tests.weights import make_weight
 
 ONE = Axis("tp")
 CAST_SHAPES = [(16, 16), (272, 144), (4096, 1408), (1000, 1024)]
@@ -284,7 +285,7 @@ def gated_casts(recipe: str) -> Callable[[torch.device], str]:
     return check
 
 
-def unmade_casts(recipe: str) -> Callable[[torch.device], str]:
+def lazy_casts(recipe: str) -> Callable[[torch.device], str]:
     """RMSNorm's output and the gradient of rope, cast as they are made: against the plain formulas and casts on the
     CPU."""
 
@@ -503,22 +504,20 @@ def expert_mlp(recipe: str) -> Callable[[torch.device], str]:
                 torch.randn(*s, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i, s in sizes
             )
             weights = torch.rand(5100, generator=torch.Generator().manual_seed(9)).to(device).requires_grad_()
-            for w in (up, down):
-                w.requires_grad_()
-                w.grad_dtype, w.grad, w.quantizer = (
-                    torch.float32,
-                    torch.full(w.shape, 3.0, device=device),
-                    experts_of(recipe, "auto", device),
-                )  # type: ignore[attr-defined]
-            x, nan = x.requires_grad_(), x.new_full((), torch.nan) if whole else None
+            quantizers = experts_of(recipe, "auto", device), experts_of(recipe, "auto", device)
+            up, down = (
+                make_weight(w, quantizer, torch.full(w.shape, 3.0, device=device))
+                for w, quantizer in zip((up, down), quantizers)
+            )
+            x.requires_grad_()
             with no_host_sync(device):
-                h = gather_rows(x, rows, "auto", nan)
+                h = gather_rows(x, rows, "auto", lazy=whole)
                 if whole:
                     h = quantized_grouped_mlp(h, up, down, rows.ends_E, weights, SWIGLU)
                 else:
-                    h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, up.quantizer), rows.ends_E, weights)  # type: ignore[attr-defined]
-                    h = quantized_grouped_matmul(h, down, rows.ends_E, down.quantizer)  # type: ignore[attr-defined]
-                y = combine_rows(h, None, rows, tokens, "auto", nan)
+                    h = gated_rows(quantized_grouped_matmul(h, up, rows.ends_E, quantizers[0]), rows.ends_E, weights)
+                    h = quantized_grouped_matmul(h, down, rows.ends_E, quantizers[1])
+                y = combine_rows(h, None, rows, tokens, "auto", lazy_grad=whole)
                 y.backward(dy)
             last = int(rows.ends_E[-1])
             found.append([t.detach() for t in (y, x.grad, up.grad, down.grad, weights.grad[:last])])  # type: ignore[union-attr,index]
@@ -571,7 +570,7 @@ def low_checks() -> dict[str, Callable[[torch.device], str]]:
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
         found[f"low precision, casts {recipe}"] = casts(recipe, "triton")
         found[f"low precision, SwiGLU and casts {recipe}"] = gated_casts(recipe)
-        found[f"low precision, norm, rope and casts {recipe}"] = unmade_casts(recipe)
+        found[f"low precision, norm, rope and casts {recipe}"] = lazy_casts(recipe)
         found[f"low precision, linear {recipe}"] = linear(recipe)
         found[f"low precision, casts of experts {recipe}"] = expert_casts(recipe)
         found[f"low precision, what experts make, cast {recipe}"] = expert_made_casts(recipe)

@@ -38,6 +38,7 @@ NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead
 STILL_S = 2.0  # that a beat is late: a process that did not run meanwhile
 LEAVE_S = 10.0  # for ranks that come to the end of a run after the others
 LONGEST = 1000  # characters of an error that others are told
+LOOK_S, SETTLED_S = 0.05, 0.5  # between two looks for words of a failed rank; for words that come after the first
 PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
 
 
@@ -137,9 +138,10 @@ class Heartbeat:
             self._count_unsigned(self._unsigned_said + 1)
         if isinstance(error, PeerLost):
             mine = place_of(frames_of(trace))
+            began = time.monotonic()
             blame = self._in_time(lambda: self._blame(mine), 2.5 * self.interval + PATIENCE_S) or NO_STORE
-            if self._me.rank == 0:
-                time.sleep(2 * self.interval)  # the store may be this rank's: the others look into it too
+            if self._me.rank == 0:  # the store may be this rank's: the others look into it too, for about as long
+                time.sleep(min(2 * self.interval, SETTLED_S + time.monotonic() - began))
             raise PeerLost(f"{blame}; {error}") from error
 
     def _leave_together(self) -> None:
@@ -257,8 +259,11 @@ class Heartbeat:
         first that it has failed."""
         self._say(Beat(self._me.rank, self._me.host, self._me.pid, 0, self.step, *mine, failed=True))
         self._say_calls()
-        before = self._all()
-        time.sleep(2.5 * self.interval)
+        before, until = self._all(), time.monotonic() + 2.5 * self.interval
+        while time.monotonic() < until and not self._read("failed"):
+            time.sleep(LOOK_S)
+        # a rank that failed before says so a little later, perhaps; without such words ranks are judged by their beats
+        time.sleep(min(SETTLED_S, max(0.0, until - time.monotonic())))
         return self._first_failure(before) or verdict(before, self._all(), self._all_calls)
 
     def _first_failure(self, beats: list[Beat]) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU, Gate
+from phalanx.ops.lazy_tensor import LazySource
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy_tensor import LazySource
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 Each rank normalises its own tokens. `add_*_norm` takes the residual stream apart in one pass: it returns both the
 sum and its norm, and its backward adds the gradient of the sum to that through the norm. A norm that only casts to 8
-bits read is not written (ops.quantized.lazy_tensor).
+bits read is not written (ops.lazy_tensor).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.lazy_tensor import LazySource, LazyTensor
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy_tensor import LazySource, lazy_tensor
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,15 @@ class _Norm(Function):
         bias: Tensor | None,
         eps: float,
         triton: bool,  # type: ignore[override]
-        nan: Tensor | None = None,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         forward = norm_forward
-        if triton and nan is not None:
+        if triton and lazy:
             from phalanx.ops.dense.norm_kernel import norm_scale
 
             total, scale = norm_scale(x, delta, eps)
-            y, mean = lazy_tensor(Normed(total, scale, weight), nan), scale.new_empty(0)
+            y: Tensor = LazyTensor(Normed(total, scale, weight))
+            mean = scale.new_empty(0)
         else:
             if triton:
                 from phalanx.ops.dense.norm_kernel import norm_forward as forward
@@ -158,14 +159,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: Ker
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels = "auto", nan: Tensor | None = None
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kernels: Kernels = "auto", lazy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm.
 
-    nan: (), where the one reader of the norm takes a stand-in for it (ops.quantized.lazy_tensor); the reference
-    implementation makes none.
+    lazy: whether the one reader of the norm takes a lazy tensor (ops.lazy_tensor); the reference implementation makes
+    none.
     """
-    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x), nan)
+    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x), lazy)
 
 
 def add_layer_norm(

@@ -1,5 +1,5 @@
 """Rotary position embedding of the packed qkv, taken apart into q, k and v; backward turns back and writes d_qkv as
-one tensor, or leaves that to the linear before it, if it reads it in 8 bits (ops.quantized.lazy_tensor)."""
+one tensor, or leaves that to the linear before it, if it reads it in FP8 (ops.lazy_tensor)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.ops.lazy_tensor import LazySource, LazyTensor
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy_tensor import LazySource, lazy_tensor
 
 
 def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -81,9 +81,9 @@ class RopeGrad(LazySource):
 class _Rope(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool, nan: Tensor | None
+        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool, lazy: bool
     ) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.table, ctx.triton, ctx.nan, ctx.shape = table, triton, nan, qkv.shape
+        ctx.table, ctx.triton, ctx.lazy, ctx.shape = table, triton, lazy, qkv.shape
         qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, -1)
         if table is not None:
             qkv = _implementation(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
@@ -92,7 +92,7 @@ class _Rope(Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d = RopeGrad(dq, dk, dv, ctx.table, ctx.triton)
-        made = d.tensor().reshape(ctx.shape) if ctx.nan is None else lazy_tensor(d, ctx.nan)
+        made = LazyTensor(d) if ctx.lazy else d.tensor().reshape(ctx.shape)
         return made, None, None, None, None, None, None
 
 
@@ -111,11 +111,11 @@ def rope(
     sequences: int,
     table: tuple[Tensor, Tensor] | None,
     kernels: Kernels = "auto",
-    nan: Tensor | None = None,
+    lazy_grad: bool = False,
 ) -> tuple[Tensor, ...]:
     """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims as one, as q, k, v (sequences,
     heads or kv_heads, S, K), q and k turned by the table's angles: feature i pairs with i + K/2. Without a table
-    they are only taken apart. Backward packs the three gradients in one pass; with `nan` (), for qkv (T, (heads + 2
-    * kv_heads) K), it makes a stand-in (ops.quantized.lazy_tensor) for who made qkv."""
+    they are only taken apart. Backward packs the three gradients in one pass; with `lazy_grad`, for qkv (T, (heads
+    + 2 * kv_heads) K), it hands a lazy tensor (ops.lazy_tensor) to the linear that made qkv."""
     even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0
-    return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and even, nan)
+    return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and even, lazy_grad)

@@ -126,11 +126,9 @@ class _Arrive(Function):
     and does meanwhile what was put off till `later`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, coming: Any, rows: ExpertRows, carrier: Any, later: Later, nan: Tensor | None
-    ) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, coming: Any, rows: ExpertRows, carrier: Any, later: Later, lazy: bool) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.carrier, ctx.later = rows, carrier, later
-        return gathered(coming.wait(), rows, carrier.triton, nan)
+        return gathered(coming.wait(), rows, carrier.triton, lazy)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -144,13 +142,13 @@ class _Leave(Function):
     """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: ExpertRows, carrier: Any, nan: Tensor | None) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.carrier, ctx.nan = rows, carrier, nan
+    def forward(ctx: Any, y: Tensor, rows: ExpertRows, carrier: Any, lazy: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.carrier, ctx.lazy = rows, carrier, lazy
         return carrier.sums(y, rows).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gathered(ctx.carrier.tokens(dy).wait(), ctx.rows, ctx.carrier.triton, ctx.nan), None, None, None
+        return gathered(ctx.carrier.tokens(dy).wait(), ctx.rows, ctx.carrier.triton, ctx.lazy), None, None, None
 
 
 class _Swap(Function):
@@ -200,25 +198,25 @@ class _Rows:
         raise NotImplementedError
 
     def __call__(
-        self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", nan: Tensor | None = None
+        self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", lazy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """weights (T, K) -> (T, D), and () the number of rows that this rank had no room for: with any missing the
         result is wrong.
 
-        nan: (), where `compute` takes a stand-in for its rows, and its backward one for their gradient
-        (ops.quantized.lazy_tensor)."""
-        nan = None if self.sources > 1 else nan  # rows of several micro-batches are parts of one tensor
+        lazy: whether `compute` takes a lazy tensor (ops.lazy_tensor) for its rows, and its backward one for their
+        gradient."""
+        lazy = lazy and self.sources <= 1  # rows of several micro-batches are parts of one tensor
         group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
         parts = everyones.chunk(max(1, self.sources))
         room = room_for(len(parts[0]), everyones.shape[1], ranks, self.here, self.room)[0]
         plans = [plan_rows(part, self.axes.ep.index * self.here, self.here, room, kernels) for part in parts]
         rows, later = one_after_the_other(plans), Later()
-        arrived = _Arrive.apply(self.x, self.coming, rows, self.carrier, later, nan)
+        arrived = _Arrive.apply(self.x, self.coming, rows, self.carrier, later, lazy)
         row_weight = row_weights(gather(weights, group, self.sources > 0), rows)
         runs = zip(parts_of(arrived, room), plans, row_weight.split(room))
         made = [compute(x, plan.ends_E, weight, later, source) for source, (x, plan, weight) in enumerate(runs)]
         missing = torch.stack([plan.wanted for plan in plans]).sub(room).clamp_min(0).sum()
-        return _Leave.apply(joined(made), rows, self.carrier, nan), missing
+        return _Leave.apply(joined(made), rows, self.carrier, lazy), missing
 
 
 class AllGather(_Rows):
@@ -285,10 +283,10 @@ class AllToAll:
         return torch.where(self.experts < count, numbered, self.sources * count)
 
     def __call__(
-        self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", nan: Tensor | None = None
+        self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", lazy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """As of the others; nothing is ever missing."""
-        nan = None if self.sources > 1 else nan
+        lazy = lazy and self.sources <= 1
         ep, etp, leaving = self.axes.ep, self.axes.etp, self.leaving
         x = gather(self.x, etp, self.in_order)
         weights = gather(weights, etp, self.in_order)
@@ -298,7 +296,7 @@ class AllToAll:
         )  # pairs that were dropped stay
         arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
         sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
-        rows = gather_rows(arrived, sorting, kernels, nan)
+        rows = gather_rows(arrived, sorting, kernels, lazy)
         ends = sorting.ends_E.view(self.sources, -1)
         starts = torch.cat((ends.new_zeros(1), ends[:-1, -1]))
         made = joined(
@@ -307,13 +305,13 @@ class AllToAll:
                 for s, (x, e, start) in enumerate(zip(parts_of(rows, each), ends, starts))
             ]
         )
-        back = swap(combine_rows(made, None, sorting, len(arrived), kernels, nan), ep, receive, send)
+        back = swap(combine_rows(made, None, sorting, len(arrived), kernels, lazy), ep, receive, send)
         y = combine_rows(back, weights, leaving, len(self.experts), kernels)
         return scatter(y, etp, self.in_order), leaving.wanted.new_zeros(())
 
 
 def parts_of(rows: Tensor, sizes: int | list[int]) -> Any:
-    """Rows of each micro-batch; of one alone the tensor itself, which may be a stand-in."""
+    """Rows of each micro-batch; of one alone the tensor itself, which may be a lazy one."""
     alone = sizes == len(rows) or isinstance(sizes, list) and len(sizes) == 1
     return [rows] if alone else rows.split(sizes)
 

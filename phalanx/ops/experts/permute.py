@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.experts.rows import ExpertRows
+from phalanx.ops.lazy_tensor import LazySource, LazyTensor
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy_tensor import LazySource, lazy_tensor
 
 
 def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> ExpertRows:
@@ -108,19 +108,19 @@ class Gathered(LazySource):
         return twins(use_triton(self.kernels, self.x)).gather_forward(self.x, self.rows)
 
 
-def gathered(x: Tensor, rows: ExpertRows, triton: bool, nan: Tensor | None = None) -> Tensor:
-    """The rows (R, D) of tokens x (T, D); with `nan` () a stand-in for them (ops.quantized.lazy_tensor)."""
-    if nan is not None:
-        return lazy_tensor(Gathered(x, rows, "triton" if triton else "plain"), nan)
+def gathered(x: Tensor, rows: ExpertRows, triton: bool, lazy: bool = False) -> Tensor:
+    """The rows (R, D) of tokens x (T, D); with `lazy` a lazy tensor (ops.lazy_tensor)."""
+    if lazy:
+        return LazyTensor(Gathered(x, rows, "triton" if triton else "plain"))
     made: Tensor = twins(triton).gather_forward(x, rows)
     return made
 
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: ExpertRows, triton: bool, nan: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows, triton: bool, lazy: bool) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.triton = rows, triton
-        return gathered(x, rows, triton, nan)
+        return gathered(x, rows, triton, lazy)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -129,10 +129,8 @@ class _GatherTokens(Function):
 
 class _Combine(Function):
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weights: Tensor | None, rows: ExpertRows, triton: bool, nan: Tensor | None
-    ) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.triton, ctx.nan = rows, triton, nan
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: ExpertRows, triton: bool, lazy: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.triton, ctx.lazy = rows, triton, lazy
         if weights is not None:
             ctx.save_for_backward(y, weights)
         return twins(triton).sum_forward(y, weights, rows)
@@ -144,7 +142,7 @@ class _Combine(Function):
             twins(ctx.triton),
         )  # read once: reading may compute again what recompute dropped
         if not saved:
-            return gathered(dout, ctx.rows, ctx.triton, ctx.nan), None, None, None, None
+            return gathered(dout, ctx.rows, ctx.triton, ctx.lazy), None, None, None, None
         return *implementation.weighted_backward(dout, *saved, ctx.rows), None, None, None
 
 
@@ -164,10 +162,10 @@ def row_weights(weights_TK: Tensor, rows: ExpertRows) -> Tensor:
     return _RowWeights.apply(weights_TK, rows)
 
 
-def gather_rows(x_TD: Tensor, rows: ExpertRows, kernels: Kernels = "auto", nan: Tensor | None = None) -> Tensor:
-    """x (T, D) -> (R, D): the token of each row. nan: (), where the one reader takes a stand-in
-    (ops.quantized.lazy_tensor)."""
-    return _GatherTokens.apply(x_TD, rows, use_triton(kernels, x_TD), nan)
+def gather_rows(x_TD: Tensor, rows: ExpertRows, kernels: Kernels = "auto", lazy: bool = False) -> Tensor:
+    """x (T, D) -> (R, D): the token of each row. lazy: whether the one reader takes a lazy tensor
+    (ops.lazy_tensor)."""
+    return _GatherTokens.apply(x_TD, rows, use_triton(kernels, x_TD), lazy)
 
 
 def combine_rows(
@@ -176,14 +174,14 @@ def combine_rows(
     rows: ExpertRows,
     num_tokens: int,
     kernels: Kernels = "auto",
-    nan: Tensor | None = None,
+    lazy_grad: bool = False,
 ) -> Tensor:
     """y (R, D) -> (T, D): the sum of each token's rows times its weights (1 without), added in fp32 or wider and in
     the order of the slots.
 
-    A token with no row gets zeros. `num_tokens` is that of the plan. nan: (), where who made y takes a stand-in for
-    its gradient; only without weights.
+    A token with no row gets zeros. `num_tokens` is that of the plan. lazy_grad: whether who made y takes a lazy
+    tensor for its gradient; only without weights.
     """
     if num_tokens != len(rows.row_TK):
         raise ValueError(f"the rows were planned for {len(rows.row_TK)} tokens, not {num_tokens}")
-    return _Combine.apply(y_RD, weights_TK, rows, use_triton(kernels, y_RD), nan)
+    return _Combine.apply(y_RD, weights_TK, rows, use_triton(kernels, y_RD), lazy_grad)

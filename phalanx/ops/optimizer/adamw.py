@@ -13,10 +13,11 @@ from torch import Tensor
 
 from phalanx.ops.op import Kernels, use_triton
 from phalanx.ops.optimizer.moments import Narrow
+from phalanx.ops.optimizer.shard import keep, widened
 
 
 @dataclass(frozen=True)
-class ParamRange:
+class AdamRange:
     """A run of elements of one group: master, gradient, m and v (n,) in the master dtype, m and v perhaps in a
     narrower one or in 8 bits (rounded after each step); `out` (n,) the weights if they are apart."""
 
@@ -36,19 +37,8 @@ class AdamOptions:
     decay: float
 
 
-def widened(moment: Tensor | Narrow, dtype: torch.dtype) -> Tensor:
-    return moment.wide(dtype) if isinstance(moment, Narrow) else moment.to(dtype)
-
-
-def keep(moment: Tensor | Narrow, values: Tensor, step: Tensor) -> None:
-    if isinstance(moment, Narrow):
-        moment.store_(values, step)
-    else:
-        moment.copy_(values)
-
-
 def adamw_(
-    parts: list[ParamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto"
+    parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto"
 ) -> None:
     """One step in place. `step` () float32 counts applied steps, this one included; where `skip` () float32 is 1
     only the gradients change.
@@ -106,7 +96,7 @@ def adamw_(
         p.grad.zero_()
 
 
-def adamw_reference_(parts: list[ParamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
+def adamw_reference_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
     """The reference of `adamw_`."""
     o, t = options, step.item()
     for p in parts:

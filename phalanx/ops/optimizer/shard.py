@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,31 @@ from torch import Tensor
 
 from phalanx.layout.buckets import Bucket
 from phalanx.ops.optimizer.moments import Narrow
+from phalanx.ops.optimizer.state import Moment
+
+MASTER = "master"  # what checkpoints call the masters beside the state
+
+
+@dataclass(frozen=True)
+class StateRange:
+    """A run of elements of one group as they are stored: master and gradient (n,) in the master dtype; state (n,) by
+    name, perhaps in a narrower one, or in FP8; `out` (n,) the weights if they are apart."""
+
+    master: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor | Narrow]
+    out: Tensor | None = None
+
+    def __getitem__(self, run: slice) -> StateRange:
+        run = slice(run.start, min(run.stop, len(self.master)))
+        state = {name: kept[run] for name, kept in self.state.items()}
+        return StateRange(self.master[run], self.grad[run], state, None if self.out is None else self.out[run])
 
 
 @dataclass
 class Shard:
-    """Elements lo..hi of a bucket. master, grad, m and v are (hi - lo,) in the master dtype, m and v perhaps in a
-    narrower one, or in 8 bits; `out` their weights, where those are apart.
+    """Elements lo..hi of a bucket. master, grad and each of the state are (hi - lo,) in the master dtype, the state
+    perhaps in a narrower one, or in FP8; `out` their weights, where those are apart.
 
     own   the elements that no other rank writes to a checkpoint
     """
@@ -25,22 +45,48 @@ class Shard:
     own: tuple[int, int]
     master: Tensor
     grad: Tensor
-    m: Tensor | Narrow
-    v: Tensor | Narrow
+    state: Mapping[str, Tensor | Narrow]
     out: Tensor | None = None
 
+    def range(self, start: int, stop: int) -> StateRange:
+        return StateRange(self.master, self.grad, self.state, self.out)[start:stop]
+
     def values(self, kind: str) -> Tensor:
-        """`master`, `m` or `v` (hi - lo,): itself, or of what is kept in 8 bits the numbers, exact in bf16."""
-        kept: Tensor | Narrow = getattr(self, kind)
+        """The masters, or of the state what has this name (hi - lo,): itself, or of what is kept in FP8 the numbers,
+        exact in bf16."""
+        kept = self.master if kind == MASTER else self.state[kind]
         return kept.wide(torch.bfloat16) if isinstance(kept, Narrow) else kept
 
     def keep(self, kind: str, values: Tensor) -> None:
         """Take `values` that were filled in."""
-        kept: Tensor | Narrow = getattr(self, kind)
+        kept = self.master if kind == MASTER else self.state[kind]
         if isinstance(kept, Narrow):
             kept.store_(values)
 
     @property
     def moments(self) -> list[Tensor]:
-        """What holds m and v."""
-        return [t for kept in (self.m, self.v) for t in (kept.tensors if isinstance(kept, Narrow) else (kept,))]
+        """What holds the state."""
+        return [t for kept in self.state.values() for t in (kept.tensors if isinstance(kept, Narrow) else (kept,))]
+
+
+def zero_state(state: Mapping[str, Moment], master: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor | Narrow]:
+    """The state of masters (n,) at the beginning, in its own dtype if there is one (E4M3: as ops.optimizer.moments
+    keeps it)."""
+
+    def zero(moment: Moment) -> Tensor | Narrow:
+        if dtype == torch.float8_e4m3fn:
+            return Narrow.zeros(len(master), master.device, moment.nonnegative)
+        return torch.zeros_like(master, dtype=dtype)
+
+    return {name: zero(moment) for name, moment in state.items()}
+
+
+def widened(moment: Tensor | Narrow, dtype: torch.dtype) -> Tensor:
+    return moment.wide(dtype) if isinstance(moment, Narrow) else moment.to(dtype)
+
+
+def keep(moment: Tensor | Narrow, values: Tensor, step: Tensor) -> None:
+    if isinstance(moment, Narrow):
+        moment.store_(values, step)
+    else:
+        moment.copy_(values)

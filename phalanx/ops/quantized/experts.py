@@ -31,9 +31,9 @@ from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.dense.gate import Gate
 from phalanx.ops.experts.grouped import Later, add_sum_grad, segments
 from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.lazy_tensor import source_of
 from phalanx.ops.op import Kernels, use_triton
-from phalanx.ops.quantized.lazy_tensor import source_of
-from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X, nan_for, quantizer_of
+from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X, quantizer_of, takes_lazy
 from phalanx.ops.quantized.recipes import (
     Block,
     Format,
@@ -433,7 +433,7 @@ def _expert_quantizers(weight: Tensor) -> ExpertQuantizer:
 def use_quantized_grouped_mlp(gate_up: Tensor, down: Tensor, kernels: Kernels, x: Tensor) -> bool:
     """Whether experts with these matrices, and no biases, are one op: both in low precision, casts by Triton.
     `kernels`: of the activation."""
-    return all(nan_for(weight, x) is not None for weight in (gate_up, down)) and use_triton(kernels, x)
+    return all(takes_lazy(weight, x) for weight in (gate_up, down)) and use_triton(kernels, x)
 
 
 def quantized_grouped_mlp(
@@ -448,7 +448,7 @@ def quantized_grouped_mlp(
 ) -> Tensor:
     """Gated experts: x (R, D) -> (R, D), of codes of x, of what the activation makes (times `weights_R`), and of
     gate_up (E, 2F, D) and down (E, D, F), both in low precision. x, and the gradient of what this makes, may be
-    stand-ins (ops.quantized.lazy_tensor)."""
+    lazy tensors (ops.lazy_tensor)."""
     return _QuantizedGroupedMLP.apply(x_RD, gate_up, down, ends, weights_R, gate, kernels, later)
 
 

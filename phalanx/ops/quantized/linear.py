@@ -22,9 +22,9 @@ from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.dense.grads import add_grad, add_product_grad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
+from phalanx.ops.lazy_tensor import source_of
 from phalanx.ops.op import Kernels, use_triton
 from phalanx.ops.quantized.gemm import add_fast_product_, fast_product
-from phalanx.ops.quantized.lazy_tensor import source_of
 from phalanx.ops.quantized.recipes import (
     Format,
     Recipe,
@@ -78,7 +78,6 @@ class WeightQuantizer:
         self.amax: Tensor | None = None
         self.multiplier: Tensor | None = None
         self._quantized: tuple[Scaled, Scaled] | None = None
-        self._nan: Tensor | None = None
 
     def keeps_quantized(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this shape can be kept as one code of each element: its transpose then has the same
@@ -219,12 +218,6 @@ class WeightQuantizer:
             x, format, mode, first, second, turn, counts=None if self.counts is None else self.counts[which], into=into
         )
 
-    def nan(self, x: Tensor) -> Tensor:
-        """(), for stand-ins."""
-        if self._nan is None or self._nan.dtype != x.dtype or self._nan.device != x.device:
-            self._nan = x.new_full((), torch.nan)
-        return self._nan
-
     def _format(self, which: int) -> Format:
         return self.recipe.backward if which == DY else self.recipe.forward
 
@@ -286,11 +279,11 @@ def quantizer_of(weight: Tensor) -> WeightQuantizer | None:
     return quantizer if quantizer is not None and quantizer.on else None
 
 
-def nan_for(weight: Tensor, x: Tensor) -> Tensor | None:
-    """For stand-ins of x, or of the gradient of the output: if the linear with this weight casts them, and Triton
-    does."""
+def takes_lazy(weight: Tensor, x: Tensor) -> bool:
+    """Whether a lazy tensor (ops.lazy_tensor) may be the input of the linear with this weight, or the gradient of its
+    output, in place of one like x: it is cast, and by Triton."""
     quantizer = quantizer_of(weight)
-    return quantizer.nan(x) if quantizer is not None and quantizer._triton(x) else None
+    return quantizer is not None and quantizer.by_triton(x)
 
 
 def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:

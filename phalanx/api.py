@@ -1,0 +1,129 @@
+"""The public API: `import phalanx as px`. The same checks as on the command line, the same errors as exceptions.
+
+`train` and `session` run on the ranks that this process belongs to and never start processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.placement import Placement
+from phalanx.config.read import load_run
+from phalanx.config.run import Run
+
+if TYPE_CHECKING:  # they import torch
+    from phalanx.forecast.text import PlanReport
+    from phalanx.training.callbacks import Callback
+    from phalanx.training.session import Session
+
+
+def load(config: str | Path | None = None, *overrides: str, base: Run | dict[str, Any] | None = None) -> Run:
+    """A run from a YAML or Python file and `section.key=value` overrides, as on the command line, on top of `base`.
+
+    Raises ConfigError with every problem of form: field, value, what is allowed, where it was set.
+    """
+    return load_run(config, overrides, base)
+
+
+def check(run: Run, ranks: int | None = None) -> None:
+    """Every problem of a run on this machine, at once: ConfigError, or DataError or CheckpointError where nothing but
+    paths of one kind is missing. Writes nothing. ranks: how many it is to have; default: those that this process
+    belongs to, else as many as its layout needs."""
+    from phalanx.training.machine import check_here
+
+    here = _placement()
+    if ranks is not None:
+        here = Placement(world_size=ranks)
+    elif here is None:
+        here = Placement(world_size=_needed(run))
+    check_here(run, here)
+
+
+def plan(run: Run, ranks: int | None = None, device: str | None = None) -> PlanReport:
+    """What the run would do on so many ranks, without a GPU and without data: stages, schedule, memory, messages,
+    FLOPs. `print(px.plan(run, 1024))` shows it. ranks: default: as many as the layout needs. device: the GPU that it
+    is to fit on, such as "H100"; `.fits` says whether it does.
+
+    Raises ConfigError.
+    """
+    from phalanx.base.devices import DEVICES, find_device
+    from phalanx.forecast.check import Facts, check, raise_problems
+    from phalanx.forecast.text import plan_report
+
+    world = ranks or _needed(run)
+    raise_problems(check(run, Facts(world_size=world, local_ranks=world, files=False)))
+    wanted = find_device(device) if device else None
+    if device and wanted is None:
+        names = tuple(d.name for d in DEVICES)
+        raise ConfigError([Problem("device", device, f"must be one of {', '.join(names)}")])
+    return plan_report(run, world, wanted)
+
+
+def train(run: Run, callbacks: Sequence[Callback] = ()) -> None:
+    """Train from the newest checkpoint in the run's folder, or from the start, to train.steps, on the ranks that this
+    process belongs to: one, or those of torchrun or SLURM.
+
+    Raises PhalanxError: ConfigError before any file is written, Preempted once a stop request is saved, ...
+    """
+    from phalanx.training.main import train as train_here
+
+    train_here(run, _here(run), _command(), callbacks)
+
+
+@contextmanager
+def session(run: Run, callbacks: Sequence[Callback] = ()) -> Iterator[Session]:
+    """A run with a loop of your own:
+
+        with px.session(run) as s:
+            for batches in s.batches():
+                s.train_step(batches)
+
+    On the ranks that this process belongs to. A clean end saves what is unsaved, an exception saves nothing.
+    """
+    from phalanx.training.session import session as open_session
+
+    with open_session(run, _here(run), _command(), callbacks) as s:
+        yield s
+
+
+def _placement() -> Placement | None:
+    from phalanx.launch.env import read_placement
+
+    placement, problems = read_placement(os.environ)
+    if problems:
+        raise ConfigError(problems)
+    return placement
+
+
+def _here(run: Run) -> Placement:
+    """This process among the ranks of the run."""
+    from phalanx.launch.local import SingleRank
+    from phalanx.launch.network import settle
+
+    placement, needed = _placement(), _needed(run)
+    if placement is None and needed > 1:
+        layout = {f"layout.{name}": value for name in ("tp", "cp", "pp") if (value := getattr(run.layout, name)) > 1}
+        rule = (
+            f"needs {needed} ranks, and nobody started others than this process; type "
+            f"torchrun --nproc-per-node {needed} {Path(sys.argv[0]).name or 'SCRIPT'}, "
+            f"or phalanx train CONFIG --ranks {needed}"
+        )
+        key, *others = layout
+        raise ConfigError([Problem(key, layout[key], rule, {name: layout[name] for name in others})])
+    return replace(settle(placement or Placement(), os.environ), word=SingleRank())
+
+
+def _needed(run: Run) -> int:
+    """Ranks of one model copy."""
+    return run.layout.tp * run.layout.cp * run.layout.pp
+
+
+def _command() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,0 +1,213 @@
+"""The registry: what a config may name of each seam (optimizers, model families, ...), and where it is found.
+
+A name is, in this order: registered in this process; ours (BUILT_IN); an entry point of the group `phalanx.<seam>` of
+an installed package; or the user's own, `package.module:NAME`. Ours and entry points are `module:NAME` too, so a module
+is imported when a config names it and not before. What a seam asks of what was found is its protocol: a class whose
+abstract methods must be there.
+
+The one thing in Phalanx that is global: names are only ever added, and never twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from phalanx.base.errors import PhalanxError, Problem
+
+BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
+    }
+)
+"""Our own, by seam and name: `module:NAME`."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A value that a module registered under a name; `where`: `module:NAME` of it."""
+
+    value: Any
+    where: str
+
+
+_REGISTERED: dict[tuple[str, str], Registered] = {}
+
+
+class RegisteredTwice(PhalanxError):
+    """Two things of a seam want the same name."""
+
+    exit_code = 2
+
+
+class NotFound(PhalanxError):
+    """A name of a seam that leads to nothing usable: the rule it breaks, and names that would do."""
+
+    exit_code = 2
+
+    def __init__(self, rule: str, valid: tuple[str, ...] = ()):
+        self.rule, self.valid = rule, valid
+        super().__init__(rule + (f" (near it: {', '.join(valid)})" if valid else ""))
+
+    def problem(self, field: str, value: Any) -> Problem:
+        """As the problem of a config's field."""
+        return Problem(field, value, self.rule, {}, self.valid)
+
+
+def register(seam: str, name: str, value: Any, where: str = "") -> None:
+    """Add a value to a seam under a name. `where`: what an error calls its place; unset: `module:NAME` of the value."""
+    where = where or f"{value.__module__}:{value.__qualname__}"
+    before = _REGISTERED.get((seam, name))
+    other = before.where if before else BUILT_IN.get(seam, {}).get(name, where)
+    if before is not None or other != where:
+        raise RegisteredTwice(f"{seam} {name!r} is registered twice: by {other} and by {where}; rename one of them")
+    _REGISTERED[seam, name] = Registered(value, where)
+
+
+def find(seam: str, name: str, protocol: type | None = None) -> Any:
+    """What a name stands for. NotFound if there is nothing of that name, if its module cannot be imported, or if it
+    lacks what the `protocol` asks for."""
+    registered = _REGISTERED.get((seam, name))
+    if registered is not None:
+        value, where = registered.value, registered.where
+    else:
+        where = path_of(seam, name)
+        value = _imported(where)
+    if protocol is not None:
+        _check(value, where, protocol)
+    return value
+
+
+def path_of(seam: str, name: str) -> str:
+    """`module:NAME` of a name: by it another process, in which nothing is registered yet, finds the same."""
+    if (seam, name) in _REGISTERED:
+        return _REGISTERED[seam, name].where
+    if name in BUILT_IN.get(seam, {}):
+        return BUILT_IN[seam][name]
+    if ":" in name:
+        return name
+    installed = _installed(seam)
+    if name in installed:
+        return installed[name]
+    known = names(seam)
+    listed = ", ".join(f'"{n}"' for n in known)
+    meant = (":".join(name.rsplit(".", 1)),) if "." in name else ()
+    rule = f"must be one of {listed}, or one of your own as PACKAGE.MODULE:NAME"
+    raise NotFound(rule, meant or near(name, known) or known)
+
+
+def names(seam: str) -> tuple[str, ...]:
+    """All short names of a seam: ours first, then those registered here, then those of installed packages."""
+    here = (name for of, name in _REGISTERED if of == seam)
+    return tuple(dict.fromkeys((*BUILT_IN.get(seam, {}), *here, *_installed(seam))))
+
+
+def configs(seam: str) -> tuple[type, ...]:
+    """The config dataclasses of our own of a seam, each once."""
+    return tuple(dict.fromkeys(find(seam, name).Config for name in BUILT_IN[seam]))
+
+
+def lacking(value: Any, protocol: type) -> tuple[str, ...]:
+    """Members that a protocol asks for (its abstract methods) and that `value` does not have, with their signatures."""
+    asked: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
+    return tuple(_signature(name, getattr(protocol, name)) for name in sorted(asked) if not _is_set(value, name))
+
+
+def near(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Up to three of the known names that are like this one."""
+    lower = {n.lower(): n for n in known}
+    return tuple(lower[m] for m in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.6))
+
+
+def _is_set(value: Any, name: str) -> bool:
+    """Whether a member is there and is not the protocol's own abstract one."""
+    member = getattr(value, name, None)
+    return member is not None and not getattr(member, "__isabstractmethod__", False)
+
+
+def _signature(name: str, member: Any) -> str:
+    function = member.fget if isinstance(member, property) else member
+    return name + str(inspect.signature(function)).replace("'", "") if callable(function) else name
+
+
+def _check(value: Any, where: str, protocol: type) -> None:
+    kind = f"phalanx.{protocol.__name__}"
+    fits = issubclass(value, protocol) if isinstance(value, type) else isinstance(value, protocol)
+    missing = lacking(value, protocol)
+    if missing:
+        raise NotFound(f"is no {protocol.__name__}: {where} has no {', no '.join(missing)}")
+    if not fits:
+        raise NotFound(f"is no {protocol.__name__}: {where} is not derived from {kind}")
+
+
+def _installed(seam: str) -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=f"phalanx.{seam}")}
+
+
+def _imported(path: str) -> Any:
+    """The member NAME of a module, given `module:NAME`."""
+    module_name, _, name = path.partition(":")
+    parts = module_name.split(".")
+    if not (all(p.isidentifier() for p in parts) and name and all(p.isidentifier() for p in name.split("."))):
+        raise NotFound("must be a name, or PACKAGE.MODULE:NAME")
+    try:
+        value: Any = _module(module_name)
+    except NotFound as error:
+        raise NotFound(error.rule, tuple(f"{module}:{name}" for module in error.valid)) from error
+    for part in name.split("."):
+        if not hasattr(value, part):
+            public = tuple(n for n in vars(value) if not n.startswith("_"))
+            valid = tuple(f"{module_name}:{n}" for n in near(part, public)) if value.__name__ == module_name else ()
+            raise NotFound(f"leads nowhere: {_named(value)} has no {part}", valid)
+        value = getattr(value, part)
+    return value
+
+
+def _named(value: Any) -> str:
+    return f"{value.__name__} ({value.__file__})" if isinstance(value, ModuleType) else value.__qualname__
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module. NotFound says which part of its name is missing, or what the import raised and where."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name != missing and not name.startswith(f"{missing}."):
+            raise NotFound(f"cannot be imported: {_raised(error)}") from error
+        parts, number = name.split("."), missing.count(".")
+        like = (".".join([*parts[:number], n, *parts[number + 1 :]]) for n in _beside(parts, number))
+        raise NotFound(_missing(missing), tuple(like)) from error
+    except Exception as error:
+        raise NotFound(f"cannot be imported: {_raised(error)}") from error
+
+
+def _missing(name: str) -> str:
+    return (
+        f"leads nowhere: there is no module {name} on Python's path; install its package, or name the folder that "
+        "holds it in PYTHONPATH"
+    )
+
+
+def _beside(parts: list[str], i: int) -> tuple[str, ...]:
+    """Modules whose name is like that of part `i`, where it should have been."""
+    package = importlib.import_module(".".join(parts[:i])) if i else None
+    found = pkgutil.iter_modules(None if package is None else getattr(package, "__path__", []))
+    return near(parts[i], tuple(m.name for m in found if not m.name.startswith("_")))
+
+
+def _raised(error: Exception) -> str:
+    """What an import raised, and the last line of the user's that was at work."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames and frames[-1].filename != __file__ else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        at = f" at {error.filename}:{error.lineno}"
+    return f"{type(error).__name__}: {error}{at}"

@@ -1,0 +1,3 @@
+"""The version of Phalanx."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,56 @@
+"""Parameter: a weight that knows how it is sharded, what holds its quantized values, and where more gradients go."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.layout.param import ParamSpec
+
+
+class Quantizer(Protocol):
+    """What keeps the quantized values of a weight (FP8: ops.quantized.linear.WeightQuantizer)."""
+
+    on: bool
+    """Whether matmuls use the quantized values; off: the weight itself."""
+
+    def keeps_quantized(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this shape can be stored as quantized values alone."""
+        ...
+
+
+class Parameter(nn.Parameter):
+    """A torch parameter whose storage is part of a flat buffer.
+
+    spec         the global tensors in it and how they are sharded
+    quantizer    of a linear in low precision; None: matmuls use the weight itself
+    extra_grads  parameters that share its values and have a gradient each, one for every further micro-batch whose
+                 gradients stay apart (train.deterministic)
+    """
+
+    spec: ParamSpec
+    quantizer: Quantizer | None
+    extra_grads: list[Parameter]
+    grad_dtype: torch.dtype | None  # torch's own, which its stubs lack
+
+    def __new__(cls, data: Tensor, spec: ParamSpec, requires_grad: bool = True) -> Parameter:
+        made: Parameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
+        made.spec, made.quantizer, made.extra_grads = spec, None, []
+        return made
+
+    def add_extra_grads(self, count: int) -> None:
+        """Make so many parameters more with these values, each with a gradient of its own; the flat buffers give them
+        memory (FlatBucket.attach)."""
+        for _ in range(count):
+            extra = Parameter(torch.empty_like(self), self.spec, self.requires_grad)
+            extra.quantizer = self.quantizer
+            self.extra_grads.append(extra)
+
+    def to_empty(self, device: torch.device) -> None:
+        """Move to a device, without values and without memory: its storage will be a flat buffer."""
+        for each in (self, *self.extra_grads):
+            moved = Parameter(torch.empty(0, dtype=each.dtype, device=device), each.spec, each.requires_grad)
+            moved.quantizer, moved.extra_grads = each.quantizer, each.extra_grads
+            torch.utils.swap_tensors(each, moved)

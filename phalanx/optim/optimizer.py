@@ -1,0 +1,165 @@
+"""The Optimizer protocol: what a file must say to add an optimizer. Where weights and state lie, and how they are cut,
+is no concern of it (optim/sharded.py).
+
+Torch is not imported here: a config that names an optimizer is read without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, register
+from phalanx.ops.optimizer.state import Moment
+from phalanx.optim.config import OptimConfig
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from torch import Tensor
+
+    from phalanx.ops.op import Kernels
+    from phalanx.ops.optimizer.shard import StateRange
+
+SEAM = OptimConfig.seam
+
+
+@dataclass
+class ParamRange:
+    """Some elements of one group at an update: working copies (n,) in the master dtype, to be changed in place or
+    replaced.
+
+    master          the weights; grad: their gradient, unscaled and clipped
+    state           the optimizer's own, by name; each is an attribute too: `p.momentum` is `p.state["momentum"]`
+    lr              learning rate of these elements, their factor (optim.lr_scale) included; weight_decay: theirs
+    step            () counts applied steps on the device, this one included
+    """
+
+    master: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    lr: float
+    weight_decay: float
+    step: Tensor
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name != "state" and name in self.state:
+            return self.state[name]
+        raise AttributeError(
+            f"a range has no {name}: it has {', '.join([*RANGE_FIELDS, *self.__dict__.get('state', ())])}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RANGE_FIELDS:
+            super().__setattr__(name, value)
+        elif name in self.state:
+            self.state[name] = value
+        else:
+            raise AttributeError(f"a range has no {name}; an optimizer's state is declared in its `state`")
+
+
+RANGE_FIELDS = tuple(f.name for f in fields(ParamRange))
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """Device scalars () of one update: `step` counts applied steps, this one included; gradients are to be multiplied
+    by `factor`; where `skip` is 1 only the gradients change."""
+
+    step: Tensor
+    factor: Tensor
+    skip: Tensor
+
+
+class Optimizer(ABC):
+    """How weights follow from gradients. Subclass it, and name it with `@optimizer("name")` or by `module:NAME`.
+
+    Config      its fields in the `optim` section, beside the shared ones
+    owns        range: any run of elements can be updated alone, so it works with layout.sharding 0 to 3
+    state       what it remembers of each element, by name; memory, sharding and checkpoints follow
+    """
+
+    Config: ClassVar[type[OptimConfig]] = OptimConfig
+    owns: ClassVar[Literal["range"]] = "range"
+    state: ClassVar[Mapping[str, Moment]] = {}
+
+    def __init__(self, config: OptimConfig):
+        self.config: Any = config
+
+    @abstractmethod
+    def update(self, p: ParamRange) -> None:
+        """Change p.master and the state for one step. Element by element: which elements are in one range, and how
+        many, depends on the layout. The caller writes nothing back where a step is skipped. Do not ask the device
+        for values (`item`, `if tensor`): that makes the host wait."""
+
+    @classmethod
+    def check(cls, config: Any) -> list[Problem]:
+        """What is wrong with the fields of `Config`."""
+        return []
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer that also updates whole ranges in place, as its `update` does, in fewer passes over memory.
+
+    op      its name in train.plain_ops
+    """
+
+    op: ClassVar[str]
+
+    @abstractmethod
+    def update_ranges(
+        self, ranges: Sequence[StateRange], lr: float, weight_decay: float, scalars: StepScalars, kernels: Kernels
+    ) -> None:
+        """Scale the gradients, update masters and state, write the weights, and set the gradients to zero."""
+
+
+T = TypeVar("T", bound=type[Optimizer])
+
+
+def optimizer(name: str) -> Callable[[T], T]:
+    """Name an Optimizer, so that `optim.name` may be that name wherever its module has been imported."""
+
+    def named(cls: T) -> T:
+        register(SEAM, name, cls)
+        return cls
+
+    return named
+
+
+def find_optimizer(name: str) -> type[Optimizer]:
+    """The optimizer that `optim.name` means. NotFound says what is wrong with it."""
+    found: type[Optimizer] = find(SEAM, name, Optimizer)
+    wrong = [problem for problem in _wrong_with(found) if problem]
+    if wrong:
+        raise NotFound(f"is no usable Optimizer: {found.__module__}:{found.__qualname__} {'; '.join(wrong)}")
+    return found
+
+
+def _wrong_with(cls: type[Optimizer]) -> list[str]:
+    taken = {*RANGE_FIELDS, *dir(ParamRange)}
+    bad = [name for name in cls.state if not name.isidentifier() or name in taken]
+    other = [name for name, kind in cls.state.items() if not isinstance(kind, Moment)]
+    return [
+        f'has owns={cls.owns!r}; what exists is "range"' if cls.owns != "range" else "",
+        f"names a state {', '.join(map(repr, bad))}, which is no free attribute name of a range" if bad else "",
+        f"has a state that is no Moment: {', '.join(map(repr, other))}" if other else "",
+        "" if issubclass(cls.Config, OptimConfig) else "has a Config that is not derived from phalanx.OptimConfig",
+    ]
+
+
+def completed(config: OptimConfig) -> OptimConfig:
+    """The config with the fields of the optimizer that it names, at their defaults where only shared ones are given;
+    the name is one by which other processes find it too. ConfigError if there is none of that name, or the fields are
+    those of another."""
+    try:
+        cls = find_optimizer(config.name).Config
+    except NotFound as error:
+        raise ConfigError([error.problem("optim.name", config.name)]) from error
+    name = config.name if config.name in BUILT_IN[SEAM] else path_of(SEAM, config.name)
+    if type(config) is not cls and type(config) is not OptimConfig:
+        rule = f"takes the fields of {cls.__name__}, not of {type(config).__name__}: set the name of its optimizer"
+        raise ConfigError([Problem("optim.name", config.name, rule)])
+    if type(config) is cls and config.name == name:
+        return config
+    return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | {"name": name})

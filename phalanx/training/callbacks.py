@@ -1,0 +1,22 @@
+"""Callback: what a program of its own wants to hear of a run that `train` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Callback:
+    """Override what you want to hear. Each method is called on every rank, in the same order; what it raises ends
+    the run. It must not change the model, and collectives in it must be made on every rank."""
+
+    def on_step(self, values: Mapping[str, Any]) -> None:
+        """A finished step's row of metrics.jsonl: step, loss, grad_norm, lr, tokens_per_s, ... Values come one step
+        late, while the next one runs."""
+
+    def on_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Validation after `step`: set name -> mean loss per token."""
+
+    def on_save(self, path: Path) -> None:
+        """A checkpoint is complete. Saves in the background are said between two later steps."""
