@@ -29,8 +29,8 @@ MEDIAN_OF = 51  # steps whose median gives the time that is left
 FP8_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
 
-class Moment:
-    """A moment of the device's work, taken without waiting for it: on a GPU an event in the stream, else the clock."""
+class DeviceTime:
+    """A point in the device's work, taken without waiting for it: on a GPU an event in the stream, else the clock."""
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -42,8 +42,8 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Both moments must be over."""
+    def seconds_since(self, earlier: DeviceTime) -> float:
+        """Both must be over."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._clock - earlier._clock
@@ -72,7 +72,7 @@ class Pending:
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
-        self.moment = Moment(packed.device)
+        self.moment = DeviceTime(packed.device)
 
     def read(self) -> tuple[float, float, int, int, bool]:
         """(loss, gradient norm, why the step was skipped, tokens with a loss, stop)."""
@@ -228,7 +228,7 @@ class Reporter:
         self._pace = ConsolePace()
         self._sample_s: deque[float] = deque(maxlen=MEDIAN_OF)  # seconds per sequence of the last steps
         self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
-        self.mark = Moment(device)
+        self.mark = DeviceTime(device)
         self.last_s: float | None = None  # seconds of the last finished step
         self.stepped: Callable[[float, float], None] = lambda work_s, step_s: (
             None
@@ -238,7 +238,7 @@ class Reporter:
 
     def restart_clock(self) -> None:
         """Do not count the time since the last step (evaluation, saving) as time of the next."""
-        self.mark = Moment(self.device)
+        self.mark = DeviceTime(self.device)
         self.mark.wait()
 
     def finished(self, pending: Pending, samples: int) -> bool:
