@@ -148,7 +148,7 @@ VALUES: Mapping[str, str] = MappingProxyType(
 _FULL = "what exists: full training, and train.freeze for tensors that are to stay as they are"
 _ADAMW = (
     "what exists: optim.name=adamw, with moments in fp32, bf16 or fp8 (optim.moments), and optimizers of your own, "
-    "optim.name=PACKAGE.MODULE:NAME (docs/training.md)"
+    "optim.name=PACKAGE.MODULE:NAME"
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
