@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from phalanx.layout.param import Init
-from phalanx.models.gpt_oss import make_blocks as gpt_oss_blocks
-from phalanx.models.llama import make_blocks
 from phalanx.nn.env import Env
 from phalanx.nn.fp8 import FP8, FP8Linears
 from phalanx.nn.linear import ColumnLinear, RowLinear
@@ -19,6 +17,7 @@ from phalanx.nn.linear_method import PLAIN
 from phalanx.nn.module import OutputRows
 from phalanx.nn.moe import Experts
 from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.planning.plan import make_blocks
 from tests.parity import MODELS
 
 
@@ -48,7 +47,7 @@ def test_parameters_of_a_layer_lie_in_memory_with_weights_before_biases():
         "layer.mlp.gate_up.bias",
         "layer.mlp.down.bias",
     ]
-    (layer,) = gpt_oss_blocks(MODELS["gpt_oss"], Env(), [1])
+    (layer,) = make_blocks(MODELS["gpt_oss"], Env(), [1])
     (experts,) = (module for module in layer.modules() if isinstance(module, Experts))
     assert [name for name, _ in experts.named_parameters()] == ["gate_up.weight", "down.weight", "gate_up.bias"]
     assert list(experts.parameters()) == [p for _, p in experts.named_parameters()]

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.forecast.check import kv_heads
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.recompute import PRESETS
 from tests.parity import MODELS, base_run, compare, truth_of
@@ -422,7 +421,7 @@ def generated_context() -> dict[str, dict]:
         if pp * stage > 8:
             continue
         pick = random.Random(f"{model} {pp} {dp} {cp} {tp}")
-        each = max(1, kv_heads(MODELS[model]) // tp)
+        each = max(1, MODELS[model].kv_heads // tp)
         layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1, 2, 3])}
         layout["cp_ulysses"] = pick.choice([u for u in range(1, cp + 1) if cp % u == 0 and each % u == 0])
         if layout["cp_ulysses"] < cp:

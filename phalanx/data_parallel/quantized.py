@@ -225,7 +225,7 @@ class CodedBucket(FlatBucket):
             self.weight.copy_(part)
 
 
-class Family:
+class CastGroup:
     """The coded buckets of a rank that are cut over the same ranks: what it takes to make their codes anew, with
     amaxes compared in one call.
 
@@ -308,10 +308,10 @@ class Family:
             transposed.copy_(scales.t())
 
 
-def families(buckets: Sequence[FlatBucket], numbers: dict[str, int]) -> list[Family]:
+def cast_groups(buckets: Sequence[FlatBucket], numbers: dict[str, int]) -> list[CastGroup]:
     """Of a rank's coded buckets, in an order that is the same on all ranks that they are cut over."""
     found: dict[tuple[str, bool], list[CodedBucket]] = {}
     for f in buckets:
         if isinstance(f, CodedBucket):
             found.setdefault((f.bucket.axis, f.cut.inner > 1), []).append(f)
-    return [Family(members, numbers) for members in found.values()]
+    return [CastGroup(members, numbers) for members in found.values()]

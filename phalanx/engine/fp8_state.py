@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.config.run import Fp8Config
 from phalanx.data_parallel.flat import FlatBucket
-from phalanx.data_parallel.quantized import CodedBucket, Family, families
+from phalanx.data_parallel.quantized import CastGroup, CodedBucket, cast_groups
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.quantized.linear import DY, TENSORS, W, WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
@@ -43,13 +43,13 @@ class Fp8State:
         self.lows: dict[int, list[tuple[WeightQuantizer, Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
         self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
-        self.kept: list[Family] = []
+        self.kept: list[CastGroup] = []
         self._full = False  # whether the history has anything
 
     def keep(self, buckets: Sequence[FlatBucket]) -> None:
         """After `attach`: let the codes of weights that are kept as codes count into the state too."""
         self.coded = [f for f in buckets if isinstance(f, CodedBucket)]
-        self.kept = families(self.coded, {name: i for i, name in enumerate(self.names)})
+        self.kept = cast_groups(self.coded, {name: i for i, name in enumerate(self.names)})
 
     def attach(self, bucket: int, params: Iterable[Parameter]) -> None:
         """Let this rank's linears of a bucket count into the state."""

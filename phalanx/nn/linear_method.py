@@ -70,7 +70,7 @@ class LinearMethod:
 PLAIN = LinearMethod()
 
 
-class Place(Protocol):
+class LinearPlace(Protocol):
     """What a method can know of the rank and the run (nn.env.Env)."""
 
     @property
@@ -94,7 +94,7 @@ class AnyLinear(Protocol):
     names: tuple[str, ...]
     cut: int
     experts: int
-    env: Any  # a Place
+    env: Any  # a LinearPlace
 
 
 class LinearMethods(Protocol):
