@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.nn.linear_method import PLAIN, AnyLinear, FusedOp, LinearMethod, Place
+from phalanx.nn.linear_method import PLAIN, AnyLinear, FusedOp, LinearMethod, LinearPlace
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.experts.grouped import Later
 from phalanx.ops.op import Kernels
@@ -134,7 +134,7 @@ class FP8Linears:
         weight.spec = replace(weight.spec, coded=coded)
         return FP8
 
-    def _quantizer(self, name: str, cut: int, experts: bool, place: Place) -> WeightQuantizer:
+    def _quantizer(self, name: str, cut: int, experts: bool, place: LinearPlace) -> WeightQuantizer:
         kind = ExpertQuantizer if experts else WeightQuantizer
         return kind(self.recipe, name, cut, place.axes, place.kernels_for("quant"), self.accumulate, place.seed)
 
