@@ -9,6 +9,8 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+from phalanx.base.registry import BUILT_IN
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "phalanx"
 PUBLIC = {
@@ -114,3 +116,22 @@ def test_no_room_has_the_name_of_a_public_function():
     """Python would bind the sub-package over the function as soon as somebody imports it."""
     names = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert not names & PUBLIC
+
+
+# where a family's name may stand outside models/: its path, a tokenizer's published pattern, the demo's own config
+MAY_NAME_A_FAMILY = ("base/registry.py", "text/words.py", "text/merges.py", "text/tokenizers.py", "cli/demo.py")
+
+
+def test_no_code_outside_models_asks_which_family_it_is():
+    """A family is one file: names of families are no identifiers and no whole strings elsewhere."""
+    names = "|".join(BUILT_IN["family"])
+    word, found = re.compile(rf"(?:^|[_.])(?:{names})(?:$|[_.])", re.IGNORECASE), []
+    for path in modules().values():
+        place = str(path.relative_to(PACKAGE))
+        if place.startswith("models/") or place in MAY_NAME_A_FAMILY:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            said = [getattr(node, name, None) for name in ("id", "attr", "name", "arg", "module")]
+            said += [node.value] if isinstance(node, ast.Constant) else []
+            found += [f"{place}: {text}" for text in said if isinstance(text, str) and word.search(text)]
+    assert not [text for text in found if " " not in text.partition(": ")[2]], found
