@@ -11,6 +11,8 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+from phalanx.base.registry import BUILT_IN
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "phalanx"
 PUBLIC = {
@@ -187,3 +189,22 @@ def test_formatting_is_never_switched_off():
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         assert "fmt: " + "skip" not in text and "fmt: " + "off" not in text, path
+
+
+# where a family's name may stand outside models/: its path, a tokenizer's published pattern, the demo's own config
+MAY_NAME_A_FAMILY = ("base/registry.py", "text/words.py", "text/merges.py", "text/tokenizers.py", "cli/demo.py")
+
+
+def test_no_code_outside_models_asks_which_family_it_is():
+    """A family is one file: names of families are no identifiers and no whole strings elsewhere."""
+    names = "|".join(BUILT_IN["family"])
+    word, found = re.compile(rf"(?:^|[_.])(?:{names})(?:$|[_.])", re.IGNORECASE), []
+    for path in modules().values():
+        place = str(path.relative_to(PACKAGE))
+        if place.startswith("models/") or place in MAY_NAME_A_FAMILY:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            said = [getattr(node, name, None) for name in ("id", "attr", "name", "arg", "module")]
+            said += [node.value] if isinstance(node, ast.Constant) else []
+            found += [f"{place}: {text}" for text in said if isinstance(text, str) and word.search(text)]
+    assert not [text for text in found if " " not in text.partition(": ")[2]], found

@@ -25,6 +25,19 @@ from phalanx.base.errors import PhalanxError, Problem
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "family": MappingProxyType(
+            {
+                "llama": "phalanx.models.llama:FAMILY",
+                "mistral": "phalanx.models.mistral:FAMILY",
+                "qwen2": "phalanx.models.qwen2:FAMILY",
+                "qwen3": "phalanx.models.qwen3:FAMILY",
+                "mixtral": "phalanx.models.mixtral:FAMILY",
+                "qwen3_moe": "phalanx.models.qwen3_moe:FAMILY",
+                "gpt_oss": "phalanx.models.gpt_oss:FAMILY",
+                "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
+                "gpt2": "phalanx.models.gpt2:FAMILY",
+            }
+        ),
         "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
     }
 )
@@ -113,6 +126,11 @@ def names(seam: str) -> tuple[str, ...]:
 def configs(seam: str) -> tuple[type, ...]:
     """The config dataclasses of our own of a seam, each once."""
     return tuple(dict.fromkeys(find(seam, name).Config for name in BUILT_IN[seam]))
+
+
+def registered(seam: str) -> dict[str, Any]:
+    """What was registered here of a seam, by name."""
+    return {name: found.value for (of, name), found in _REGISTERED.items() if of == seam}
 
 
 def lacking(value: Any, protocol: type) -> tuple[str, ...]:

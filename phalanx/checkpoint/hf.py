@@ -21,6 +21,7 @@ from phalanx.checkpoint.hf_files import (
     same_in,
     two_heads,
 )
+from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.checkpoint.readers.fp8 import block_of
 from phalanx.checkpoint.tensors import Index
 from phalanx.models.check import check
@@ -88,6 +89,9 @@ def read_folder(path: str | Path) -> ModelFolder:
     """
     folder = folder_of(path)
     config = read_config(folder)
+    manifest = folder.parent / MANIFEST
+    if folder.name == "weights" and manifest.is_file():  # of a family outside Phalanx a checkpoint of ours has the name
+        known_family(read_json(manifest).get("model", {}).get("family"))
     model = from_hf(config, str(folder / "config.json"))
     if not has_weights(folder):
         return ModelFolder(folder, model, config, None)
@@ -138,7 +142,7 @@ def unknown_family(name: Any) -> str:
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), known, n=3, cutoff=0.5) or sorted(known)
     return (
         f"model_type={name!r} is no family of Phalanx (nearest: {', '.join(near)}). Code of a model folder "
-        "is never run; "
+        "is never run; a package's family is named in the config, model.family=PACKAGE.MODULE:NAME; "
         'to add a family see "Adding a model family" in docs/ops-and-modules.md'
     )
 

@@ -31,15 +31,16 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from phalanx.base import tree
+from phalanx.base import registry, tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
-from phalanx.base.registry import BUILT_IN, NotFound
+from phalanx.base.registry import BUILT_IN, NotFound, RegisteredTwice
 from phalanx.base.rules import near_paths
 from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
+from phalanx.models.registry import SEAM, load_family
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
@@ -119,11 +120,12 @@ def read(
         source = _merged(source, read_file(path))
     for text in overrides:
         apply_override(source, text)
-    no_model = supply(source.data, source.origins)
+    no_family = load_named_family(source.data)
+    no_model = supply(source.data, source.origins) if not no_family else []
     notes = replace_renamed(source.data)
     removed, replaced = replace_removed(source.data)
     run, problems, repaired = build(source.data)
-    problems = removed + problems
+    problems = removed + [p for p in problems if not (no_family and p.field == "model.family")] + no_family
     if no_model:
         problems = [
             p for p in problems if not (p.field.split(".")[0] == "model" and p.rule.startswith("is required"))
@@ -138,6 +140,23 @@ def read(
     unreadable = source.problems and not source.data
     found = source.problems if unreadable else source.problems + loaded.placed(problems)
     return dataclasses.replace(loaded, problems=found, run=None if unreadable else run)
+
+
+def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
+    """Import the family of another package that model.family names, so that its section is known."""
+    model = data.get("model")
+    name = model.get("family") if isinstance(model, Mapping) else None
+    if not isinstance(name, str) or name in families():
+        return []
+    if ":" not in name and name not in registry.names(SEAM):
+        return []  # no name at all: the types of fields say so
+    try:
+        load_family(name)
+    except NotFound as error:
+        return [error.problem("model.family", name)]
+    except RegisteredTwice as error:
+        return [Problem("model.family", name, f"must be one of a kind: {error}")]
+    return []
 
 
 def to_dict(run: Run) -> dict[str, Any]:
@@ -618,7 +637,11 @@ def _problem(data: dict[str, Any], error: Any, optim: type[OptimConfig]) -> Prob
         names, family = tuple(families()), value.get("family")
         rule = "is required: one of " if kind == "union_tag_not_found" else "must be one of "
         return Problem(
-            f"{path}.family", family, rule + ", ".join(f'"{n}"' for n in names), {}, _close(str(family), names) or names
+            f"{path}.family",
+            family,
+            rule + ", ".join(f'"{n}"' for n in names) + ", or a package's as PACKAGE.MODULE:NAME",
+            {},
+            _close(str(family), names) or names,
         )
     if hint == tree.hints(Run)["model"]:
         rule = (

@@ -1,41 +1,85 @@
-"""Which families there are, and where each is: `module:NAME` of ours, and of other packages that a config names."""
+"""Which families there are: ours, and those of other packages that a config names (base/registry.py, seam "family")."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib import import_module
 
+from phalanx.base import registry
+from phalanx.base.registry import NotFound, RegisteredTwice
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig
 
-FAMILIES = {
-    "llama": "phalanx.models.llama:FAMILY",
-    "mistral": "phalanx.models.mistral:FAMILY",
-    "qwen2": "phalanx.models.qwen2:FAMILY",
-    "qwen3": "phalanx.models.qwen3:FAMILY",
-    "mixtral": "phalanx.models.mixtral:FAMILY",
-    "qwen3_moe": "phalanx.models.qwen3_moe:FAMILY",
-    "gpt_oss": "phalanx.models.gpt_oss:FAMILY",
-    "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
-    "gpt2": "phalanx.models.gpt2:FAMILY",
+SEAM = "family"
+# what every `model` section has: facts of it are asked for by these names
+FIELDS = {
+    "family": "str",
+    "vocab_size": "int",
+    "hidden_size": "int",
+    "intermediate_size": "int",
+    "num_hidden_layers": "int",
+    "num_attention_heads": "int",
+    "max_position_embeddings": "int",
+    "tie_word_embeddings": "bool",
+    "initializer_range": "float",
 }
 
 
-@cache
 def load_family(name: str) -> Family:
-    """The family that model.family names."""
-    module, _, member = FAMILIES[name].partition(":")
-    return getattr(import_module(module), member)
+    """The family that model.family names: one of ours, of an installed package, or `package.module:NAME`, which is
+    imported and known from then on. NotFound says why there is none, or what it lacks."""
+    return _ours(name) if name in registry.BUILT_IN[SEAM] else _theirs(name)
+
+
+@cache
+def _ours(name: str) -> Family:
+    return registry.find(SEAM, name)
+
+
+def _theirs(name: str) -> Family:
+    known = families()
+    if name in known:
+        return known[name]
+    family: Family = registry.find(SEAM, name, Family)
+    _check(family, name)
+    for other, one in known.items():
+        if {family.name, *family.also} & {one.name, *one.also}:
+            raise RegisteredTwice(
+                f"model_type {family.name!r} is of two families: {registry.path_of(SEAM, other)} and "
+                f"{registry.path_of(SEAM, name)}; rename one of them"
+            )
+    registry.register(SEAM, name, family, registry.path_of(SEAM, name))
+    return family
+
+
+def _check(family: Family, name: str) -> None:
+    """NotFound if the family's config or blocks are not what others rely on."""
+    config = family.config
+    if not (isinstance(config, type) and issubclass(config, ModelConfig) and is_dataclass(config)):
+        raise NotFound(f"is no Family: its config, {config!r}, must be a dataclass derived from ModelConfig")
+    there = {f.name for f in fields(config)}
+    lacking = [f"{field}: {kind}" for field, kind in FIELDS.items() if field not in there]
+    if lacking:
+        raise NotFound(f"is no Family: its config {config.__name__} has no {', no '.join(lacking)}")
+    try:
+        inspect.signature(family.blocks).bind(config, None)
+    except TypeError as error:
+        raise NotFound(f"is no Family: its blocks must be a function of (config, env): {error}") from error
 
 
 def known_family(name: object) -> Family | None:
     """The same, or None for what names none."""
-    return load_family(name) if isinstance(name, str) and name in FAMILIES else None
+    try:
+        return load_family(name) if isinstance(name, str) else None
+    except NotFound:
+        return None
 
 
 def families() -> dict[str, Family]:
-    """Those known here, by the names that model.family has for them."""
-    return {name: load_family(name) for name in FAMILIES}
+    """Ours and those of other packages that were named here, by what model.family says of them."""
+    ours = {name: _ours(name) for name in registry.BUILT_IN[SEAM]}
+    return {**ours, **registry.registered(SEAM)}
 
 
 def configs() -> dict[str, type]:

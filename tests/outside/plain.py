@@ -1,0 +1,130 @@
+"""Plain: Llama with squared ReLU, post-norms and soft-capped logits. A family of a package that is not Phalanx: this
+file and nothing else.
+
+    model: {family: "tests.outside.plain:FAMILY", hidden_size: 512, ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from phalanx.layout.param import Init
+from phalanx.models.decoder import attention, decoder_blocks, make_head
+from phalanx.models.decoder_config import DecoderConfig
+from phalanx.models.family import BlockMaker, Family
+from phalanx.nn.env import Env
+from phalanx.nn.head import Head
+from phalanx.nn.module import Block, Module, OutputRows, column_spec, row_spec
+from phalanx.nn.norm import RMSNorm
+from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.sequence.batch import IGNORE, Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainConfig(DecoderConfig):
+    """Hugging Face's names; DecoderConfig brings vocabulary, widths, heads, rotary embedding and tying."""
+
+    final_logit_softcapping: float | None = None
+    """Logits become cap * tanh(logits / cap); unset: they stay as they are."""
+
+    @property
+    def gated_mlp(self) -> bool:
+        return False
+
+
+class SquaredReLU(Module):
+    """down(relu(up(x)) ** 2); the inner features are cut over tp."""
+
+    def __init__(self, config: PlainConfig, env: Env, layer: int):
+        super().__init__(env)
+        at, inner, width = f"model.layers.{layer}.mlp", config.intermediate_size, config.hidden_size
+        first, stop = env.cut(inner)
+        init = Init("normal", config.initializer_range)
+        rows = OutputRows(f"{at}.up_proj.weight", inner, first, stop)
+        self.up = self.matrix(column_spec([rows], width, init), cut=0)
+        self.down = self.matrix(row_spec(f"{at}.down_proj.weight", width, inner, first, stop, init), cut=1)
+        self.num_weights = 2 * width * inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D)."""
+        up = self.env.recompute.op("up", lambda x: gather_matmul(x, self.up, self.env.tp), x)
+        hidden = self.env.recompute.op("activation", lambda x: torch.relu(x).square(), up)
+        return matmul_scatter(hidden, self.down, self.env.tp)
+
+    def flops(self, seq_length: int) -> float:
+        return 2.0 * self.num_weights
+
+
+class PlainLayer(Block):
+    def __init__(self, config: PlainConfig, env: Env, layer: int):
+        super().__init__(env)
+        at, width, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        self.attention = attention(config, env, layer)
+        self.attention_norm = RMSNorm(env, f"{at}.post_attention_layernorm", width, eps)
+        self.mlp = SquaredReLU(config, env, layer)
+        self.mlp_norm = RMSNorm(env, f"{at}.post_feedforward_layernorm", width, eps)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.attention_norm(self.attention(x, batch))
+        return x + self.mlp_norm(self.mlp(x))
+
+
+class CrossEntropy(Function):
+    """Summed cross entropy of logits (T, rows) of this rank's part of the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, tp: Any) -> Tensor:
+        here = (labels >= first) & (labels < first + logits.shape[1])
+        rows = torch.where(here, labels - first, 0)
+        label = torch.where(here, logits.gather(1, rows.unsqueeze(-1))[:, 0], 0)
+        parts = tp.all_gather(torch.stack((torch.logsumexp(logits, -1), label)).unsqueeze(0)).wait()
+        total, valid = torch.logsumexp(parts[:, 0], 0), labels != IGNORE
+        ctx.save_for_backward(logits, rows, here, valid, total)
+        return torch.where(valid, total - parts[:, 1].sum(0), 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, rows, here, valid, total = ctx.saved_tensors
+        d = torch.exp(logits - total.unsqueeze(-1))
+        d.scatter_add_(1, rows.unsqueeze(-1), -here.unsqueeze(-1).to(d.dtype))
+        return d * (dloss * valid).unsqueeze(-1), None, None, None
+
+
+class CappedHead(Head):
+    """The head with cap * tanh(logits / cap) for logits."""
+
+    def __init__(self, *arguments: Any, cap: float | None):
+        super().__init__(*arguments)
+        self.cap = cap
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def loss(self, x: Tensor, batch: Batch) -> Tensor:
+        logits = gather_matmul(x, self.weight, self.env.tp)[:, : self.count]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return CrossEntropy.apply(self.capped(wide), batch.labels, self.first, self.env.tp)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.capped(super().logits(x, rows))
+
+    def loss_flops(self, seq_length: int) -> float:
+        return 0.0  # forward makes no gradients
+
+
+def blocks(config: PlainConfig, env: Env) -> Sequence[BlockMaker]:
+    def head(config: PlainConfig, env: Env, made: Mapping[str, nn.Parameter]) -> Head:
+        return make_head(config, env, made, partial(CappedHead, cap=config.final_logit_softcapping))
+
+    return decoder_blocks(config, env, PlainLayer, head=head)
+
+
+FAMILY = Family("plain", PlainConfig, blocks, architecture="PlainForCausalLM")
