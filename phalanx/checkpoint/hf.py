@@ -21,7 +21,6 @@ from phalanx.checkpoint.hf_files import (
     same_in,
     two_heads,
 )
-from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.checkpoint.readers.fp8 import block_of
 from phalanx.checkpoint.tensors import Index
 from phalanx.models.check import check
@@ -89,9 +88,6 @@ def read_folder(path: str | Path) -> ModelFolder:
     """
     folder = folder_of(path)
     config = read_config(folder)
-    manifest = folder.parent / MANIFEST
-    if folder.name == "weights" and manifest.is_file():  # of a family outside Phalanx a checkpoint of ours has the name
-        known_family(read_json(manifest).get("model", {}).get("family"))
     model = from_hf(config, str(folder / "config.json"))
     if not has_weights(folder):
         return ModelFolder(folder, model, config, None)

@@ -21,9 +21,10 @@ from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.family import BlockMaker, Family
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
-from phalanx.nn.module import Block, Module, OutputRows, column_spec, row_spec
+from phalanx.nn.linear import ColumnLinear, RowLinear
+from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.norm import RMSNorm
-from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
+from phalanx.ops.dense.matmul import gather_matmul
 from phalanx.sequence.batch import IGNORE, Batch
 
 
@@ -47,16 +48,15 @@ class SquaredReLU(Module):
         at, inner, width = f"model.layers.{layer}.mlp", config.intermediate_size, config.hidden_size
         first, stop = env.cut(inner)
         init = Init("normal", config.initializer_range)
-        rows = OutputRows(f"{at}.up_proj.weight", inner, first, stop)
-        self.up = self.matrix(column_spec([rows], width, init), cut=0)
-        self.down = self.matrix(row_spec(f"{at}.down_proj.weight", width, inner, first, stop, init), cut=1)
+        self.up = ColumnLinear(env, [OutputRows(f"{at}.up_proj.weight", inner, first, stop)], width, init)
+        self.down = RowLinear(env, f"{at}.down_proj.weight", width, inner, (first, stop), init)
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
-        up = self.env.recompute.op("up", lambda x: gather_matmul(x, self.up, self.env.tp), x)
+        up = self.env.recompute.op("up", self.up, x)
         hidden = self.env.recompute.op("activation", lambda x: torch.relu(x).square(), up)
-        return matmul_scatter(hidden, self.down, self.env.tp)
+        return self.down(hidden)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

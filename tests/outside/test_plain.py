@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.registry import load_family
 from phalanx.verifying.shrink import shrink
 from tests.outside.plain import PlainConfig
 from tests.parity import SEQ, VOCAB, compare, truth_of
@@ -61,6 +64,7 @@ def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
     assert json.loads((path / "manifest.json").read_text())["model"]["family"] == NAME
     written = json.loads((path / "weights/config.json").read_text())
     assert written["model_type"] == "plain" and written["architectures"] == ["PlainForCausalLM"]
+    load_family(NAME)  # as a config that names it does: what a folder names is never imported
     folder = read_folder(path)
     assert folder.model == replace(MODEL, head_dim=8) and from_hf(written) == folder.model
     copy = tmp_path / "copy"
@@ -83,6 +87,23 @@ SIZES = [
     "train.micro_batch=1",
     "train.seq_length=16",
 ]
+
+
+def test_what_a_checkpoint_names_is_not_imported(ranks, tmp_path):
+    """The manifest names a module that is there, and that nobody's config named."""
+    assert all(ranks.run("tests.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
+    (path,) = tmp_path.glob("step-*")
+    code = (
+        "import sys\n"
+        "from phalanx.base.errors import CheckpointError\n"
+        "from phalanx.checkpoint.hf import read_folder\n"
+        "try: read_folder(sys.argv[1])\n"
+        "except CheckpointError as error: assert 'is no family of Phalanx' in str(error), error\n"
+        "else: raise AssertionError('read')\n"
+        "assert 'tests.outside.plain' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_config_names_it():
