@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,16 @@ def test_a_renamed_value_works_and_one_line_says_its_new_name(tmp_path):
     assert read(None, ["train.kernels=optional"], BASE).notes == ()
     with pytest.warns(UserWarning, match="is called train.kernels=optional now"):
         assert load_run(None, ["train.kernels=wheels"], BASE).train.kernels == "optional"
+
+
+@pytest.mark.parametrize("key", ["model.family", "optim.name"])
+def test_a_checkpoint_s_config_imports_nothing_unless_the_user_says_so(key):
+    """What a manifest names may be anybody's."""
+    section, name = key.split(".")
+    base = {**BASE, section: {**BASE.get(section, {}), name: "antigravity:NAME"}}
+    loaded = read(None, [], base, "the config of a checkpoint")
+    [found] = loaded.problems
+    assert loaded.run is None and "antigravity" not in sys.modules and found.field == key
+    assert f"imported only if you name it: type {key}=antigravity:NAME" in found.rule
+    [found] = read(None, [f"{key}=tests.outside.nothing:NAME"], base, "the config of a checkpoint").problems
+    assert "antigravity" not in sys.modules and "tests.outside.nothing" in str(found)

@@ -44,7 +44,7 @@ from phalanx.models.registry import SEAM, load_family
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
-COMMAND_LINE = "command line"
+COMMAND_LINE, NOBODY = "command line", "the defaults"
 NO_MODEL = (
     "is required: a family and its sizes (model.family=llama model.hidden_size=64 ...; `phalanx explain "
     "model` lists them).\n"
@@ -76,7 +76,7 @@ class Loaded:
     problems: list[Problem]
     origins: Mapping[str, str]
     repaired: frozenset[str] = frozenset()
-    base_from: str = "the defaults"
+    base_from: str = NOBODY
     notes: tuple[str, ...] = ()
 
     def where(self, path: str) -> str:
@@ -111,15 +111,18 @@ def read(
     path: str | Path | None = None,
     overrides: list[str] | tuple[str, ...] = (),
     base: Run | Mapping[str, Any] | None = None,
-    base_from: str = "the defaults",
+    base_from: str = NOBODY,
 ) -> Loaded:
     """As `load_run`, but returns the problems, so that those of the rules can be shown with them. `base_from`: where
-    messages say that values were set which neither the file nor an override sets."""
+    messages say that values were set which neither the file nor an override sets; what comes from anywhere but the
+    defaults may be anybody's, and names no code."""
     source = ConfigSource(to_dict(base) if isinstance(base, Run) else _copy(base or {}))
     if path is not None:
         source = _merged(source, read_file(path))
     for text in overrides:
         apply_override(source, text)
+    if base_from != NOBODY and (foreign := named_by_others(source, base_from)):
+        return Loaded(None, foreign, source.origins, frozenset(), base_from)
     no_family = load_named_family(source.data)
     no_model = supply(source.data, source.origins) if not no_family else []
     notes = replace_renamed(source.data)
@@ -140,6 +143,20 @@ def read(
     unreadable = source.problems and not source.data
     found = source.problems if unreadable else source.problems + loaded.placed(problems)
     return dataclasses.replace(loaded, problems=found, run=None if unreadable else run)
+
+
+def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
+    """Names of packages' code that stand in somebody else's config, such as a checkpoint's: nothing is imported for
+    them unless the user says them too."""
+    found = []
+    for key in ("model.family", "optim.name"):
+        section, name = key.split(".")
+        values = source.data.get(section)
+        value = values.get(name) if isinstance(values, dict) else None
+        if isinstance(value, str) and ":" in value and key not in source.origins:
+            rule = f"is code of a package, which is imported only if you name it: type {key}={value}"
+            found.append(Problem(key, value, rule, where=base_from))
+    return found
 
 
 def load_named_family(data: Mapping[str, Any]) -> list[Problem]:

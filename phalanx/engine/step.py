@@ -27,10 +27,10 @@ class StepResult:
     skipped    why nothing was updated (guard.REASONS), 0 if it was
     tokens     tokens with a loss in the global batch
     stop       how many ranks were asked to stop
-    ahead      mean loss per token of what predicts further tokens, if there is such a block
-    low        (L, 3, 5) what casts of low precision lost, as Fp8State.totals, of all ranks; None without train.fp8
-    gradient_distance      (L, 2) of steps with a shadow, as shadow.gradient_distance
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
+    mtp_loss   mean loss per token of multi-token prediction, if there is such a block
+    fp8        (L, 3, 5) what FP8 casts lost, as Fp8State.totals, of all ranks; None without train.fp8
+    gradient_distance  (L, 2) of steps with a shadow, as shadow.gradient_distance
     """
 
     loss: Tensor
@@ -141,8 +141,8 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What ranks reduce_step_totals each other at the end of a step: () float64 summed loss, number of ranks that want
-    to stop, summed loss of what predicts further tokens; routing and low as of StepResult."""
+    """What all ranks know at the end of a step: () float64 summed loss, number of ranks that were asked to stop, summed
+    loss of multi-token prediction; routing and fp8 as of StepResult."""
 
     loss: Tensor
     stop: Tensor
@@ -182,7 +182,7 @@ def reduce_step_totals(state: State, stop: bool = False) -> StepTotals:
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
-    """The first two things told."""
+    """The summed loss, and how many ranks were asked to stop."""
     totals = reduce_step_totals(state, stop)
     return totals.loss, totals.stop
 
