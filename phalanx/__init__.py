@@ -7,8 +7,8 @@
     print(px.plan(run, ranks=8))   # stages, memory, messages, FLOPs; needs no GPU
     px.train(run)
 
-and `with px.session(run) as s:` for a loop of your own. `px.Optimizer` and `@px.optimizer` are for optimizers of your
-own, `px.Callback` for programs that listen.
+and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
+and `@px.optimizer` for optimizers, `px.Callback` for programs that listen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from phalanx.base.version import VERSION as __version__
 if TYPE_CHECKING:
     from phalanx.api import check, load, plan, session, train
     from phalanx.config.run import Run
+    from phalanx.models.family import Family
     from phalanx.ops.optimizer.state import Moment
     from phalanx.optim.config import OptimConfig
     from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 PUBLIC = {
     "Callback": "phalanx.training.callbacks",
+    "Family": "phalanx.models.family",
     "Moment": "phalanx.ops.optimizer.state",
     "OptimConfig": "phalanx.optim.config",
     "Optimizer": "phalanx.optim.optimizer",
@@ -42,6 +44,7 @@ PUBLIC = {
 }
 __all__ = [
     "Callback",
+    "Family",
     "Moment",
     "OptimConfig",
     "Optimizer",
