@@ -76,6 +76,18 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write(text)
 
 
+@pytest.fixture(autouse=True)
+def no_family_stays_registered():
+    """Families of other packages that a test's configs name are not known to the tests after it."""
+    from phalanx.base import registry
+
+    before = set(registry._REGISTERED)
+    yield
+    for seam, name in set(registry._REGISTERED) - before:
+        if seam == "family":
+            del registry._REGISTERED[seam, name]
+
+
 @pytest.fixture(scope="session")
 def ranks():
     warm_imports()

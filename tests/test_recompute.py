@@ -31,6 +31,7 @@ from phalanx.planning.plan import Plan, make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
 from tests.parity import MODELS, base_run, sample_batch
 from tests.test_plan import MODELS as WIDER
+from tests.weights import with_memory
 
 FAMILIES = [name for name in MODELS if name not in ("llama-tied", "deepseek_v3-mtp-tied")]
 
@@ -40,7 +41,7 @@ def blocks_of(model: str) -> list[Block]:
     blocks = make_blocks(MODELS[model], Env(dtype=torch.float64), range(num_blocks(MODELS[model])))
     source, done = torch.Generator().manual_seed(1), set()
     for block in blocks:
-        block.to_empty(device="cpu")
+        with_memory(block)
     for p in (p for block in blocks for p in block.parameters() if id(p) not in done):
         done.add(id(p))
         p.data.copy_(0.3 * torch.randn(p.shape, generator=source, dtype=p.dtype))
@@ -168,7 +169,7 @@ def kept_bytes(family: str, recomputed: frozenset[str], device: str) -> int:
     (block,) = make_blocks(WIDER[family], Env(dtype=torch.float32), range(1, 2))
     block.recomputed = recomputed
     if device == "cpu":
-        block = block.to_empty(device="cpu")
+        with_memory(block)
     ids = torch.zeros(256, dtype=torch.int64, device=device)
     batch = Batch(ids, ids, ids, ids, 2, 128)
 

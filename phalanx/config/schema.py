@@ -27,6 +27,10 @@ def config_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of a YAML config."""
     optim: Any = find_optimizer(OptimConfig.name).Config
     made = run_schema(optim).model_json_schema(mode="validation")
+    for name, family in families().items():  # of another package its type is any text
+        says = made["$defs"][family.__name__]["properties"]["family"]
+        if "const" not in says and "enum" not in says:
+            says["const"] = name
     for cls in sections_of(Run):
         place = made if cls is Run else made["$defs"].get(cls.__name__)
         if place is not None:
