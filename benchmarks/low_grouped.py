@@ -58,7 +58,7 @@ FP32_SUMS = (
 )
 
 
-def told(t: GroupedGemmTiles) -> str:
+def options_of(t: GroupedGemmTiles) -> str:
     more = [f"{t.per_processor} a processor"] * (t.per_processor > 1) + ["flat"] * t.flatten + ["halves"] * t.halves
     return ", ".join([f"{t.m}x{t.n}", f"{t.stages} stages", f"{t.warps} warps", *more])
 
@@ -91,11 +91,11 @@ def rates(
         try:
             seconds, off = timed(lambda t=t: low(t)), (once(t) - truth).abs().max() / truth.abs().max()
             print(
-                f"{name:24} fp8  {flop / seconds / 1e12:6.0f} {'*' if t == used else ' '} {told(t):44} off {off.item():.1e}",
+                f"{name:24} fp8  {flop / seconds / 1e12:6.0f} {'*' if t == used else ' '} {options_of(t):44} off {off.item():.1e}",
                 flush=True,
             )
         except Exception as error:  # does not fit, mostly
-            print(f"{name:24} fp8  {told(t)}: {type(error).__name__} {str(error)[:80]}", flush=True)
+            print(f"{name:24} fp8  {options_of(t)}: {type(error).__name__} {str(error)[:80]}", flush=True)
 
 
 def delayed() -> ExpertQuantizer:
@@ -181,8 +181,8 @@ def casts(rows: int, ends: Tensor, low: ExpertQuantizer) -> None:
             timed(lambda x=x, w=which: low.rows(w, x, ends)),
             timed(lambda s=what, w=which: low.rows(w, s, ends)),
         )
-        told = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in zip(times, (bytes_, 4 * x.numel(), bytes_)))
-        print(f"{name:24}", "  ".join(told), flush=True)
+        options_of = (f"{1e6 * t:6.0f} ({n / t / 1e9:5.0f})" for t, n in zip(times, (bytes_, 4 * x.numel(), bytes_)))
+        print(f"{name:24}", "  ".join(options_of), flush=True)
     for name, (which, what, bytes_) in made.items() if GPU else ():
         form, counts, one = (
             E5M2 if which == DY else E4M3,

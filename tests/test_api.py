@@ -200,6 +200,19 @@ def test_a_session_goes_on_where_it_was_left(tmp_path, trained):
     assert seen == [4, 5, 6, 7, 8] and losses(folder) == losses(trained)
 
 
+def test_batches_that_are_asked_for_again_go_on(tmp_path, trained):
+    """The step that was under way counts, and no sample comes twice."""
+    folder, seen = tmp_path / "run", []
+    with px.session(load(folder)) as s:
+        for stop in (3, 4, 8):
+            for batches in s.batches():
+                s.train_step(batches)
+                seen.append(s.step)
+                if s.step == stop:
+                    break
+    assert seen == list(range(1, 9)) and losses(folder) == losses(trained)
+
+
 def test_a_stop_request_saves_and_raises(tmp_path, trained):
     folder = tmp_path / "run"
     with pytest.raises(Preempted), px.session(load(folder)) as s:

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.layout.param import Init
 from phalanx.nn.env import Env
-from phalanx.nn.fp8 import FP8, FP8Linears
+from phalanx.nn.fp8 import FP8, Fp8Linears
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.linear_method import PLAIN
 from phalanx.nn.module import OutputRows
@@ -55,7 +55,7 @@ def test_parameters_of_a_layer_lie_in_memory_with_weights_before_biases():
 
 def test_a_method_is_chosen_for_each_linear():
     """Truth: the names that train.fp8 takes: layer 1 of layers 0 to 2 without output projections."""
-    fp8 = FP8Linears(RECIPES["tensorwise"], range(1, 2), ("*o_proj*",))
+    fp8 = Fp8Linears(RECIPES["tensorwise"], range(1, 2), ("*o_proj*",))
     env = Env(linears=fp8)
     for layer, method in ((0, PLAIN), (1, FP8), (2, PLAIN)):
         at, init = f"model.layers.{layer}.self_attn", Init("normal", 0.02)

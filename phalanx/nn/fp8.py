@@ -44,7 +44,7 @@ def expert_quantizer_of(weight: Parameter) -> ExpertQuantizer | None:
     return quantizer if isinstance(quantizer, ExpertQuantizer) else None
 
 
-class FP8Method(LinearMethod):
+class Fp8Method(LinearMethod):
     """Matmuls of quantized values while the weight's quantizer is on; plain while it is off, or where there is none
     (inference)."""
 
@@ -104,11 +104,11 @@ class FP8Method(LinearMethod):
         )
 
 
-FP8 = FP8Method()
+FP8 = Fp8Method()
 
 
 @dataclass(frozen=True)
-class FP8Linears:
+class Fp8Linears:
     """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`:
     their weights are stored as quantized values, where the recipe allows it."""
 

@@ -14,7 +14,7 @@ from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.models.model_config import ModelConfig
 from phalanx.nn.env import Env
-from phalanx.nn.fp8 import FP8Linears
+from phalanx.nn.fp8 import Fp8Linears
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks
 
@@ -137,7 +137,7 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 
 @lru_cache(maxsize=16)
 def local_shapes(
-    key: str, model: ModelConfig, cuts: tuple[int, int], fp8: FP8Linears
+    key: str, model: ModelConfig, cuts: tuple[int, int], fp8: Fp8Linears
 ) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
     """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the
     first and the last rank of each of the `cuts`, tp and etp."""

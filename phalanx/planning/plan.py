@@ -20,7 +20,7 @@ from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
 from phalanx.nn.env import Env
-from phalanx.nn.fp8 import FP8Linears
+from phalanx.nn.fp8 import Fp8Linears
 from phalanx.nn.module import Block
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
@@ -55,19 +55,19 @@ def num_blocks(model: ModelConfig) -> int:
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
 
-def fp8_linears(run: Run) -> FP8Linears | None:
+def fp8_linears(run: Run) -> Fp8Linears | None:
     """Which linears of a run use train.fp8's recipe."""
     c, layers = run.train.fp8, run.model.num_hidden_layers
     if c is None:
         return None
     kept = run.layout.sharding > 0  # at level 0 anybody's optimizer may update the weights themselves
-    return FP8Linears(
+    return Fp8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
 
 
 @lru_cache(maxsize=8)
-def _fp8_names(key: str, model: ModelConfig, fp8: FP8Linears) -> tuple[str, ...]:
+def _fp8_names(key: str, model: ModelConfig, fp8: Fp8Linears) -> tuple[str, ...]:
     blocks = make_blocks(model, Env(linears=fp8), range(num_blocks(model)))
     lows = (p.quantizer for block in blocks for p in block.parameters())
     return tuple(dict.fromkeys(fp8.name for fp8 in lows if isinstance(fp8, WeightQuantizer)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -66,7 +66,7 @@ class Loop:
     _pending: tuple[Pending, int] | None = None
     _tokens: Tensor | None = None
     _bad: BadStep | None = None
-    _saved: int = 0
+    _saved: int | None = None
 
     def run(self) -> None:
         """Raises NumericalStop, Preempted or CheckpointError; a save that is under way then is good, and waited for."""
@@ -74,7 +74,7 @@ class Loop:
             self.train_step(batches)
         self.finish()
 
-    def steps(self, periodic: bool = True) -> Iterator[list[Batch]]:
+    def steps(self, periodic: bool = True) -> Generator[list[Batch], None, None]:
         """This rank's micro-batches of each step to come, on the device. Whoever takes them makes the step with
         `train_step`, or with `accumulate` and `apply`.
 
@@ -97,7 +97,7 @@ class Loop:
     def finish(self) -> None:
         """Save the last finished step, if it is not, and wait for it."""
         self.flush()
-        if self._saved != self.counters.step:
+        if self._saved not in (None, self.counters.step):
             self.saves.save(last=True)
         self.saves.check(wait=True, last=True)
 
@@ -108,6 +108,8 @@ class Loop:
                 f"{bad.text}, after {tries - 1} rollbacks (train.guard.max_rollbacks)", bad.step
             ) from bad
         self.saves.check(wait=True)
+        self._made = self._pending = self._bad = self._saved = None
+        self._over = True
         c, scalars = self.counters, self.go_back(bad.step, tries)
         c.step, c.tokens, c.skipped, c.skipped_in_a_row = (
             scalars[n] for n in ("step", "tokens", "skipped", "skipped_in_a_row")
@@ -120,12 +122,13 @@ class Loop:
     def _until_done(self, periodic: bool) -> Iterator[list[Batch]]:
         run, mesh = self.state.plan.run, self.state.mesh
         self.state.train()
-        samples = micro_batches(
-            run, self.loader, self.counters.consumed_samples, self.counters.step, mesh.dp.size, mesh.dp.index
-        )
-        self._pending = self._bad = None
+        if self._made is not None:  # by whoever took batches before, and took no more
+            self._step_is_over()
+        self._read()
+        self._saved = self.counters.step if self._saved is None else self._saved
+        consumed = self.counters.consumed_samples
+        samples = micro_batches(run, self.loader, consumed, self.counters.step, mesh.dp.size, mesh.dp.index)
         self.reporter.restart_clock()
-        consumed, self._saved = self.counters.consumed_samples, self.counters.step
         recorder = Recorder(self.state, self.counters.step + 1, self.reporter.log)
         with (
             recorder,

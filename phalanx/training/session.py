@@ -3,7 +3,7 @@ those of `train`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ class Session:
 
     def __init__(self, loop: Loop):
         self._loop = loop
-        self._steps: Iterator[list[Batch]] | None = None
+        self._steps: Generator[list[Batch], None, None] | None = None
         loop.reporter.quiet = loop.reporter.interval is None  # the caller's `log` says what a person is to read
 
     @property
@@ -60,8 +60,10 @@ class Session:
 
         Each must be followed by train_step(), or by accumulate() and an update. After a rollback of the guard they
         go on from the checkpoint that was loaded. Raises Preempted once a step is saved after which the process was
-        asked to stop.
+        asked to stop. Called again, they go on after the step that was made last.
         """
+        if self._steps is not None:
+            self._steps.close()
         self._steps = self._loop.steps(periodic=False)
         return self._steps
 
@@ -106,9 +108,8 @@ class Session:
 
     def close(self) -> None:
         """Save what is unsaved. Called at the end of `session` if nothing was raised."""
-        if isinstance(self._steps, Iterator) and hasattr(self._steps, "close"):
-            self._steps.close()
         if self._steps is not None:
+            self._steps.close()
             self._loop.finish()
 
 
