@@ -103,8 +103,8 @@ def keep_mask(
     """Dropout's decision for (rows, columns): True = keep, with probability 1 - p.
 
     rows = (sample ids, positions), int64 of one shape R; the result has shape (*R, columns). The key is (seed,
-    layer, site, extra), the counter (column, position, sample): the same bits in every layout and from every implementation of
-    an op.
+    layer, site, extra), the counter (column, position, sample): the same bits in every layout and from every
+    implementation of an op.
     """
     samples, positions = rows
     key = key_of(int(seed), "dropout")
