@@ -16,6 +16,8 @@ import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.base.rng import fill_normal_
+from phalanx.checkpoint.boxes import items_in, kept_to_load, kept_to_save, state_to_load, state_to_save
+from phalanx.checkpoint.exchange import exchange
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import Saved, Snapshot, save
 from phalanx.checkpoint.storage import Storage
@@ -27,7 +29,7 @@ from phalanx.engine.build import State, build
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.config import LayoutConfig
-from phalanx.ops.optimizer.shard import Shard
+from phalanx.ops.optimizer.shard import MASTER, Shard
 from tests.parity import base_run
 
 KINDS = ("master", "m", "v")
@@ -278,3 +280,28 @@ class Lossy(Failing):
                 os.truncate(path, path.stat().st_size // 2)
             if number in self.names and self._forgets():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def reshard_on_rank(rank: int, world: int, saved: Run, loaded: Run) -> list[str]:
+    """What differs, bit for bit, after state went from one layout to another without files."""
+    old, new = make_state(saved, rank, world), make_state(loaded, rank, world)
+    set_state(old)
+    kinds, kept = old.optimizer.kinds, kept_to_save(old.buffers, old.mesh)
+    held = state_to_save(kinds, old.optimizer.shards, old.mesh)
+    to = {kind: [torch.full_like(shard.values(kind), 5.0) for shard in new.optimizer.shards] for kind in kinds}
+    wanted = state_to_load(new.optimizer.shards, to)
+    held[MASTER] += kept
+    wanted[MASTER] += kept_to_load(new.buffers)
+    for kind in kinds:
+        exchange(new.mesh.world, held[kind], wanted[kind], new.mesh.device)
+    wrong = []
+    for kind in kinds:
+        for shard, got in zip(new.optimizer.shards, to[kind]):
+            right, padding = expected(shard, kind), torch.ones(len(got), dtype=torch.bool)
+            for item in items_in(shard.bucket, padding, shard.lo, shard.lo, shard.hi):
+                item.view.fill_(False)
+            wrong += [] if torch.equal(got.masked_fill(padding, 0), right) else [f"{kind} of {shard.bucket}"]
+    for flat in (f for f in new.buffers.flat if not f.bucket.trained):
+        right = values(flat.bucket, "master", flat.master.dtype)
+        wrong += [] if torch.equal(flat.master, right) else [f"kept of {flat.bucket}"]
+    return wrong

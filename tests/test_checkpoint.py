@@ -176,6 +176,21 @@ def test_any_layout_loads_what_any_other_saved(ranks, root, name):
     assert wrong == [[]] * world
 
 
+@pytest.mark.parametrize(
+    "model, saved, loaded",
+    [
+        ("llama", "pp2 tp2", "dp4 level 2"),
+        ("llama-tied", "dp2 pp2 level 3", "tp4"),
+        ("gpt2", "pp2 x 2 virtual, dp2", "cp2 dp2"),
+        ("mixtral-full", "ep2 etp2", "edp2 ep2 level 3"),
+    ],
+)
+def test_a_model_moves_to_another_layout_without_files(ranks, model, saved, loaded):
+    every = {**LAYOUTS, **LAYOUTS_OF_EXPERTS}
+    runs = [make_run(model, "bf16", **every[name][1]) for name in (saved, loaded)]
+    assert ranks.run("tests.checkpoints:reshard_on_rank", 4, *runs) == [[]] * 4
+
+
 TWELVE = {
     "1": (1, dict()),
     "tp2": (2, dict(tp=2)),

@@ -16,6 +16,7 @@ from phalanx.layout.buckets import cut_segments, make_buckets, piece_ranges
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
+from phalanx.layout.transfer import NotCovered, transfers
 
 
 @pytest.mark.parametrize("length, parts", itertools.product((0, 1, 2, 7, 12, 131), (1, 2, 3, 5, 8)))
@@ -48,6 +49,27 @@ def test_boxes(number):
     if not both.empty:
         assert (elements[a.slices()][both.within(a)] == elements[both.slices()]).all()
     assert inside(Box.full(shape)) == set(elements.ravel().tolist())
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_transfers_make_up_what_is_wanted(number):
+    """Holders that tile a tensor: every element of a wanted box comes once, from who has it. One holder less is
+    noticed."""
+    pick = random.Random(number)
+    shape = tuple(pick.randint(2, 6) for _ in range(number % 3 + 1))
+    elements = np.arange(prod(shape)).reshape(shape)
+    cuts = [cut(n, pick.randint(1, n)) for n in shape]
+    tiles = [Box(tuple(a for a, _ in corner), tuple(b for _, b in corner)) for corner in itertools.product(*cuts)]
+    holders = [(n, tile) for n, tile in enumerate(tiles)]
+    wanted = random_box(pick, shape)
+    got = np.full(wanted.shape, -1)
+    for t in transfers(wanted, holders):
+        assert (got[t.target] == -1).all()
+        got[t.target] = elements[tiles[t.holder].slices()][t.source]
+    assert (got == elements[wanted.slices()]).all()
+    whole = Box.full(shape)
+    with pytest.raises(NotCovered, match=f"{prod(shape) - tiles[0].numel} of the {prod(shape)} elements"):
+        transfers(whole, holders[1:])
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2)], ids=str)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.contents import WEIGHTS, Contents
-from phalanx.checkpoint.gather import Held, plan_files
+from phalanx.checkpoint.gather import plan_whole
 from phalanx.checkpoint.hf_files import adapt, read_config, same_values
 from phalanx.checkpoint.load import fitting
 from phalanx.checkpoint.manifest import inside
@@ -142,8 +142,8 @@ def import_weights(
         same = partial(same_values, files=lambda file: source)
         index = fitting(adapt(index, wanted, str(config), same), wanted, str(given))
         folder = new_folder(out)
-        held: list[Held] = [(n, s.shape, Box.full(s.shape), _dtype(s, source, config_json)) for n, s in index.items()]
-        files = plan_files([held], MAX_FILE_BYTES)
+        entries = ((name, s.shape, _dtype(s, source, config_json)) for name, s in index.items())
+        files = plan_whole(entries, MAX_FILE_BYTES)
         for file in files:
             tensors = (_whole(index[job.name], source).to(job.dtype) for job in file.jobs)
             write_tensors(

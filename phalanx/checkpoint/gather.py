@@ -3,7 +3,7 @@ whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.boxes import Item
-from phalanx.checkpoint.tensors import natural
-from phalanx.comm.axis import Axis, Work
+from phalanx.checkpoint.exchange import Message, Offer, carry
+from phalanx.checkpoint.tensors import Entry, natural
+from phalanx.comm.axis import Axis
 from phalanx.layout.box import Box
-
-Held = tuple[str, tuple[int, ...], Box, torch.dtype]  # name, global shape, box, dtype
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class File:
     jobs: tuple[Job, ...]
 
 
-def plan_files(held: list[list[Held]], max_bytes: int) -> list[File]:
+def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:
     """Files of a model of which rank r offers the boxes held[r]: the same on every rank, and the same files in every
     layout.
 
@@ -62,16 +61,21 @@ def plan_files(held: list[list[Held]], max_bytes: int) -> list[File]:
     return [File(names[i], i * world // count if count < world else i % world, tuple(g)) for i, g in enumerate(groups)]
 
 
-def _jobs(held: list[list[Held]]) -> list[Job]:
+def plan_whole(tensors: Iterable[Entry], max_bytes: int) -> list[File]:
+    """The files of whole tensors that one process has."""
+    return plan_files([[Offer(0, n, t[0], t[1], Box.full(t[1]), t[2]) for n, t in enumerate(tensors)]], max_bytes)
+
+
+def _jobs(held: list[list[Offer]]) -> list[Job]:
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     parts: dict[str, list[tuple[int, Box]]] = {}
-    for rank, offers in enumerate(held):
-        for name, shape, box, dtype in offers:
-            dtypes[name] = dtype
-            if shapes.setdefault(name, shape) != shape:
-                raise CheckpointError(f"ranks disagree about the shape of {name}: {shapes[name]} and {shape}")
-            parts.setdefault(name, []).append((rank, box))
+    for offer in (o for rank in held for o in rank):
+        name, shape = offer.name, offer.shape
+        dtypes[name] = offer.dtype
+        if shapes.setdefault(name, shape) != shape:
+            raise CheckpointError(f"ranks disagree about the shape of {name}: {shapes[name]} and {shape}")
+        parts.setdefault(name, []).append((offer.rank, offer.box))
     for name, boxes in parts.items():
         have = sum(box.numel for _, box in boxes)
         if have != prod(shapes[name]):
@@ -83,8 +87,7 @@ def gather(axis: Axis, files: list[File], items: list[Item], device: torch.devic
     """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate
     to the end.
 
-    In a round each writer gets its next tensor. All ranks walk the messages of a round in one order, so that even
-    sends which wait for their receiver cannot wait in a circle.
+    In a round each writer gets its next tensor.
     """
     mine = {(i.name, i.box): i.view for i in items}
     queues = [[(f, job) for f in files if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
@@ -95,27 +98,15 @@ def gather(axis: Axis, files: list[File], items: list[Item], device: torch.devic
 def _round(
     axis: Axis, entries: list[tuple[File, Job]], mine: dict[tuple[str, Box], Tensor], device: torch.device
 ) -> Iterator[tuple[File, Tensor]]:
-    me, work, arriving = axis.index, list[Work](), list[tuple[Tensor, Tensor]]()
+    me, messages = axis.index, list[Message]()
     ready: list[tuple[File, Tensor]] = []
     for file, job in entries:
-        if file.writer == me:
-            ready.append((file, torch.empty(job.shape, dtype=job.dtype, device=device)))
+        whole = torch.empty(job.shape, dtype=job.dtype, device=device) if file.writer == me else None
+        if whole is not None:
+            ready.append((file, whole))
         for source, box in job.parts:
-            if source == me and file.writer == me:
-                ready[-1][1][box.slices()].copy_(mine[job.name, box])
-            elif source == me:
-                work.append(axis.send(as_bytes(mine[job.name, box].to(job.dtype).contiguous()), file.writer))
-            elif file.writer == me:
-                part = torch.empty(box.shape, dtype=job.dtype, device=device)
-                work.append(axis.recv(as_bytes(part), source))
-                arriving.append((ready[-1][1][box.slices()], part))
-    for w in work:
-        w.wait()
-    for target, part in arriving:
-        target.copy_(part)
+            give = mine[job.name, box] if source == me else None
+            into = whole[box.slices()] if whole is not None else None
+            messages.append(Message(source, file.writer, job.dtype, give, into))
+    carry(axis, messages, device)
     yield from ready
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as bytes, which every backend can send."""
-    return x.reshape(-1).view(torch.uint8)

@@ -25,7 +25,8 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.boxes import Item, kept_to_save, state_to_save, weights_to_save
-from phalanx.checkpoint.gather import File, Held, gather, plan_files
+from phalanx.checkpoint.exchange import offered
+from phalanx.checkpoint.gather import File, gather, plan_files
 from phalanx.checkpoint.hf import generation_config, to_hf
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
@@ -33,7 +34,7 @@ from phalanx.checkpoint.manifest import NAME, Manifest, verify
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import is_remote, place
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
-from phalanx.checkpoint.tensors import DTYPES, NAMES, Entry, check_files, write_tensors
+from phalanx.checkpoint.tensors import Entry, check_files, write_tensors
 from phalanx.checkpoint.threads import in_threads, threads_of_rank
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
@@ -197,7 +198,7 @@ def collect(
         kept_to_save(buffers, mesh),
     )
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
-    files = files or _plan(mesh.world, weights, max_file_bytes)
+    files = files or plan_files(offered(mesh.world, weights), max_file_bytes)
     jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
     return Content(
         snapshot,
@@ -230,15 +231,6 @@ def copied(content: Content, host: HostCopies) -> Content:
     )
     host.mark()
     return made
-
-
-def _plan(world: Axis, items: list[Item], max_file_bytes: int) -> list[File]:
-    """Ranks tell each other which boxes they offer; each then makes the same list of files and writers."""
-    offers = agree(world, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.dtype]) for i in items])
-    held: list[list[Held]] = [
-        [(name, tuple(shape), Box(tuple(a), tuple(b)), DTYPES[t]) for name, shape, a, b, t in rank] for rank in offers
-    ]
-    return plan_files(held, max_file_bytes)
 
 
 def write(content: Content, target: Target, axis: Axis) -> Saved:

@@ -24,6 +24,7 @@ from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
 from phalanx.checkpoint.threads import in_threads
 from phalanx.checkpoint.unreachable import Unreachable
 from phalanx.layout.box import Box
+from phalanx.layout.transfer import NotCovered, transfers
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -143,18 +144,12 @@ def fill(
     """
     jobs: dict[str, list[Job]] = {}
     for item, stored in wanted:
-        found = 0
-        for part in stored.parts:
-            common = part.box.intersect(item.box)
-            if not common.empty:
-                jobs.setdefault(part.file, []).append(
-                    (part, common.within(part.box), item.view[common.within(item.box)])
-                )
-                found += common.numel
-        if found != item.box.numel:
-            raise DamagedCheckpoint(
-                f"{folder}: {found} of the {item.box.numel} elements of {item.name} in {item.box} are stored"
-            )
+        try:
+            found = transfers(item.box, [(part, part.box) for part in stored.parts])
+        except NotCovered as error:
+            raise DamagedCheckpoint(f"{folder}: {item.name}: {error}") from error
+        for t in found:
+            jobs.setdefault(t.holder.file, []).append((t.holder, t.source, item.view[t.target]))
 
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(folder / name, receipt_of(receipts, folder, name))

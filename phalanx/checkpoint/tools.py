@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.contents import WEIGHTS, Contents
-from phalanx.checkpoint.gather import File, Held, plan_files
+from phalanx.checkpoint.gather import File, plan_whole
 from phalanx.checkpoint.keep import step_name
 from phalanx.checkpoint.manifest import NAME, read_checked
 from phalanx.checkpoint.objects import storage_for
@@ -178,10 +178,7 @@ def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int =
 
 
 def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_bytes: int) -> dict[str, Receipt]:
-    held: list[Held] = [
-        (name, tuple(t.shape), Box.full(tuple(t.shape)), t.dtype) for name, t in contents.pairs(WEIGHTS)
-    ]
-    files = plan_files([held], max_file_bytes)
+    files = plan_whole(((name, tuple(t.shape), t.dtype) for name, t in contents.pairs(WEIGHTS)), max_file_bytes)
     found = {}
     for file in files:
         entries: list[Entry] = [(job.name, job.shape, job.dtype) for job in file.jobs]
