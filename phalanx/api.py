@@ -54,7 +54,8 @@ def plan(run: Run, ranks: int | None = None, device: str | None = None) -> PlanR
     Raises ConfigError.
     """
     from phalanx.base.devices import DEVICES, find_device
-    from phalanx.forecast.check import Facts, check, raise_problems
+    from phalanx.config.check import Facts
+    from phalanx.forecast.check import check, raise_problems
     from phalanx.forecast.text import plan_report
 
     world = ranks or _needed(run)

@@ -41,6 +41,7 @@ from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import Facts
 from phalanx.config.run import Run
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.loader import micro_batch_samples, train_loader
@@ -50,7 +51,7 @@ from phalanx.engine.fp8_state import unsafe
 from phalanx.engine.replicas import check_replicas
 from phalanx.engine.shadow import gradient_distance
 from phalanx.engine.step import accumulate, evaluate_step, shadow_of, update
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.generate import load_for_inference, next_logits
 from phalanx.planning.plan import storing_all, without_layout

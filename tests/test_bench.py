@@ -23,12 +23,13 @@ from phalanx.bench.timing import Times, measure
 from phalanx.cli import doctor
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Run, profiled_steps
 from phalanx.data.loader import train_loader
 from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import train_step
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import step_flops
 from phalanx.forecast.memory import OVERHEAD

@@ -12,11 +12,12 @@ import torch
 from phalanx.base.pairwise import merges, pairwise_sum, waiting
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import Facts
 from phalanx.config.run import Fp8Config, Run, TrainConfig
 from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares
 from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, update
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig

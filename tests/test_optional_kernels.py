@@ -15,8 +15,9 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import Facts
 from phalanx.config.read import load_run
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.layout.grid import Grid
 from phalanx.ops.attention.flash import flash_fits, spans_of
 from phalanx.ops.dense import optional_kernels

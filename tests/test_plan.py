@@ -19,13 +19,14 @@ from phalanx.base.devices import find_device
 from phalanx.cli import doctor
 from phalanx.comm.dry import DryAxis, ring_bytes
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Fp8Config, Run, TrainConfig
 from phalanx.data.loader import train_loader
 from phalanx.engine.agree import ROOM_FOR_POOLS, room_for_pools
 from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import shadow_of, train_step
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu, mfu_text, step_flops
 from phalanx.forecast.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_on_host, rank_uses

@@ -12,9 +12,9 @@ from phalanx.base.errors import Problem
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.cli.setup import all_problems
+from phalanx.config.check import Facts
 from phalanx.config.read import load_run, read
 from phalanx.config.removed import REMOVED, Removed, replace_removed
-from phalanx.forecast.check import Facts
 from tests.test_config import BASE, QWEN3_MOE
 
 ROOT = Path(__file__).parents[1]

@@ -9,10 +9,11 @@ import pytest
 
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
 from phalanx.data.loader import micro_batch_samples, train_loader
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.planning.plan import grid_of

@@ -14,10 +14,11 @@ from phalanx.base.errors import PhalanxError, Problem
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli.torchrun import explain_end
+from phalanx.config.check import Facts
 from phalanx.config.read import COMMAND_LINE, Loaded, read, to_dict
 from phalanx.config.run import Run
 from phalanx.forecast.capacity import DoesNotFit
-from phalanx.forecast.check import Facts, check, raise_problems
+from phalanx.forecast.check import check, raise_problems
 from phalanx.launch.env import describe_machine, read_placement
 from phalanx.training.machine import fit_here
 

@@ -8,9 +8,10 @@ from textwrap import indent
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.text_table import table
-from phalanx.config.read import COMMAND_LINE, INDENT, near_keys
+from phalanx.config.read import COMMAND_LINE, INDENT
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS
+from phalanx.config.validate import near_keys
 
 SECTIONS = {
     "model": "what is computed: family and sizes, with Hugging Face's field names",

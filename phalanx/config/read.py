@@ -1,20 +1,16 @@
-"""Reading a run: YAML or Python file + overrides -> typed Run, with the place where each value was set. The rules
-are in `checks.py`.
+"""Reading a run: YAML or Python file + overrides -> typed Run, with the place where each value was set.
 
-YAML is 1.2: `no` is a string, `1e-3` a number, `010` ten. Types are checked strictly by pydantic over the
-dataclasses of the config; every problem is kept, none is repaired in silence.
+YAML is 1.2: `no` is a string, `1e-3` a number, `010` ten. Plain values become a Run in `validate.py`; the rules are in
+`check.py`. Every problem is kept, none is repaired in silence.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
-import functools
 import importlib.util
 import io
 import json
-import math
 import os
 import re
 import traceback
@@ -24,9 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError, create_model
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -34,23 +29,16 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from phalanx.base import registry, tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
-from phalanx.base.registry import BUILT_IN, NotFound, RegisteredTwice
+from phalanx.base.registry import NotFound, RegisteredTwice
 from phalanx.base.rules import near_paths
 from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
-from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
+from phalanx.config.synonyms import NOT_BUILT, said_of
+from phalanx.config.validate import build, close_to, copied, families, near_keys, plain
 from phalanx.models.registry import SEAM, load_family
-from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import find_optimizer
 
 COMMAND_LINE, NOBODY = "command line", "the defaults"
-NO_MODEL = (
-    "is required: a family and its sizes (model.family=llama model.hidden_size=64 ...; `phalanx explain "
-    "model` lists them).\n"
-    "  Of a Hugging Face folder: init_from=FOLDER takes weights, sizes and tokenizer,\n"
-    "  model.from=FOLDER sizes and tokenizer alone (random weights). recipes/ has complete configs"
-)
 INDENT = "    "
 MAX_BYTES = 1 << 20  # of a config file
 MAX_VALUES = 50_000  # of a config, each alias counted as what it stands for
@@ -116,7 +104,7 @@ def read(
     """As `load_run`, but returns the problems, so that those of the rules can be shown with them. `base_from`: where
     messages say that values were set which neither the file nor an override sets; what comes from anywhere but the
     defaults may be anybody's, and names no code."""
-    source = ConfigSource(to_dict(base) if isinstance(base, Run) else _copy(base or {}))
+    source = ConfigSource(to_dict(base) if isinstance(base, Run) else copied(base or {}))
     if path is not None:
         source = _merged(source, read_file(path))
     for text in overrides:
@@ -178,7 +166,7 @@ def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
 
 def to_dict(run: Run) -> dict[str, Any]:
     """Plain values, every field written out; tuples become lists."""
-    return _plain(dataclasses.asdict(run))
+    return plain(dataclasses.asdict(run))
 
 
 def save_run(run: Run, path: str | Path) -> None:
@@ -226,7 +214,7 @@ def explain(key: str) -> str:
 def _default_text(key: tree.ConfigField) -> str:
     if tree.sections(key.hint) and (not key.default or dataclasses.is_dataclass(key.default)):
         return ""
-    return ", required" if key.default is tree.REQUIRED else f", default {json.dumps(_plain(key.default))}"
+    return ", required" if key.default is tree.REQUIRED else f", default {json.dumps(plain(key.default))}"
 
 
 # ---- files and overrides -> plain values ---------------------------------------------------------
@@ -334,7 +322,7 @@ def _unreadable(path: str | Path, error: Exception) -> Problem:
     near = near_paths(str(path))
     if isinstance(error, FileNotFoundError) and re.fullmatch(r"[\w-]+", str(path)):
         names = recipes()
-        near += _close(str(path).replace("_", "-"), tuple(names)) or tuple(names)
+        near += close_to(str(path).replace("_", "-"), tuple(names)) or tuple(names)
         reason = "there is no such file, and no recipe of this name"
     return Problem("CONFIG", str(path), f"cannot be read ({reason})", {}, near, COMMAND_LINE)
 
@@ -513,317 +501,3 @@ class Constructor:
 
     def _at(self, node: Node) -> str:
         return f"{self.file}:{node.start_mark.line + 1}" if self.lines else self.file
-
-
-# ---- plain values -> Run, or problems of form ----------------------------------------------------
-
-
-def run_schema(optim: type) -> type[BaseModel]:
-    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `optim`: what
-    stands in its section."""
-    return _run_schema(optim, tuple(families().items()))
-
-
-def families() -> Mapping[str, type]:
-    """The `model` sections there are, by what model.family says."""
-    return tree.choices_of(Run, "model")
-
-
-def _family(section: Any) -> str | None:
-    """What a `model` section says of its family, for pydantic to choose the class by."""
-    if not isinstance(section, dict) or "family" not in section:
-        return None
-    family = section["family"]
-    return family if isinstance(family, str) else json.dumps(family)
-
-
-@functools.lru_cache(maxsize=8)
-def _run_schema(optim: type, known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
-    fields: dict[str, Any] = {}
-    for f in dataclasses.fields(Run):
-        hint = optim if f.name == "optim" else tree.hints(Run)[f.name]
-        if f.name == "model":
-            tagged = tuple(Annotated[cls, Tag(name)] for name, cls in known)
-            hint = Annotated[typing.Union[tagged], Discriminator(_family)]  # noqa: UP007 - of a tuple there is no other way
-        required = f.default is tree.REQUIRED and f.default_factory is tree.REQUIRED
-        default = ... if required else (f.default_factory() if f.default_factory is not tree.REQUIRED else f.default)
-        fields[f.name] = (hint, default)
-    return create_model("Run", __config__=ConfigDict(strict=True, extra="forbid"), **fields)
-
-
-def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[str]]:
-    """A Run from plain values. With problems: a repaired Run (or None), every problem, and the fields that were
-    repaired."""
-    optim, nameless = _optimizer_of(data)
-    run, errors = (None, []) if nameless else _validate(data, optim)
-    if nameless:  # without its optimizer nobody knows which keys the section has
-        data = {**data, "optim": {k: v for k, v in data["optim"].items() if k in tree.field_names(OptimConfig)}}
-        del data["optim"]["name"]
-        errors = _validate(data, optim)[1]
-    errors += _bools_for_numbers(data)
-    if not errors and not nameless:
-        return run, [], frozenset()
-    problems = [_problem(data, e, optim) for e in errors]
-    repaired = _copy(data)
-    for error, broken in zip(errors, problems):
-        _repair(repaired, _steps(error["loc"], optim)[0], broken, error["type"])
-    problems = nameless + problems
-    return _validate(repaired, optim)[0], problems, frozenset(p.field for p in problems)
-
-
-def _optimizer_of(data: dict[str, Any]) -> tuple[type[OptimConfig], list[Problem]]:
-    """The class of the section `optim`, which the optimizer that it names brings along; a name that leads nowhere is a
-    problem."""
-    default = OptimConfig.name
-    section = data.get("optim")
-    name = section.get("name", default) if isinstance(section, dict) else default
-    if not isinstance(name, str):
-        return find_optimizer(default).Config, []
-    try:
-        return find_optimizer(name).Config, []
-    except NotFound as error:
-        found, said = error.problem("optim.name", name), said_of(name)
-        rule = f"{found.rule}; {said}" if said else found.rule
-        return find_optimizer(default).Config, [dataclasses.replace(found, rule=rule)]
-
-
-def _validate(data: dict[str, Any], optim: type[OptimConfig]) -> tuple[Run | None, list[Any]]:
-    try:
-        section: Any = optim  # mypy takes no class of a dataclass for hashable
-        # through JSON, because pydantic's strict mode takes lists for tuples only there
-        made = run_schema(section).model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        return None, error.errors(include_url=False)
-    return Run(**{name: getattr(made, name) for name in tree.field_names(Run)}), []
-
-
-def _bools_for_numbers(data: dict[str, Any]) -> list[Any]:
-    """pydantic takes `true` for the literal 1; as errors of its form."""
-    found = []
-    for k in tree.leaves(Run):
-        steps = k.path.split(".")
-        at: Any = data
-        for step in steps:
-            at = at.get(step) if isinstance(at, dict) else None
-        options = [
-            o for m in tree.members(k.hint) if typing.get_origin(m) is typing.Literal for o in typing.get_args(m)
-        ]
-        if isinstance(at, bool) and any(type(o) is int for o in options):
-            found.append({"type": "literal_error", "loc": tuple(steps), "input": at})
-    return found
-
-
-def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], Any, type]:
-    """pydantic's location -> (steps of the path, type expected there, class of the section, `optim` for that of the
-    optimizer). Tags of unions are left out."""
-    steps: list[str] = []
-    hint: Any = Run
-    owner: type = Run
-    rest = list(loc)
-    while rest:
-        options = tree.sections(hint)
-        if len(options) > 1 and rest[0] in families():
-            hint = families()[rest.pop(0)]
-            continue
-        step = rest.pop(0)
-        steps.append(str(step))
-        if options:
-            owner = options[0]
-            hint = optim if owner is Run and step == "optim" else tree.hints(owner).get(str(step))
-        else:
-            args = [a for m in tree.members(hint) for a in typing.get_args(m) if a is not ...]
-            hint = args[-1] if args else None
-    if len(tree.sections(hint)) == 1:
-        owner = tree.sections(hint)[0] if dataclasses.is_dataclass(hint) else owner
-    return steps, hint, owner
-
-
-def _problem(data: dict[str, Any], error: Any, optim: type[OptimConfig]) -> Problem:
-    steps, hint, owner = _steps(error["loc"], optim)
-    path, kind, value = ".".join(steps), error["type"], error["input"]
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _unknown(path, value, owner)
-    if kind == "missing" and path == "model":
-        return Problem(path, None, NO_MODEL)
-    if kind == "missing":
-        doc = tree.field_docs(owner).get(steps[-1], "")
-        return Problem(
-            path, None, f"is required: {tree.type_text(hint)}{f' ({doc[0].lower()}{doc[1:-1]})' if doc else ''}"
-        )
-    if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, dict):
-        names, family = tuple(families()), value.get("family")
-        rule = "is required: one of " if kind == "union_tag_not_found" else "must be one of "
-        return Problem(
-            f"{path}.family",
-            family,
-            rule + ", ".join(f'"{n}"' for n in names) + ", or a package's as PACKAGE.MODULE:NAME",
-            {},
-            _close(str(family), names) or names,
-        )
-    if hint == tree.hints(Run)["model"]:
-        rule = (
-            "must be a section with its family, got "
-            + yaml_type(value)
-            + "; of a Hugging Face folder: model.from=FOLDER"
-        )
-        return Problem(path, value, rule)
-    if kind == "literal_error":
-        said = said_of(value) if isinstance(value, str) else ""
-        return Problem(
-            path,
-            value,
-            f"must be {tree.type_text(hint)}" + (f"; {said}" if said else ""),
-            {},
-            _close_literals(value, hint),
-        )
-    return Problem(
-        path,
-        value,
-        f"must be {tree.type_text(hint)}, got {yaml_type(value)}",
-        {},
-        _casts(value, hint, owner, steps[-1]),
-    )
-
-
-def _unknown(path: str, value: Any, owner: type) -> Problem:
-    """A key that no section knows here: say where it belongs, or what it may have been meant for."""
-    section, _, name = path.rpartition(".")
-    elsewhere = [k for k in tree.keys(Run) if k.name == name and k.path != path]
-    at = f"of {section}" if section else "at the top"
-    if elsewhere:
-        home, key = elsewhere[0].path.rpartition(".")[0] or "the top", elsewhere[0].path
-        return Problem(
-            path,
-            value,
-            f"is not a key {at}; it belongs to {home}: {key}",
-            {},
-            tuple(dict.fromkeys(k.path for k in elsewhere)),
-        )
-    others = [k.owner for k in tree.keys(Run) if k.path == path and k.owner is not owner]
-    if others and issubclass(owner, OptimConfig):
-        known = (n for n in BUILT_IN[OptimConfig.seam] if find_optimizer(n).Config in others)
-        return Problem(
-            path, value, f"is a key of optim only with name {', '.join(known)}", {}, near_keys(name, section, owner)
-        )
-    if others:
-        with_it = ", ".join(f'"{n}"' for n, c in families().items() if c in others)
-        return Problem(
-            path, value, f"is a key of {section} only with family {with_it}", {}, near_keys(name, section, owner)
-        )
-    said = said_of(name)
-    valid = () if said and name.lower() in NOT_BUILT else near_keys(name, section, owner)
-    return Problem(path, value, f"is not a key {at}" + (f"; {said}" if said else ""), {}, valid)
-
-
-def near_keys(name: str, section: str, owner: type = Run) -> tuple[str, ...]:
-    """Full paths of keys whose name is like this one: known synonyms, then the same section, then all of them."""
-    short = name.rpartition(".")[2]
-    here = tree.field_names(owner)
-    close = [f"{section}.{n}" if section else n for n in difflib.get_close_matches(short, here, n=2, cutoff=0.6)]
-    by_name: dict[str, list[str]] = {}
-    for k in tree.keys(Run):
-        by_name.setdefault(k.name, []).append(k.path)
-    for n in difflib.get_close_matches(short, [*by_name, *SYNONYMS], n=3, cutoff=0.75):
-        close += [SYNONYMS[n]] if n in SYNONYMS else by_name[n]
-    meant = [SYNONYMS[short]] if short in SYNONYMS else []
-    foreign = (
-        {k.path for k in tree.keys(Run) if k.path.startswith(f"{section}.") and k.owner is not owner}
-        if owner is not Run
-        else set()
-    )
-    foreign -= {f"{section}.{n}" for n in here}
-    near = [path for path in dict.fromkeys(meant + close) if path not in foreign]
-    if not near:
-        near = difflib.get_close_matches(
-            f"{section}.{name}" if section else name, {k.path for k in tree.keys(Run)} - foreign, n=2, cutoff=0.7
-        )
-    return tuple(near[:3])
-
-
-def yaml_type(value: Any) -> str:
-    names = {bool: "bool", int: "int", float: "float", str: "string", list: "list", dict: "section", type(None): "null"}
-    return names.get(type(value), type(value).__name__)
-
-
-def _close(text: str, names: tuple[Any, ...]) -> tuple[Any, ...]:
-    lower = {str(n).lower(): n for n in names}
-    return tuple(lower[m] for m in difflib.get_close_matches(text.lower(), lower, n=2, cutoff=0.5))
-
-
-def _close_literals(value: Any, hint: Any) -> tuple[Any, ...]:
-    options = tuple(o for m in tree.members(hint) for o in typing.get_args(m))
-    return _close(str(value), options) or options
-
-
-def _casts(value: Any, hint: Any, owner: type, name: str) -> tuple[Any, ...]:
-    """Values of the right type that the user may have meant; the default if there is no telling."""
-    default = next((k.default for k in tree.keys(owner) if k.path == name), None)
-    guesses = [
-        *_guesses(value),
-        *([] if default in (None, tree.REQUIRED) or dataclasses.is_dataclass(default) else [_plain(default)]),
-    ]
-    good: list[Any] = []
-    for guess in guesses:
-        if _fits(guess, hint) and guess not in good:
-            good.append(guess)
-    return tuple(good[:2])
-
-
-def _guesses(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [str(value).lower()]
-    if isinstance(value, float) and math.isfinite(value):
-        return [*dict.fromkeys((math.floor(value), math.ceil(value))), str(value), [value]]
-    if isinstance(value, list) and len(value) == 1:
-        return [value[0], *_guesses(value[0])]
-    if isinstance(value, str):
-        return [*_from_text(value), value.split(","), [value]]
-    return [str(value), [value]] if isinstance(value, int) else []
-
-
-def _from_text(text: str) -> list[Any]:
-    words = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False, "none": None}
-    if text.lower() in words:
-        return [words[text.lower()]]
-    try:
-        number = float(text)
-    except ValueError:
-        return []
-    return [int(number) if number == int(number) else number, number] if math.isfinite(number) else []
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if len(tree.sections(hint)) > 0:
-        return False
-    try:
-        TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
-def _repair(data: dict[str, Any], steps: list[str], broken: Problem, kind: str) -> None:
-    """Take the first suggestion, or the default by leaving the key out, so that the other rules can be checked too."""
-    if kind == "missing":
-        steps = steps[:-1]  # an optional section that is incomplete is left out; a required one cannot be repaired
-    if len(steps) < 2 and kind == "missing":
-        return
-    at: Any = data
-    for step in steps[:-1]:
-        at = at.get(step) if isinstance(at, dict) else None
-    if not isinstance(at, dict):
-        return
-    at.pop(steps[-1], None)
-    unknown = kind in ("unexpected_keyword_argument", "extra_forbidden")
-    if broken.valid and not unknown and not kind.startswith("union_tag"):
-        at[steps[-1]] = broken.valid[0]
-
-
-def _copy(data: Any) -> Any:
-    return {k: _copy(v) for k, v in data.items()} if isinstance(data, Mapping) else data
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value

@@ -1,5 +1,4 @@
-"""Run: the whole config of a run as one typed object. Reading files and checking rules are in `config/read.py` and
-`forecast/check.py`."""
+"""Run: the whole config of a run as one typed object. Reading files is in `read.py`, rules are in `check.py`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from pydantic import BeforeValidator
 
 from phalanx.base import tree
 from phalanx.config.model_source import FROM
-from phalanx.config.read import families, run_schema
 from phalanx.config.run import Run
+from phalanx.config.validate import families, run_schema
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 

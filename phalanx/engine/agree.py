@@ -193,7 +193,7 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> s
     """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages each micro-batch in flight
     needs a pool of its own, and attention between graphs places for what it reads and writes: only if asked for, or
     where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and
-    so where experts cannot be captured. Never where activations wait on the host (forecast.check)."""
+    so where experts cannot be captured. Never where activations wait on the host (config.check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU

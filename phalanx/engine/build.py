@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from phalanx.base.dtypes import precision
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.mesh import Mesh, Mode
+from phalanx.config.check import unfit_for_optional_kernels
 from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.engine.deterministic import be_deterministic
 from phalanx.engine.fp8_state import Fp8State
 from phalanx.engine.guard import Guard
-from phalanx.forecast.check import unfit_for_optional_kernels
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.layout.shards import Sharding

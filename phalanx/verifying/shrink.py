@@ -14,9 +14,10 @@ from itertools import product
 from textwrap import fill
 from typing import Any
 
+from phalanx.config.check import Facts
 from phalanx.config.run import RampConfig, Run
 from phalanx.data.config import DataConfig
-from phalanx.forecast.check import Facts, check
+from phalanx.forecast.check import check
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes

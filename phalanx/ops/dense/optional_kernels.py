@@ -75,7 +75,7 @@ def unusable(op: str, index: int = 0) -> str | None:
 def use_optional_kernel(op: str, kernels: Kernels, x: Tensor, fits: bool) -> bool:
     """Whether an op on `x` is to run the kernel of its optional package. `fits`: whether that kernel takes this shape.
 
-    `auto`: where it can run. `optional`: always; what cannot run was refused before the run began (forecast/check.py).
+    `auto`: where it can run. `optional`: always; what cannot run was refused before the run began (config/check.py).
     """
     if kernels == "auto":
         return (

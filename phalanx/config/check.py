@@ -1,0 +1,510 @@
+"""Rules of a config's values: asks each room for its problems and adds those between sections. Rules that need a plan,
+and values that would do, are in `forecast/check.py`.
+
+Pure apart from looking whether files exist (`Facts.files`).
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.base.errors import PhalanxError, Problem
+from phalanx.base.rules import (
+    at_least,
+    divisors,
+    exists,
+    missing_checkpoint,
+    multiples,
+    no_effect,
+    problem,
+    within,
+)
+from phalanx.checkpoint.check import check as check_checkpoint
+from phalanx.checkpoint.check import check_source
+from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.config.deterministic_check import check_deterministic
+from phalanx.config.limits import OTHERS
+from phalanx.config.model_source import check_weights
+from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profiled_steps
+from phalanx.data.check import check as check_data
+from phalanx.layout.check import check as check_layout
+from phalanx.models.check import check as check_model
+from phalanx.nn.recompute import OPS as RECOMPUTED
+from phalanx.ops.attention.flash import flash_fits
+from phalanx.ops.dense.gated_mlp import gated_mlp_fits
+from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES
+from phalanx.ops.op import OPS
+from phalanx.optim.check import check as check_optim
+from phalanx.sequence.shard import SequenceShard
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run is checked against. The defaults describe a machine that can do everything, as for a plan on a laptop.
+
+    device_count  GPUs of this machine; None: unknown. local_ranks: ranks that share them
+    env           problems already found in the environment or in options
+    missing       optional packages that are not installed
+    no_optional_kernels     (op, why): ops whose kernels from phalanx[kernels] cannot run
+    capability    compute capability of NVIDIA GPUs; None: of the CPU, where narrow formats are emulated
+    files         look whether paths exist
+    """
+
+    world_size: int = 1
+    local_ranks: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_count: int | None = None
+    device_name: str = "CPU"
+    bf16_ok: bool = True
+    fp16_ok: bool = True
+    triton_ok: bool = True
+    capability: tuple[int, int] | None = None
+    no_optional_kernels: tuple[tuple[str, str], ...] = ()
+    env: tuple[Problem, ...] = ()
+    missing: tuple[str, ...] = ()
+    files: bool = True
+
+
+def check_values(run: Run, facts: Facts) -> list[Problem]:
+    """Every rule that values alone can break. Call `config.limits.check_limits` first."""
+    more = 2 + (run.model.predict_layers > 0)
+    blocks = max(run.model.num_hidden_layers, 1) + more
+    evaluates = run.train.eval_interval is not None
+    return [
+        *facts.env,
+        *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
+        *check_layout(
+            run.layout,
+            world_size=facts.world_size,
+            blocks=blocks,
+            beside_layers=more,
+            experts=run.model.routed_experts,
+            expert_size=run.model.expert_size,
+            kv_heads=run.model.kv_heads,
+            attention_dropout=getattr(run.model, "attention_dropout", 0.0),
+        ),
+        *check_train(run),
+        *check_deterministic(run, facts.world_size),
+        *check_batch(run, facts),
+        *check_device(run, facts),
+        *check_optim(run.optim, steps=run.train.last_step),
+        *check_data(run.data, evaluates=evaluates, files=facts.files),
+        *check_checkpoint(run.checkpoint, files=facts.files),
+        *check_log(run, facts),
+        *check_start(run, facts),
+        *(check_folder(run) if facts.files else ()),
+    ]
+
+
+def check_train(run: Run) -> list[Problem]:
+    c = run.train
+    found = check_length(run) + at_least(
+        "train", c, 1, "global_batch", "micro_batch", "seq_length", "eval_interval", "eval_samples", "max_skipped"
+    )
+    found += check_guard(run)
+    found += within("train", c, "timeout_s", "(0, inf)") + within("train", c, "time_limit_s", "(0, inf)", (None,))
+    if not 0 <= c.seed < 2**63:
+        found.append(problem("train", c, "seed", "must be an integer in [0, 2**63)", {}, (1234,)))
+    found += check_profile(run)
+    if c.eval_interval is None:
+        found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
+    return found + check_loss_scale(run) + check_recompute(run)
+
+
+def check_length(run: Run) -> list[Problem]:
+    """A run is so many steps or so many tokens long."""
+    c = run.train
+    if c.tokens is None:
+        if c.steps is None:
+            rule = "is required, or train.tokens: how long the run is, such as train.steps=1000 or train.tokens=15B"
+            return [problem("train", c, "steps", rule, {"train.tokens": None}, (1000,))]
+        return at_least("train", c, 1, "steps")
+    if c.steps is not None:
+        return [
+            problem(
+                "train", c, "tokens", "excludes train.steps: leave one of them out", {"train.steps": c.steps}, (None,)
+            )
+        ]
+    if not isinstance(c.tokens, int) or c.tokens < 1:
+        return [problem("train", c, "tokens", "must be a whole number >= 1, such as 15B, 300M or 1.5e9", {}, (10**9,))]
+    if c.last_step > OTHERS:
+        because = {"steps": c.last_step, "train.global_batch": c.global_batch, "train.seq_length": c.seq_length}
+        return [problem("train", c, "tokens", f"must be consumed in at most {OTHERS} steps", because, (OTHERS,))]
+    return []
+
+
+def check_recompute(run: Run) -> list[Problem]:
+    """Ops to make again exist in the model, and are named once; a budget names none."""
+    c, m = run.train, run.model
+    absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": not m.rotary}
+    known = tuple(name for name in RECOMPUTED if not absent.get(name))
+    found = within("train", c, "recompute_budget_gib", "(0, inf)", (None,))
+    unknown = [name for name in c.recompute_ops if name not in known]
+    if unknown:
+        because = {"model.family": m.family, "unknown": ", ".join(unknown)}
+        found.append(
+            problem("train", c, "recompute_ops", f"must name ops of the model among {', '.join(known)}", because, ([],))
+        )
+    if c.recompute_budget_gib is not None:
+        budget = {"train.recompute_budget_gib": c.recompute_budget_gib}
+        found += no_effect("train", c, ("recompute", "recompute_ops"), "recompute_budget_gib=null", budget)
+    elif c.recompute == "full":
+        found += no_effect(
+            "train", c, ("recompute_ops",), "recompute other than full", {"train.recompute": c.recompute}
+        )
+    return found + check_offload(run)
+
+
+def check_offload(run: Run) -> list[Problem]:
+    """As many layers as there are; CUDA graphs have no activations on the host."""
+    c, layers = run.train, run.model.num_hidden_layers
+    found = []
+    if c.cuda_graphs == "on" and c.offload_layers > 0:
+        rule = "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"
+        because = {"train.offload_layers": c.offload_layers}
+        found.append(problem("train", c, "cuda_graphs", rule, because, ("off",)))
+    if not 0 <= c.offload_layers <= max(layers, 0):
+        because = {"model.num_hidden_layers": layers}
+        found.append(
+            problem("train", c, "offload_layers", "must be an integer in [0, num_hidden_layers]", because, (0, layers))
+        )
+    return found
+
+
+def check_profile(run: Run) -> list[Problem]:
+    """Steps to record exist; a budget has its steps."""
+    c, found = run.train, []
+    steps = profiled_steps(c.profile)
+    if c.profile is not None and (steps is None or not 1 <= steps.start < steps.stop <= c.last_step + 1):
+        rule = "must be FIRST:END or FIRST:END:all with 1 <= FIRST < END <= steps + 1"
+        found.append(
+            problem(
+                "train",
+                c,
+                "profile",
+                rule,
+                {"train.steps": c.last_step},
+                (f"{max(1, c.last_step - 2)}:{c.last_step + 1}",),
+            )
+        )
+    if run.log.budget and c.last_step < BUDGET_AT:
+        found.append(
+            problem(
+                "log", run.log, "budget", f"needs at least {BUDGET_AT} steps", {"train.steps": c.last_step}, (False,)
+            )
+        )
+    return found
+
+
+def check_loss_scale(run: Run) -> list[Problem]:
+    c = run.train
+    names = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis", "loss_scale_min")
+    if c.precision != "fp16":
+        return no_effect("train", c, names, "train.precision=fp16", {"train.precision": c.precision})
+    found = at_least("train", c, 1, "loss_scale_window", "loss_scale_hysteresis")
+    found += within("train", c, "loss_scale", "(0, inf)") + within("train", c, "loss_scale_min", "(0, inf)")
+    if c.loss_scale < c.loss_scale_min:
+        found.append(
+            problem(
+                "train",
+                c,
+                "loss_scale",
+                "must be >= loss_scale_min",
+                {"train.loss_scale_min": c.loss_scale_min},
+                (65536.0,),
+            )
+        )
+    return found
+
+
+def check_batch(run: Run, facts: Facts) -> list[Problem]:
+    """How the global batch is cut: over data-parallel ranks, into micro-batches, and each of these along tokens over
+    tp."""
+    c, tp, cp, pp = run.train, run.layout.tp, run.layout.cp, run.layout.pp
+    if min(c.global_batch, c.micro_batch, c.seq_length, tp, cp, pp) < 1:
+        return []
+    found = check_sequences(run)
+    if facts.world_size % (tp * cp * pp):
+        return found  # no data-parallel size to speak of: the layout's own problem says so
+    dp = facts.world_size // (tp * cp * pp)
+    unit = c.micro_batch * dp
+    if c.global_batch % unit:
+        because = {"micro_batch * dp": unit, "train.micro_batch": c.micro_batch, "dp": dp}
+        found.append(
+            problem(
+                "train",
+                c,
+                "global_batch",
+                "must be a multiple of micro_batch * dp",
+                because,
+                multiples(c.global_batch, unit),
+            )
+        )
+    return found + check_rampup(run, unit)
+
+
+def check_sequences(run: Run) -> list[Problem]:
+    """Every part of a micro-batch is cut along tokens over tp; every rank has both chunks of each sequence."""
+    c, tp, cp = run.train, run.layout.tp, run.layout.cp
+    if c.seq_length < 2 * cp:
+        return [
+            problem(
+                "train",
+                c,
+                "seq_length",
+                "must be >= 2 * cp: each rank has two chunks of a sequence",
+                {"layout.cp": cp},
+                (2 * cp,),
+            )
+        ]
+    unit = tp // math.gcd(tp, c.micro_batch)
+    if all(part.size(c.seq_length) % unit == 0 for part in SequenceShard(0, cp).all):
+        return []
+    because = {"train.micro_batch": c.micro_batch, "layout.tp": tp}
+    if cp == 1:
+        rule = "micro_batch * seq_length must be a multiple of tp"
+        return [problem("train", c, "seq_length", rule, because, multiples(c.seq_length, unit))]
+    rule, because = (
+        "micro_batch * a rank's tokens of each sequence must be a multiple of tp",
+        {**because, "layout.cp": cp},
+    )
+    return [problem("train", c, "seq_length", rule, because, multiples(c.seq_length, cp * unit))]
+
+
+def check_guard(run: Run) -> list[Problem]:
+    g, at = run.train.guard, "train.guard"
+    found = (
+        at_least(at, g, 2, "window")
+        + at_least(at, g, 1, "max_rollbacks", "replicas_interval")
+        + within(at, g, "sigmas", "(0, inf)", (6.0,))
+    )
+    if g.sigmas is None:
+        found += no_effect(at, g, ("window",), "sigmas", {f"{at}.sigmas": None})
+    if g.policy != "rollback":
+        found += no_effect(at, g, ("max_rollbacks",), "policy=rollback", {f"{at}.policy": g.policy})
+    elif run.checkpoint.interval is None:
+        found.append(
+            problem(
+                at, g, "policy", "needs checkpoints to roll back to", {"checkpoint.interval": None}, ("skip", "stop")
+            )
+        )
+    return found
+
+
+def check_rampup(run: Run, unit: int) -> list[Problem]:
+    """Every batch size on the way up has to be a whole number of micro-batches on every rank."""
+    ramp, goal = run.train.rampup, run.train.global_batch
+    if ramp is None:
+        return []
+    at = "train.rampup"
+    found = at_least(at, ramp, 1, "start", "increment", "samples")
+    if found:
+        return found
+    if ramp.start >= goal:
+        return [problem(at, ramp, "start", "must be < train.global_batch", {"train.global_batch": goal})]
+    if ramp.start % unit:
+        rule = "must be a multiple of micro_batch * dp"
+        found.append(problem(at, ramp, "start", rule, {"micro_batch * dp": unit}, multiples(ramp.start, unit)))
+    if ramp.increment % unit:
+        rule, steps = "must be a multiple of micro_batch * dp", divisors(ramp.increment, goal - ramp.start)
+        found.append(problem(at, ramp, "increment", rule, {"micro_batch * dp": unit}, steps))
+    if (goal - ramp.start) % ramp.increment:
+        because = {"train.global_batch - start": goal - ramp.start}
+        found.append(
+            problem(
+                at,
+                ramp,
+                "increment",
+                "must divide train.global_batch - start",
+                because,
+                divisors(ramp.increment, goal - ramp.start),
+            )
+        )
+    return found
+
+
+def check_device(run: Run, facts: Facts) -> list[Problem]:
+    c, found = run.train, []
+    because: dict[str, Any]
+    if c.device == "cuda" and facts.device_count == 0:
+        found.append(problem("train", c, "device", "needs a GPU", {"GPUs": 0}, ("cpu", "auto")))
+    elif facts.device == "cuda" and facts.device_count is not None and facts.local_ranks > facts.device_count:
+        because = {"GPUs": facts.device_count}
+        found.append(
+            Problem("--ranks", facts.local_ranks, "must be <= the number of GPUs", because, (facts.device_count,))
+        )
+    no_gpu = c.device == "cpu" or facts.device_count == 0  # a plan on a laptop is for machines that have them
+    if c.kernels == "triton" and (no_gpu or not facts.triton_ok):
+        device = {"device": "CPU" if no_gpu else f"{facts.device_name}, where triton does not run or is not installed"}
+        rule = "Triton kernels need an NVIDIA GPU of compute capability 8.0 and the triton package"
+        found.append(problem("train", c, "kernels", rule, device, ("auto", "plain")))
+    if c.cuda_graphs == "on" and no_gpu:
+        found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
+    if c.kernels == "optional":
+        found += check_optional_kernels(run, facts, no_gpu)
+    known = (*OPS, *PACKAGES)
+    unknown = [op for op in c.plain_ops if op not in known]
+    if unknown:
+        found.append(
+            problem(
+                "train",
+                c,
+                "plain_ops",
+                f"must name ops among {', '.join(known)}",
+                {"unknown": ", ".join(unknown)},
+                ([],),
+            )
+        )
+    able = {"bf16": facts.bf16_ok, "fp16": facts.fp16_ok}
+    if not able.get(c.precision, True):
+        others = tuple(name for name in ("bf16", "fp16", "fp32") if able.get(name, True))
+        found.append(
+            problem("train", c, "precision", "must be a dtype of the device", {"device": facts.device_name}, others)
+        )
+    return found
+
+
+def check_optional_kernels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem]:
+    """Kernels of optional packages, asked for by name: they are here, run on this device, and have this run's dtype
+    and shapes."""
+    c, others = run.train, ("auto", "triton")
+    absent = {op: why for op, why in facts.no_optional_kernels if op not in c.plain_ops}
+    if no_gpu or absent:
+        rule = f"optional kernels need an NVIDIA GPU of compute capability 9.0 and their packages: {EXTRA}"
+        device = {"device": "CPU" if no_gpu else facts.device_name, **({} if no_gpu else absent)}
+        return [problem("train", c, "kernels", rule, device, others)]
+    unfit = {
+        name: value
+        for op, names in unfit_for_optional_kernels(run).items()
+        if op not in c.plain_ops
+        for name, value in names.items()
+    }
+    if not unfit:
+        return []
+    rule = "optional kernels must have the dtype and the shapes of the run (or their op must be in train.plain_ops)"
+    return [problem("train", c, "kernels", rule, unfit, others)]
+
+
+def unfit_for_optional_kernels(run: Run) -> dict[str, dict[str, Any]]:
+    """By op of the model that has a kernel from an optional package, what that kernel cannot do in this run."""
+    c, m, tp = run.train, run.model, run.layout.tp
+    inner, gated, dropout = (
+        m.intermediate_size or 0,
+        m.gated_mlp and not m.routed_experts,
+        getattr(m, "attention_dropout", 0.0),
+    )
+    query, value = m.head_widths
+    dtype = {"train.precision": c.precision} if c.precision not in ("bf16", "fp16") else {}
+    attention = {
+        **(
+            {} if flash_fits(query, value) else {"width of a head": query if query == value else f"{query} and {value}"}
+        ),
+        **({"model.attention_dropout": dropout} if dropout else {}),
+    }
+    if not gated:
+        return {"attention": {**dtype, **attention}}
+    fits = inner % tp == 0 and gated_mlp_fits(m.hidden_size, inner // tp)
+    mlp = {} if fits else {"model.hidden_size": m.hidden_size, "model.intermediate_size": inner, "layout.tp": tp}
+    return {"attention": {**dtype, **attention}, "mlp": {**dtype, **mlp}}
+
+
+def check_log(run: Run, facts: Facts) -> list[Problem]:
+    found = at_least("log", run.log, 1, "interval")
+    for name, off in (("tensorboard", False), ("wandb", None)):
+        if getattr(run.log, name) and name in facts.missing:
+            because = {"not installed": name}
+            found.append(
+                problem("log", run.log, name, f"needs a package: pip install 'phalanx[{name}]'", because, (off,))
+            )
+    return found + check_wandb(run.log)
+
+
+NOT_IN_PROJECT_NAMES = "/\\#?%:"  # W&B's own rule, as are the lengths below
+
+
+def check_wandb(log: LogConfig) -> list[Problem]:
+    if log.wandb is None:
+        return no_effect(
+            "log", log, ("wandb_entity", "wandb_name", "wandb_group", "wandb_tags"), "log.wandb", {"log.wandb": None}
+        )
+    found = []
+    if not 1 <= len(log.wandb) <= 128 or set(log.wandb) & set(NOT_IN_PROJECT_NAMES):
+        clean = "".join("-" if c in NOT_IN_PROJECT_NAMES else c for c in log.wandb)[:128]
+        found.append(
+            problem(
+                "log",
+                log,
+                "wandb",
+                f"must be a name of 1 to 128 characters without {NOT_IN_PROJECT_NAMES}",
+                {},
+                (clean or "phalanx",),
+            )
+        )
+    for name in ("wandb_entity", "wandb_name", "wandb_group"):
+        value = getattr(log, name)
+        if value is not None and not 1 <= len(value) <= 128:
+            found.append(problem("log", log, name, "must have 1 to 128 characters", {}, (None,)))
+    if not all(1 <= len(tag) <= 64 for tag in log.wandb_tags):
+        found.append(
+            problem(
+                "log",
+                log,
+                "wandb_tags",
+                "must be words of 1 to 64 characters",
+                {},
+                ([tag[:64] for tag in log.wandb_tags if tag],),
+            )
+        )
+    return found
+
+
+def check_start(run: Run, facts: Facts) -> list[Problem]:
+    if run.init_from is None:
+        return []
+    if run.checkpoint.load is not None:
+        because = {"checkpoint.load": run.checkpoint.load}
+        return [Problem("init_from", run.init_from, "has no effect together with checkpoint.load", because, (None,))]
+    if not facts.files or continues(run):
+        return []
+    if not exists(run.init_from):
+        return [missing_checkpoint("init_from", run.init_from)]
+    return check_source(run.init_from, run.model.family) or check_weights(run)
+
+
+def continues(run: Run) -> bool:
+    """Whether the run has checkpoints of its own: init_from then counts no more."""
+    try:
+        return bool(list_checkpoints(checkpoints_of(run)))
+    except (OSError, PhalanxError):
+        return False
+
+
+def check_folder(run: Run) -> list[Problem]:
+    """The run's folder can be made or written to."""
+    if not run.dir:
+        return [Problem("dir", run.dir, "must name a folder", {}, ("runs/default",))]
+    there = os.path.abspath(run.dir)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        return [
+            Problem(
+                "dir",
+                run.dir,
+                f"must be a folder ({errno.errorcode[errno.ENOTDIR]})",
+                {"a file": there},
+                _other_folders(run.dir),
+            )
+        ]
+    if not os.access(there, os.W_OK | os.X_OK):
+        rule = f"must be writable ({errno.errorcode[errno.EACCES]})"
+        return [Problem("dir", run.dir, rule, {"folder": there}, _other_folders(run.dir))]
+    return []
+
+
+def _other_folders(path: str) -> tuple[str, ...]:
+    return (f"{path.rstrip('/')}-2", "runs/default")
