@@ -8,7 +8,8 @@
     px.train(run)
 
 and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
-and `@px.optimizer` for optimizers, `px.Callback` for programs that listen.
+and `@px.optimizer` for optimizers, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
+`@px.source` for samples, `px.Callback` for programs that listen.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from phalanx.base.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from phalanx.api import check, load, plan, session, train
+    from phalanx.base.records import Record, Row, Sink, SinkStart, sink
     from phalanx.config.run import Run
+    from phalanx.data.own_source import DataSource, SourceStart, source
     from phalanx.models.family import Family
     from phalanx.ops.optimizer.state import Moment
     from phalanx.optim.config import OptimConfig
@@ -29,33 +32,49 @@ if TYPE_CHECKING:
 
 PUBLIC = {
     "Callback": "phalanx.training.callbacks",
+    "DataSource": "phalanx.data.own_source",
     "Family": "phalanx.models.family",
     "Moment": "phalanx.ops.optimizer.state",
     "OptimConfig": "phalanx.optim.config",
     "Optimizer": "phalanx.optim.optimizer",
     "ParamRange": "phalanx.optim.optimizer",
+    "Record": "phalanx.base.records",
+    "Row": "phalanx.base.records",
     "Run": "phalanx.config.run",
+    "Sink": "phalanx.base.records",
+    "SinkStart": "phalanx.base.records",
+    "SourceStart": "phalanx.data.own_source",
     "check": "phalanx.api",
     "load": "phalanx.api",
     "optimizer": "phalanx.optim.optimizer",
     "plan": "phalanx.api",
     "session": "phalanx.api",
+    "sink": "phalanx.base.records",
+    "source": "phalanx.data.own_source",
     "train": "phalanx.api",
 }
 __all__ = [
     "Callback",
+    "DataSource",
     "Family",
     "Moment",
     "OptimConfig",
     "Optimizer",
     "ParamRange",
+    "Record",
+    "Row",
     "Run",
+    "Sink",
+    "SinkStart",
+    "SourceStart",
     "__version__",
     "check",
     "load",
     "optimizer",
     "plan",
     "session",
+    "sink",
+    "source",
     "train",
 ]
 

@@ -24,7 +24,8 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.config.read import save_run
 from phalanx.config.run import LogConfig, Run
-from phalanx.observe.metrics import FIRST_S, LATER_S, SOON_S, ConsolePace, Counters, Reporter, Speed, short, step_line
+from phalanx.observe.metrics import Counters, Reporter, Speed
+from phalanx.observe.step_line import FIRST_S, LATER_S, SOON_S, ConsolePace, short, step_line
 from phalanx.training import loop
 from phalanx.training.main import train
 from tests.test_loop import make_run, rows_of
@@ -148,7 +149,7 @@ def test_an_interval_thins_all_lines(tmp_path, capsys):
 
 def test_the_time_left_is_that_of_usual_steps(tmp_path):
     """One step of an hour among quick ones does not make the run look endless."""
-    reporter = Reporter(Log(), None, Speed(1.0, 1, None, 16), Counters(), 100, None, torch.device("cpu"))
+    reporter = Reporter(Log(), None, Speed(1.0, 1, None, 16, 100), Counters(), torch.device("cpu"))
     reporter.remaining = lambda: 50
     assert [reporter._left_s(s, 2) for s in (4.0, 4.0, 3600.0, 4.0)] == [100.0] * 4
 

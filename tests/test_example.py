@@ -13,7 +13,8 @@ import pytest
 from tests.pool import free_port
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = str(ROOT / "examples/own_loop.py")
+EXAMPLES = ROOT / "examples"
+SCRIPT = EXAMPLES / "own_loop.py"
 
 
 def rank_environment(rank: int, port: int) -> dict[str, str]:
@@ -27,13 +28,13 @@ def rank_environment(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def own_loop(*words: str, ranks: int = 1) -> list[str]:
+def started(script: Path, *words: str, ranks: int = 1) -> list[str]:
     """What each rank's process printed."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     port = free_port()
-    started = [
+    processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, *words],
+            [sys.executable, str(script), *words],
             cwd="/",
             env={**base, **(rank_environment(rank, port) if ranks > 1 else {})},
             stdout=subprocess.PIPE,
@@ -42,11 +43,11 @@ def own_loop(*words: str, ranks: int = 1) -> list[str]:
         for rank in range(ranks)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    assert [process.returncode for process in started] == [0] * ranks, outputs
+    assert [process.returncode for process in processes] == [0] * ranks, outputs
     return outputs
 
 
@@ -58,16 +59,43 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("layout", ["tp", "pp"])
 def test_own_loop(tmp_path, layout):
     """Losses fall, and are those of one process; another layout continues what one process began."""
-    [said] = own_loop(f"dir={tmp_path}/alone")
+    [said] = started(SCRIPT, f"dir={tmp_path}/alone")
     alone = losses(tmp_path / "alone")
     assert len(alone) == 20 and alone[-1] < alone[0] - 0.2 and 5.4 < alone[0] < 5.7  # ln 256 = 5.545
     assert "step=15" in said and "note=mine" in said and "done step=20" in said
-    first, other = own_loop(f"dir={tmp_path}/two", f"layout.{layout}=2", ranks=2)
+    first, other = started(SCRIPT, f"dir={tmp_path}/two", f"layout.{layout}=2", ranks=2)
     assert losses(tmp_path / "two") == pytest.approx(alone, abs=5e-5) and "done step=20" in first and not other
-    own_loop(f"dir={tmp_path}/alone", f"layout.{layout}=2", "train.steps=22", ranks=2)
+    started(SCRIPT, f"dir={tmp_path}/alone", f"layout.{layout}=2", "train.steps=22", ranks=2)
     assert len(losses(tmp_path / "alone")) == 22
 
 
 def test_example_is_short():
-    lines = Path(SCRIPT).read_text(encoding="utf-8").splitlines()
+    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if line.strip()]) < 40
+
+
+def test_a_data_source_of_ones_own(tmp_path):
+    """In two processes the losses are those of one, and fall below guessing among digits (ln 10); the config that is
+    kept names the class by a path."""
+    [said] = started(EXAMPLES / "data_source.py", f"dir={tmp_path}/alone")
+    alone = losses(tmp_path / "alone")
+    assert "done step=40" in said and alone[0] > 5 and alone[-1] < 1.6
+    assert "source: __main__:Sums" in (tmp_path / "alone/config.yaml").read_text()
+    started(
+        EXAMPLES / "data_source.py",
+        f"dir={tmp_path}/two",
+        "layout.tp=2",
+        "train.steps=6",
+        "optim.decay_steps=40",
+        ranks=2,
+    )
+    assert losses(tmp_path / "two") == pytest.approx(alone[:6], abs=5e-4)
+
+
+def test_a_callback(tmp_path):
+    [said] = started(EXAMPLES / "callback.py", f"dir={tmp_path}/run")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    valid = {row["step"]: row["valid/valid"] for row in rows if "valid/valid" in row}
+    best = min(valid, key=valid.get)
+    slowest = max(row["step_s"] for row in rows if "step_s" in row)
+    assert len(valid) == 4 and f"best step={best} loss={valid[best]:.4f} saves=4 slowest={slowest:.2f} s" in said

@@ -15,13 +15,14 @@ import pytest
 from phalanx.base.errors import FolderInUse, NumericalStop
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
+from phalanx.base.records import SinkStart
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.config.run import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import train_loader
 from phalanx.models.llama import LlamaConfig
-from phalanx.observe.trackers import Trackers
+from phalanx.observe.sinks import Sinks
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.order import global_batch_at, micro_batches, total_samples
 from phalanx.training import main
@@ -126,7 +127,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_dropped(tmp_path):
     """A killed run's file ends in steps that will be done again, and perhaps in half a line."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
-    Trackers(tmp_path, 1, LogConfig(), {}, Log()).close()
+    Sinks(LogConfig(), SinkStart(tmp_path, 1, {}, Log())).close()
     assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
 
 

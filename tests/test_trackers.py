@@ -15,8 +15,10 @@ import pytest
 
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
+from phalanx.base.records import Row, SinkStart
 from phalanx.config.run import LogConfig
-from phalanx.observe.trackers import Trackers
+from phalanx.observe.run_records import LOSS
+from phalanx.observe.sinks import Sinks
 from phalanx.training.main import train
 from tests import tracker_files
 from tests.test_loop import make_run, rows_of
@@ -61,13 +63,13 @@ def test_tensorboard_has_every_number(tmp_path):
 def test_a_rollback_is_taken_back(tmp_path, offline):
     """metrics.jsonl and TensorBoard forget the steps; W&B, which cannot, gets them again."""
     pytest.importorskip("wandb")
-    trackers = Trackers(tmp_path, 0, LogConfig(tensorboard=True, wandb="p"), {}, Log())
+    sinks = Sinks(LogConfig(tensorboard=True, wandb="p"), SinkStart(tmp_path, 0, {}, Log()))
     for step in (1, 2, 3, 4):
-        trackers.write({"step": step, "loss": 10.0 * step})
-    trackers.rewind(2)
+        sinks.write(Row(step, {LOSS: 10.0 * step}))
+    sinks.rewind(2)
     for step in (3, 4, 5):
-        trackers.write({"step": step, "loss": 1.0 * step})
-    trackers.close()
+        sinks.write(Row(step, {LOSS: 1.0 * step}))
+    sinks.close()
     wanted = {("loss", 1): 10.0, ("loss", 2): 20.0, ("loss", 3): 3.0, ("loss", 4): 4.0, ("loss", 5): 5.0}
     assert numbers_by_step(tracker_files.rows_of(tmp_path)) == board_numbers(tmp_path / "tb") == wanted
     [records] = wandb_runs(tmp_path)
@@ -108,9 +110,9 @@ def test_without_a_login_the_run_is_recorded_offline(tmp_path):
     env |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     code = (
         "from pathlib import Path; from phalanx.base.log import Log; from phalanx.config.run import LogConfig; "
-        "from phalanx.observe.trackers import Trackers; "
-        f"trackers = Trackers(Path({str(tmp_path)!r}), 0, LogConfig(wandb='p'), {{}}, Log()); "
-        "trackers.write({'step': 1, 'loss': 0.5}); trackers.close()"
+        "from phalanx.base.records import Record, Row, SinkStart; from phalanx.observe.sinks import Sinks; "
+        f"sinks = Sinks(LogConfig(wandb='p'), SinkStart(Path({str(tmp_path)!r}), 0, {{}}, Log())); "
+        "sinks.write(Row(1, {Record('loss'): 0.5})); sinks.close()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.base.placement import Placement
+from phalanx.base.records import Record, Row
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.config.run import Fp8Config, LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
-from phalanx.observe.scalars import scalars_of, texts_of
+from phalanx.observe import run_records
 from phalanx.optim.config import OptimConfig
 from phalanx.training.main import train
 
@@ -76,9 +77,16 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def row_of(values: dict) -> Row:
+    """A row of metrics.jsonl with the records that it was made of."""
+    known = {record.name: record for record in vars(run_records).values() if isinstance(record, Record)}
+    named = {known.get(name, Record(name)): value for name, value in values.items() if name != "step"}
+    return Row(values["step"], named)
+
+
 def numbers_by_step(rows: list[dict]) -> dict[tuple[str, int], float]:
     """(name, step) -> number, of every number of these rows."""
-    return {(name, row["step"]): value for row in rows for name, value in scalars_of(row).items()}
+    return {(name, row["step"]): value for row in rows for name, value in row_of(row).scalars().items()}
 
 
 def equal(found: dict[tuple[str, int], float], wanted: dict[tuple[str, int], float], digits: float) -> list[str]:
@@ -206,7 +214,7 @@ def compare(kind: str, folder: Path) -> int:
     if kind == "tensorboard":
         assert (
             board_texts(folder / "tb")["fp8_worst"]
-            == [texts_of(row)["fp8_worst"] for row in rows_of(folder) if "fp8_worst" in row][-1]
+            == [row_of(row).texts()["fp8_worst"] for row in rows_of(folder) if "fp8_worst" in row][-1]
         )
     else:
         check_identity(folder)

@@ -39,6 +39,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             }
         ),
         "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
+        "sink": MappingProxyType(
+            {
+                "jsonl": "phalanx.observe.metrics_file:MetricsFile",
+                "tensorboard": "phalanx.observe.tensorboard_file:TensorBoardFile",
+                "wandb": "phalanx.observe.wandb_run:WandbRun",
+            }
+        ),
     }
 )
 """Our own, by seam and name: `module:NAME`."""
@@ -113,8 +120,14 @@ def path_of(seam: str, name: str) -> str:
     known = names(seam)
     listed = ", ".join(f'"{n}"' for n in known)
     meant = (":".join(name.rsplit(".", 1)),) if "." in name else ()
-    rule = f"must be one of {listed}, or one of your own as PACKAGE.MODULE:NAME"
+    rule = (f"must be one of {listed}, or " if known else "must name ") + "one of your own as PACKAGE.MODULE:NAME"
     raise NotFound(rule, meant or near(name, known) or known)
+
+
+def lasting(seam: str, name: str) -> str:
+    """The name by which other processes find the same: `module:NAME` of what was registered here. Ours, those of
+    installed packages and names that lead nowhere stay as they are."""
+    return _REGISTERED[seam, name].where if (seam, name) in _REGISTERED and name not in BUILT_IN.get(seam, {}) else name
 
 
 def names(seam: str) -> tuple[str, ...]:

@@ -12,7 +12,10 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.base.errors import PhalanxError, Problem
+from phalanx.base.errors import ConfigError, PhalanxError, Problem
+from phalanx.base.own_fields import made_of
+from phalanx.base.records import find_sink
+from phalanx.base.registry import NotFound
 from phalanx.base.rules import (
     at_least,
     divisors,
@@ -420,9 +423,31 @@ def check_log(run: Run, facts: Facts) -> list[Problem]:
             found.append(
                 problem("log", run.log, name, f"needs a package: pip install 'phalanx[{name}]'", because, (off,))
             )
-    return found + check_wandb(run.log)
+    return found + check_sinks(run.log) + check_wandb(run.log)
 
 
+def check_sinks(log: LogConfig) -> list[Problem]:
+    """Each exists and takes the fields that it is given."""
+    found: list[Problem] = []
+    for name, fields in log.sinks.items():
+        at = f"log.sinks.{name}"
+        if name in SWITCHES:
+            found.append(Problem(at, fields, f"is a sink of ours: {SWITCHES[name]}"))
+            continue
+        try:
+            made_of(find_sink(name).Config, at, fields)
+        except NotFound as error:
+            found.append(Problem(at, fields, str(error)))
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+SWITCHES = {
+    "jsonl": "every run has its metrics.jsonl",
+    "tensorboard": "type log.tensorboard=true",
+    "wandb": "type log.wandb=PROJECT",
+}
 NOT_IN_PROJECT_NAMES = "/\\#?%:"  # W&B's own rule, as are the lengths below
 
 

@@ -16,7 +16,7 @@ import re
 import traceback
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
@@ -137,14 +137,24 @@ def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
     """Names of packages' code that stand in somebody else's config, such as a checkpoint's: nothing is imported for
     them unless the user says them too."""
     found = []
-    for key in ("model.family", "optim.name"):
-        section, name = key.split(".")
-        values = source.data.get(section)
-        value = values.get(name) if isinstance(values, dict) else None
-        if isinstance(value, str) and ":" in value and key not in source.origins:
-            rule = f"is code of a package, which is imported only if you name it: type {key}={value}"
-            found.append(Problem(key, value, rule, where=base_from))
+    for key, name, path in named_in(source.data):
+        if isinstance(name, str) and ":" in name and key not in source.origins:
+            rule = f"is code of a package, which is imported only if you name it: type {key}={path}"
+            found.append(Problem(key, name, rule, where=base_from))
     return found
+
+
+def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Where a config may name code of a package: the key, the name, and what a person types after `key=`."""
+    for key in ("model.family", "optim.name", "data.source"):
+        section, name = key.split(".")
+        values = data.get(section)
+        value = values.get(name) if isinstance(values, Mapping) else None
+        yield key, value, str(value)
+    log = data.get("log")
+    sinks = log.get("sinks") if isinstance(log, Mapping) else None
+    for name, fields in sinks.items() if isinstance(sinks, Mapping) else ():
+        yield f"log.sinks.{name}", name, json.dumps(fields)
 
 
 def load_named_family(data: Mapping[str, Any]) -> list[Problem]:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from phalanx.base import tree
+from phalanx.base.records import SEAM as SINK
+from phalanx.base.registry import lasting
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.places import place
 from phalanx.data.config import DataConfig
@@ -228,10 +230,16 @@ class LogConfig:
     """Group of runs in Weights & Biases that this one belongs to."""
     wandb_tags: list[str] = field(default_factory=list)
     """Tags of the run in Weights & Biases."""
+    sinks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """More places that get every number of the run: sink by name or PACKAGE.MODULE:NAME, and its own fields."""
     report: bool = True
     """Write report.html with the loss curve at the end."""
     budget: bool | None = None
     """Say after the first steps where the time of a step goes; unset: on GPUs, in runs of 100 steps and more."""
+
+    def __post_init__(self) -> None:
+        named = {lasting(SINK, name): fields for name, fields in self.sinks.items()}
+        object.__setattr__(self, "sinks", named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,17 @@ import glob
 import math
 import os
 from pathlib import Path
+from typing import Any
 
-from phalanx.base.errors import Problem
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.own_fields import made_of
+from phalanx.base.registry import NotFound
 from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
 from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
 from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
 from phalanx.data.index import strip_suffix
 from phalanx.data.mixture import parse_split
+from phalanx.data.own_source import find_source
 
 VALID = "valid"  # name of the validation part of the training corpora
 
@@ -31,23 +35,41 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
 
 def check_source(config: DataConfig) -> list[Problem]:
     """Tokens come from one place: made up, paths, sources or text."""
-    given = [name for name in ("paths", "sources", "text") if getattr(config, name)]
+    given = [name for name in ("paths", "sources", "text", "source") if getattr(config, name)]
     found = []
+
+    def shown(name: str) -> Any:
+        return config.source if name == "source" else list(getattr(config, name))
+
     if config.mock and given:
         name = given[0]
-        found.append(
-            problem(
-                "data", config, "mock", f"excludes data.{name}", {f"data.{name}": list(getattr(config, name))}, (False,)
-            )
-        )
+        found.append(problem("data", config, "mock", f"excludes data.{name}", {f"data.{name}": shown(name)}, (False,)))
     for name in given[1:]:
-        because = {f"data.{given[0]}": list(getattr(config, given[0]))}
+        because = {f"data.{given[0]}": shown(given[0])}
         found.append(
             problem("data", config, name, f"excludes data.{given[0]}", because, (default_of(DataConfig, name),))
         )
     if not config.mock and not given:
         rule = "needs a path to token files (or data.text for text files, data.mock=true for made-up tokens)"
         found.append(problem("data", config, "paths", rule))
+    return found + check_own(config)
+
+
+def check_own(config: DataConfig) -> list[Problem]:
+    """data.source is there and takes its fields; nothing is set that only token files have."""
+    if config.source is None:
+        return no_effect("data", config, ("source_config",), "data.source", {"data.source": None})
+    because = {"data.source": config.source}
+    found = no_effect("data", config, ("split",), "token files", because)
+    if config.packing != "off":
+        rule = "needs token files; a source of your own puts its samples together itself"
+        found.append(problem("data", config, "packing", rule, because, ("off",)))
+    try:
+        made_of(find_source(config.source).Config, "data.source_config", config.source_config)
+    except NotFound as error:
+        found.append(problem("data", config, "source", str(error)))
+    except ConfigError as error:
+        found += error.problems
     return found
 
 
@@ -162,7 +184,7 @@ def check_split(config: DataConfig, evaluates: bool) -> list[Problem]:
         ]
     if train == 0:
         return [problem("data", config, "split", "leaves no tokens for training", {"train part": 0}, (default,))]
-    if evaluates and valid == 0 and not config.valid and not config.mock:
+    if evaluates and valid == 0 and not config.valid and not config.mock and config.source is None:
         because = {"validation part": 0, "data.valid": {}}
         return [
             problem(
@@ -184,7 +206,7 @@ def check_valid(config: DataConfig, evaluates: bool) -> list[Problem]:
         if not paths
     ]
     found += [p for name, paths in config.valid.items() for p in check_words(f"data.valid.{name}", paths)]
-    if VALID in config.valid and (config.mock or parts_of(config.split)[1] > 0):
+    if VALID in config.valid and (config.mock or config.source is not None or parts_of(config.split)[1] > 0):
         rule = "is the name of the validation part of data.split; give the set another name, or that part 0"
         found.append(Problem(f"data.valid.{VALID}", list(config.valid[VALID]), rule, {"data.split": config.split}))
     if config.valid and not evaluates:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from phalanx.base.registry import lasting
+
 
 def words(value: Any) -> Any:
     """A string as the tuple of its words, numbers in a list as words: `0.7 a 0.3 b` and `[0.7, a, 0.3, b]` are the
@@ -76,6 +78,10 @@ class DataConfig:
     """Parts of each corpus for train, validation and test, cut at document borders."""
     valid: dict[str, Prefixes] = field(default_factory=dict)
     """More named validation sets: name -> prefixes (or `0.7 a 0.3 b`), used whole."""
+    source: str | None = None
+    """Instead of token files: samples from a class of your own, by name or PACKAGE.MODULE:NAME."""
+    source_config: dict[str, Any] = field(default_factory=dict)
+    """The own fields of data.source."""
     mock: bool = False
     """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
@@ -98,6 +104,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("paths", "text"):
             object.__setattr__(self, name, words(getattr(self, name)))
+        if self.source is not None:
+            object.__setattr__(self, "source", lasting("source", self.source))
         object.__setattr__(self, "valid", {name: words(given) for name, given in self.valid.items()})
 
 

@@ -17,6 +17,7 @@ import torch
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
+from phalanx.data.own_source import SourceStart, open_own
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.sequence.shard import WHOLE, SequenceShard
@@ -236,7 +237,13 @@ class Loader:
 
 def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int) -> Loader:
     """The loader of a run of `samples` samples. DataError for files that are missing, damaged or too small for it."""
-    sources, weights = open_part(config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size, samples=samples)
+    if config.source is not None:
+        sources: list[Source] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "train"))]
+        weights: list[Weight] = [1.0]
+    else:
+        sources, weights = open_part(
+            config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size, samples=samples
+        )
     loader = _loader(config, sources, weights, seq_length)
     check_epochs(loader.use(samples), config.max_epochs)
     return loader
@@ -245,8 +252,10 @@ def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: 
 def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> dict[str, Loader]:
     """Validation sets by name, each with samples 0, 1, ... in a fixed order: `valid`, the validation part of the
     training corpora, unless that part of data.split is 0; then the sets of data.valid, used whole."""
-    parts = {}
-    if config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
+    parts: dict[str, tuple[list[Source], list[Weight]]] = {}
+    if config.source is not None:
+        parts["valid"] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "validation"))], [1.0]
+    elif config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
     own = {name: _loader(config, *part, seq_length) for name, part in parts.items()}
     return own | whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size)

@@ -71,8 +71,8 @@ def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
     of tensors."""
     if weights.name == "weights" and (weights.parent / NAME).is_file():
         config = dict(parse(weights.parent).config)
-        if config:
-            return config
+        if config:  # an evaluation writes to no sink of the run's
+            return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
     model = model_config_from_hf(weights)
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")

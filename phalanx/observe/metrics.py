@@ -1,5 +1,4 @@
-"""What a run says of its steps: counters, the step line and the rows for trackers. Values come from the device one
-step late."""
+"""What a run records of its steps: counters and rows for its sinks. Values come from the device one step late."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,16 +14,15 @@ from typing import Any
 import torch
 
 from phalanx.base.log import Log
+from phalanx.base.records import Record, Row
 from phalanx.comm.health.pace import Slow
 from phalanx.comm.health.waits import Waited
 from phalanx.engine.fp8_state import fp8_values, was_cast, worst
 from phalanx.engine.step import StepResult
-from phalanx.observe.routing import routing_text, routing_values
-from phalanx.observe.trackers import Trackers
+from phalanx.observe import run_records as records
+from phalanx.observe.routing import routing_values
+from phalanx.observe.sinks import Sinks
 
-WIDTH = 120  # columns of a step line, at most
-SOON_S, LATER_S = 2.0, 10.0  # between two step lines on a terminal: in the first minute, and from then on
-FIRST_S = 60.0
 MEDIAN_OF = 51  # steps whose median gives the time that is left
 FP8_EVERY = 50  # steps between two whole tables of what casts of low precision lost
 
@@ -114,12 +112,14 @@ class Counters:
 @dataclass(frozen=True)
 class Speed:
     """Facts for rates: FLOPs per token (forward and backward), ranks, the device's peak in FLOP/s if known, tokens
-    per sequence. shared: bytes of memory that a GPU shares with others, which its count of tensors lacks."""
+    per sequence; the run's last step. shared: bytes of memory that a GPU shares with others, which its count of tensors
+    lacks."""
 
     flops_per_token: float
     ranks: int
     peak: float | None
     seq_length: int
+    last_step: int
     shared: int = 0
 
 
@@ -130,102 +130,21 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def step_line(values: dict[str, Any], gpu: bool, ranks: int, width: int = WIDTH) -> str:
-    """The step line: `key=value` of what there is on this machine, in one order. What matters least is left out
-    until it fits the width."""
-    fields = _fields(values, gpu, ranks)
-    while len(" ".join(text for _, text in fields)) > width and max(rank for rank, _ in fields) > 0:
-        least = max(range(len(fields)), key=lambda i: (fields[i][0], i))
-        del fields[least]
-    return " ".join(text for _, text in fields)
-
-
-def _fields(v: dict[str, Any], gpu: bool, ranks: int) -> list[tuple[int, str]]:
-    """Each with a number: 0 stays whatever the width, the highest goes first."""
-    fields = [
-        (0, f"step={v['step']}"),
-        (0, f"loss={v['loss']:.4f}"),
-        (1, f"grad_norm={v['grad_norm']:.3g}"),
-        (4, f"lr={v['lr']:.3e}"),
-        (2, f"tok/s={short(v['tokens_per_s'])}"),
-    ]
-    if gpu and ranks > 1:
-        fields.append((6, f"tok/s/gpu={short(v['tokens_per_s_per_gpu'])}"))
-    if gpu and v["mfu"] is None:
-        fields.append((6, f"tflops/gpu={v['tflops_per_gpu']:.4g}"))
-    if gpu and v["mfu"] is not None:
-        fields.append((3, f"mfu={100 * v['mfu']:.1f}%"))
-    fields += [
-        (4, f"mem={v['memory_gib']:.2f}GiB"),
-        (6, f"tokens={short(v['tokens'])}"),
-        (2, f"eta={duration(v['eta_s'])}"),
-    ]
-    if v["skipped"]:
-        fields.append((1, f"skipped={v['skipped']}"))
-    if "mtp_loss" in v:
-        fields.append((3, f"mtp_loss={v['mtp_loss']:.4f}"))
-    if "fp8_lost" in v:
-        fields.append((5, f"fp8_lost={v['fp8_lost']:.3g}@{v['fp8_worst'].rsplit(' ', 1)[-1].removeprefix('model.')}"))
-    if "experts" in v:
-        fields += [(5, text) for text in routing_text(v["experts"]).split()]
-    return fields + [(1, f"slow={rank}x{ratio:.1f}") for rank, ratio in list(v.get("slow", {}).items())[:3]]
-
-
-def short(number: float) -> str:
-    """8308, 19.3k, 153.6k, 1.93M, 15.0T: at most four digits."""
-    if number < 9999.5:
-        return f"{number:.0f}"
-    for unit, size in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
-        if number < 999.95 * size or unit == "T":
-            break
-    return f"{number / size:.1f}{unit}"
-
-
-def duration(seconds: float) -> str:
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
-
-
-class ConsolePace:
-    """When a line is due on a terminal: the first at once."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._began: float | None = None
-        self._last = 0.0
-
-    def due(self) -> bool:
-        now = self._clock()
-        if self._began is None:
-            self._began = now
-        elif now - self._last < (SOON_S if now - self._began < FIRST_S else LATER_S):
-            return False
-        self._last = now
-        return True
-
-
 class Reporter:
-    """Turns finished steps into counters, lines and files. The counters are on every rank, the writing on rank 0."""
+    """Turns finished steps into counters and records. The counters are on every rank, the sinks on rank 0."""
 
     def __init__(
         self,
         log: Log,
-        trackers: Trackers | None,
+        sinks: Sinks | None,
         speed: Speed,
         counters: Counters,
-        total_steps: int,
-        interval: int | None,
         device: torch.device,
         fp8_names: tuple[str, ...] = (),
-        heard: Callable[[dict[str, Any]], None] = lambda values: None,
     ):
-        self.heard = heard  # is given each finished step's row
-        self.quiet = False  # no step lines: somebody else says what there is to say
-        self.fp8_names = fp8_names
-        self.log, self.trackers, self.speed, self.counters = log, trackers, speed, counters
-        self.total_steps, self.interval, self.device = total_steps, interval, device
-        self._pace = ConsolePace()
+        self.log, self.sinks, self.speed, self.counters = log, sinks, speed, counters
+        self.device, self.fp8_names = device, fp8_names
+        self.heard: Callable[[dict[str, Any]], None] = lambda values: None  # is given each finished step's row
         self._sample_s: deque[float] = deque(maxlen=MEDIAN_OF)  # seconds per sequence of the last steps
         self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
         self.mark = Timestamp(device)
@@ -255,25 +174,14 @@ class Reporter:
         c.skipped += skipped > 0
         c.skipped_in_a_row = c.skipped_in_a_row + 1 if skipped else 0
         values = self._values(pending, loss, norm, samples, seconds)
-        if self.trackers is not None:
-            self.trackers.write(values)
-        self._show(values)
-        self.heard(values)
+        self.record(pending.step, values)
+        self.heard(Row(pending.step, values).plain())
         return stop
 
-    def _show(self, values: dict[str, Any]) -> None:
-        """A line every `interval` steps; without one, for each step in files, and as fast as a person reads on a
-        terminal."""
-        if self.quiet:
-            return
-        step, width = values["step"], self.log.console_width()
-        last = step == self.total_steps
-        if self.interval is not None and step % self.interval and not last:
-            return
-        gpu, ranks = self.device.type == "cuda", self.speed.ranks
-        self.log.note(step_line(values, gpu, ranks))
-        if width is None or self.interval is not None or self._pace.due() or last:
-            self.log.say(step_line(values, gpu, ranks, min(WIDTH, width or WIDTH)))
+    def record(self, step: int, values: Mapping[Record, Any]) -> None:
+        """Give what belongs to a step to all sinks; only rank 0 has any."""
+        if self.sinks is not None:
+            self.sinks.write(Row(step, values))
 
     def _left_s(self, seconds: float, samples: int) -> float:
         """Seconds to the end of the run, at the median pace of the last steps."""
@@ -290,44 +198,43 @@ class Reporter:
             self.log.info(f"rank {rank} is as fast as the others again")
         self._named = set(slow)
 
-    def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[str, Any]:
+    def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[Record, Any]:
         rate = samples * self.speed.seq_length / seconds
         routing, mtp_loss = pending.routing(), pending.mtp_loss()
         flops, slow = rate * self.speed.flops_per_token / self.speed.ranks, self.slow()
         return {
-            "step": pending.step,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": pending.lr,
-            "tokens_per_s": rate,
-            "tokens_per_s_per_gpu": rate / self.speed.ranks,
-            "tflops_per_gpu": flops / 1e12,
-            "mfu": None if self.speed.peak is None else flops / self.speed.peak,
-            "memory_gib": (peak_memory(self.device) + self.speed.shared) / 2**30,
-            "tokens": self.counters.tokens,
-            "consumed_samples": self.counters.consumed_samples,
-            "skipped": self.counters.skipped,
-            "step_s": seconds,
-            "eta_s": self._left_s(seconds, samples),
+            records.LOSS: loss,
+            records.GRAD_NORM: norm,
+            records.LR: pending.lr,
+            records.TOKENS_PER_S: rate,
+            records.TOKENS_PER_S_PER_GPU: rate / self.speed.ranks,
+            records.TFLOPS_PER_GPU: flops / 1e12,
+            records.MFU: None if self.speed.peak is None else flops / self.speed.peak,
+            records.MEMORY: (peak_memory(self.device) + self.speed.shared) / 2**30,
+            records.TOKENS: self.counters.tokens,
+            records.CONSUMED_SAMPLES: self.counters.consumed_samples,
+            records.SKIPPED: self.counters.skipped,
+            records.STEP_S: seconds,
+            records.ETA_S: self._left_s(seconds, samples),
             **self._fp8_values(pending),
-            **({"slow": {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
-            **({} if mtp_loss is None else {"mtp_loss": mtp_loss}),
-            **({} if routing is None else {"experts": routing}),
+            **({records.SLOW: {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
+            **({} if mtp_loss is None else {records.MTP_LOSS: mtp_loss}),
+            **({} if routing is None else {records.EXPERTS: routing}),
         }
 
-    def _fp8_values(self, pending: Pending) -> dict[str, Any]:
+    def _fp8_values(self, pending: Pending) -> dict[Record, Any]:
         """What casts lost: the worst tensor at every step, all of them now and then."""
         tally = pending.fp8()
         if tally is None or not was_cast(tally):
             return {}
         part, whose = worst(self.fp8_names, tally)
-        every = pending.step == 1 or pending.step % FP8_EVERY == 0 or pending.step == self.total_steps
-        values: dict[str, Any] = {
-            "fp8_lost": part,
-            "fp8_worst": whose,
-            **({"fp8": fp8_values(self.fp8_names, tally)} if every else {}),
+        every = pending.step == 1 or pending.step % FP8_EVERY == 0 or pending.step == self.speed.last_step
+        values: dict[Record, Any] = {
+            records.FP8_LOST: part,
+            records.FP8_WORST: whose,
+            **({records.FP8: fp8_values(self.fp8_names, tally)} if every else {}),
         }
         gradient_distance = pending.gradient_distance()
         if gradient_distance is not None:
-            values["fp8_shadow"] = dict(zip(self.fp8_names, gradient_distance))
+            values[records.FP8_SHADOW] = dict(zip(self.fp8_names, gradient_distance))
         return values

@@ -12,10 +12,12 @@ from jinja2 import Environment
 from ruamel.yaml import YAML
 
 from phalanx.base import tree
+from phalanx.base.records import Record
 from phalanx.config.run import Run
+from phalanx.observe import run_records as records
 from phalanx.observe.curves import Curve, Plot, draw, smoothed
-from phalanx.observe.metrics import duration
 from phalanx.observe.starts import read_starts, redacted
+from phalanx.observe.step_line import duration
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
@@ -87,7 +89,6 @@ def facts(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple
     if not steps:
         return [("steps", "none finished")]
     last = steps[-1]
-    rates = sorted(r["tokens_per_s"] for r in steps[len(steps) // 10 :])
     smooth = smoothed([r["loss"] for r in steps])[-1]
     found = [
         ("steps", f"{last['step']:,}"),
@@ -108,9 +109,9 @@ def facts(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple
             )
         )
     found += [
-        ("time in steps", duration(sum(r["step_s"] for r in steps))),
-        ("tokens per second", f"{rates[len(rates) // 2]:,.0f} (median)"),
-        ("peak memory per rank", f"{max(r['memory_gib'] for r in steps):.2f} GiB"),
+        ("time in steps", duration(reduced(records.STEP_S, steps))),
+        ("tokens per second", f"{reduced(records.TOKENS_PER_S, steps[len(steps) // 10 :]):,.0f} (median)"),
+        ("peak memory per rank", f"{reduced(records.MEMORY, steps):.2f} {records.MEMORY.unit}"),
     ]
     if last["skipped"]:
         found.append(("skipped steps", str(last["skipped"])))
@@ -120,10 +121,14 @@ def facts(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple
         found.append(
             (
                 f"slow: rank {rank}",
-                f"worked up to {max(ratios):.1f} times as long as the others, in {len(ratios)} steps",
+                f"worked up to {records.SLOW.reduce(ratios):.1f} times as long as the others, in {len(ratios)} steps",
             )
         )
     return found
+
+
+def reduced(record: Record, steps: list[dict[str, Any]]) -> Any:
+    return record.reduce(r[record.name] for r in steps)
 
 
 def perplexity(loss: float) -> str:
@@ -187,8 +192,10 @@ def plots(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Plot]
     end, tokens = steps[-1]["step"], {r["step"]: r["tokens"] for r in steps}
     at = [r["step"] for r in steps]
     found = [
-        Plot("Loss over steps (nats per token)", "step", loss_curves(rows, steps, {s: s for s in tokens}), end),
-        Plot("Loss over tokens (nats per token)", "tokens", loss_curves(rows, steps, tokens), steps[-1]["tokens"]),
+        Plot(f"Loss over steps ({records.LOSS.unit})", "step", loss_curves(rows, steps, {s: s for s in tokens}), end),
+        Plot(
+            f"Loss over tokens ({records.LOSS.unit})", "tokens", loss_curves(rows, steps, tokens), steps[-1]["tokens"]
+        ),
     ]
     for key, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("tokens_per_s", "Tokens per second")):
         values = [r[key] for r in steps]

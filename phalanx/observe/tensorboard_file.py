@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -15,8 +14,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from phalanx.base.journal import Journal
-from phalanx.base.log import Log
-from phalanx.observe.scalars import scalars_of, texts_of
+from phalanx.base.records import Row, Sink, SinkStart
 
 
 class _RecordSink:
@@ -36,32 +34,33 @@ class _RecordSink:
         self._journal.close()
 
 
-class TensorBoardFile:
+class TensorBoardFile(Sink):
     """One event file per start of the run. Its first event makes TensorBoard drop what earlier files have after
-    `step`."""
+    the run's step."""
 
-    def __init__(self, folder: Path, step: int, log: Log):
+    def __init__(self, start: SinkStart, config: Any):
+        super().__init__(start, config)
         name = f"events.out.tfevents.{time.time_ns() / 1e9:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(_RecordSink(Journal(folder / name, log.warn)))
+        self._records = RecordWriter(_RecordSink(Journal(start.folder / "tb" / name, start.log.warn)))
         self._texts: dict[str, str] = {}
         self._add(Event(file_version="brain.Event:2"))
-        self.rewind(step)
+        self.rewind(start.step)
 
     def rewind(self, step: int) -> None:
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         summary = Summary()
-        for name, number in scalars_of(values).items():
+        for name, number in row.scalars().items():
             summary.value.add(tag=name, simple_value=number)
-        for name, text in texts_of(values).items():
+        for name, text in row.texts().items():
             if self._texts.get(name) != text:
                 self._texts[name] = text
                 shown = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
                 summary.value.add(
                     tag=name, metadata=shown, tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()])
                 )
-        self._add(Event(step=values["step"], summary=summary))
+        self._add(Event(step=row.step, summary=summary))
 
     def close(self) -> None:
         self._records.close()

@@ -15,15 +15,15 @@ from typing import Any
 import wandb
 
 from phalanx.base.log import Log, describe
+from phalanx.base.records import Row, Sink, SinkStart
 from phalanx.config.run import LogConfig
-from phalanx.observe.scalars import scalars_of, texts_of
 
 ID_FILE = "wandb-id.txt"
 ID_LENGTH = 12
 ID_LETTERS = string.ascii_lowercase + string.digits
 
 
-class WandbRun:
+class WandbRun(Sink):
     """One W&B run for all starts of a run. `step` is a metric of its own and the x-axis of the others: W&B's own
     counter never goes back, and would drop the rows of a run that does. After a rollback the same steps come again,
     with a higher `rollbacks`: the later rows count.
@@ -32,7 +32,11 @@ class WandbRun:
     is ever asked on the terminal.
     """
 
-    def __init__(self, folder: Path, wanted: LogConfig, config: dict[str, Any], log: Log):
+    Config = LogConfig
+
+    def __init__(self, start: SinkStart, config: LogConfig):
+        super().__init__(start, config)
+        folder, log, wanted = start.folder, start.log, config
         self._rollbacks = 0
         identity = run_id(folder / ID_FILE, log)
         options: dict[str, Any] = {
@@ -44,7 +48,7 @@ class WandbRun:
             "id": identity,
             "resume": "allow",
             "dir": str(folder),
-            "config": config,
+            "config": start.config,
             "allow_val_change": True,
             "settings": wandb.Settings(silent=True, console="off"),
         }
@@ -62,8 +66,8 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
         log.info(where(self._run, wanted, identity))
 
-    def write(self, values: dict[str, Any]) -> None:
-        self._run.log({"step": values["step"], "rollbacks": self._rollbacks, **scalars_of(values), **texts_of(values)})
+    def write(self, row: Row) -> None:
+        self._run.log({"step": row.step, "rollbacks": self._rollbacks, **row.scalars(), **row.texts()})
 
     def rewind(self, step: int) -> None:
         self._rollbacks += 1

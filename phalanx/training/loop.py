@@ -19,6 +19,7 @@ from phalanx.engine.replicas import check_replicas
 from phalanx.engine.step import StepResult, accumulate, end_step, train_step, update
 from phalanx.observe.metrics import Counters, Pending, Reporter
 from phalanx.observe.record import Recorder
+from phalanx.observe.run_records import FP8_FELL_BACK, valid_loss
 from phalanx.optim.schedules import learning_rate
 from phalanx.planning.order import global_batch_at, micro_batches
 from phalanx.sequence.batch import Batch
@@ -116,8 +117,8 @@ class Loop:
         )
         c.rollbacks += 1
         self.saves.parent = c.step
-        if self.reporter.trackers is not None:
-            self.reporter.trackers.rewind(c.step)
+        if self.reporter.sinks is not None:
+            self.reporter.sinks.rewind(c.step)
 
     def _until_done(self, periodic: bool) -> Iterator[list[Batch]]:
         run, mesh = self.state.plan.run, self.state.mesh
@@ -303,8 +304,7 @@ class Loop:
         for name, why in bad.items():
             if log.rank == 0:
                 log.warn(f"step {pending.step}: {name} goes on in {precision}: {why}")
-        if self.reporter.trackers is not None:
-            self.reporter.trackers.write({"step": pending.step, "fp8_fell_back": bad})
+        self.reporter.record(pending.step, {FP8_FELL_BACK: bad})
 
     def _replicas_due(self, step: int) -> bool:
         interval = self.state.plan.run.train.guard.replicas_interval
@@ -341,8 +341,7 @@ class Loop:
             if say:
                 text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items())
                 self.reporter.log.info(f"valid step={step} {text}")
-            if self.reporter.trackers is not None:
-                self.reporter.trackers.write({"step": step, **{f"valid/{name}": loss for name, loss in losses.items()}})
+            self.reporter.record(step, {valid_loss(name): loss for name, loss in losses.items()})
             for callback in self.callbacks:
                 callback.on_evaluation(step, losses)
         self.reporter.restart_clock()

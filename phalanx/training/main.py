@@ -19,6 +19,7 @@ from phalanx.base.devices import find_device
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, NumericalStop
 from phalanx.base.log import Log
 from phalanx.base.placement import SECRET, Placement
+from phalanx.base.records import SinkStart
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
 from phalanx.checkpoint.load import load_state, load_weights
@@ -43,8 +44,9 @@ from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
 from phalanx.observe.out_of_memory import reported
 from phalanx.observe.report import write_report
+from phalanx.observe.sinks import STEP_LINE, Sinks
 from phalanx.observe.starts import note_start
-from phalanx.observe.trackers import Trackers
+from phalanx.observe.step_line import StepLines
 from phalanx.planning.order import total_samples
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizers
@@ -345,8 +347,9 @@ def loop_of(
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     device = find_device(name)
     peak = device.peak(run.train.precision) if device else None
-    speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length, mesh.shared_bytes)
-    trackers = None
+    last_step = run.train.last_step
+    speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length, last_step, mesh.shared_bytes)
+    sinks = None
     if mesh.rank == 0:
         for warning in state.agreed.warnings:
             log.warn(warning)
@@ -354,18 +357,10 @@ def loop_of(
         log.info(choices(state))
         log.info(data_table(run, loader, valid))
         log.info(mfu_text(run, mesh.grid.world, device, name))
-        trackers = Trackers(folder, counters.step, run.log, to_dict(run), log)
-        after.callback(trackers.close)
-    reporter = Reporter(
-        log,
-        trackers,
-        speed,
-        counters,
-        run.train.last_step,
-        run.log.interval,
-        mesh.device,
-        state.fp8.names if state.fp8 is not None else (),
-    )
+        sinks = Sinks(run.log, SinkStart(folder, counters.step, to_dict(run), log))
+        sinks.add(STEP_LINE, StepLines(log, run.log.interval, last_step, mesh.device.type == "cuda", mesh.grid.world))
+        after.callback(sinks.close)
+    reporter = Reporter(log, sinks, speed, counters, mesh.device, state.fp8.names if state.fp8 is not None else ())
     reporter.remaining = lambda: (
         total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
     )

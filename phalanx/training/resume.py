@@ -27,7 +27,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.config.read import to_dict
 from phalanx.config.run import Run
 from phalanx.data.loader import Loader
-from phalanx.data.sources import Source
+from phalanx.data.sources import MockSource, Source
 
 Class = Literal["must match", "may change", "recorded"]
 SAMPLED = 16  # windows of a source that stand for its contents
@@ -83,13 +83,14 @@ def read_of(loaders: tuple[Loader, Mapping[str, Loader]]) -> dict[str, Any]:
 def contents_of(source: Source) -> str:
     """A fingerprint of some of a source's windows, evenly spread: another file of the same size has another one, a
     moved file has not."""
-    if source.windows is None:
+    if isinstance(source, MockSource):
         return "endless"
-    count = min(SAMPLED, source.windows)
+    count = SAMPLED if source.windows is None else min(SAMPLED, source.windows)
+    last = count - 1 if source.windows is None else source.windows - 1
     total = xxhash.xxh3_64()
     for i in range(count):
-        total.update(source.window(i * (source.windows - 1) // max(1, count - 1)).astype("int64").tobytes())
-    return f"{source.windows} windows {total.hexdigest()}"
+        total.update(source.window(i * last // max(1, count - 1)).astype("int64").tobytes())
+    return f"{'endless' if source.windows is None else f'{source.windows} windows'} {total.hexdigest()}"
 
 
 def check_steps(run: Run, step: int, source: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.base.placement import Placement
+from phalanx.base.records import Record
 from phalanx.config.run import Run
 from phalanx.engine.build import State
 from phalanx.engine.step import StepResult
+from phalanx.observe.sinks import STEP_LINE
 from phalanx.optim.schedules import learning_rate
 from phalanx.sequence.batch import Batch
 from phalanx.training.callbacks import Callback
@@ -27,7 +29,8 @@ class Session:
     def __init__(self, loop: Loop):
         self._loop = loop
         self._steps: Generator[list[Batch], None, None] | None = None
-        loop.reporter.quiet = loop.reporter.interval is None  # the caller's `log` says what a person is to read
+        if self.run.log.interval is None and loop.reporter.sinks is not None:
+            loop.reporter.sinks.drop(STEP_LINE)  # the caller's `log` says what a person is to read
 
     @property
     def run(self) -> Run:
@@ -95,7 +98,7 @@ class Session:
 
     def log(self, result: StepResult | Mapping[str, Any] | None = None, **more: Any) -> None:
         """Say a line on rank 0: a step's loss and norm or the numbers of a mapping, and whatever else is given. `more`
-        goes to metrics.jsonl and the trackers too; every step's own numbers are there anyway."""
+        goes to metrics.jsonl and the other sinks too; every step's own numbers are there anyway."""
         fields: dict[str, Any] = {"step": self.step}
         if isinstance(result, StepResult):
             fields |= {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
@@ -103,8 +106,8 @@ class Session:
             fields |= result
         reporter = self._loop.reporter
         reporter.log.info(" ".join(f"{key}={_word(value)}" for key, value in {**fields, **more}.items()))
-        if more and reporter.trackers is not None:
-            reporter.trackers.write({"step": self.step, **more})
+        if more:
+            reporter.record(self.step, {Record(name): value for name, value in more.items()})
 
     def close(self) -> None:
         """Save what is unsaved. Called at the end of `session` if nothing was raised."""

@@ -85,7 +85,7 @@ Boxes = dict[str, list[tuple[Box, Tensor]]]
 
 
 @dataclass
-class Record:
+class Followed:
     """What some steps computed: () losses (and those of multi-token prediction) and norms, and this rank's boxes of
     each step's gradients and of the last weights."""
 
@@ -95,7 +95,7 @@ class Record:
     tensors: list[tuple[str, Boxes]] = field(default_factory=list)
 
 
-def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Record:
+def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Followed:
     """Train `steps` steps from weights that are random everywhere. `drop`: replace this collective by nothing (for
     tests)."""
     state = build(make_plan(run, mesh.grid.world), mesh)
@@ -109,7 +109,7 @@ def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Record
         vocab_size=run.model.vocab_size,
         samples=steps * run.train.global_batch,
     )
-    record, consumed = Record(), 0
+    record, consumed = Followed(), 0
     for step in range(steps):
         tokens = accumulate(state, step_batches(run, loader, mesh, consumed))
         consumed += global_batch_at(run, consumed)
@@ -214,7 +214,7 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
     """Train on this layout, and alone on rank 0; every rank compares its own boxes with rank 0's tensors. The same
     on all ranks."""
     alone = without_layout(replace(storing_all(run), layout=replace(run.layout, sharding=0)))
-    truth = follow(alone, Mesh(make_plan(alone, 1).grid), steps) if rank == 0 else Record()
+    truth = follow(alone, Mesh(make_plan(alone, 1).grid), steps) if rank == 0 else Followed()
     mesh = Mesh(make_plan(run, world).grid, rank)
     mine = follow(run, mesh, steps, drop)
     shapes, kept = global_shapes(alone), global_shapes(alone, untrained=True)
@@ -242,7 +242,7 @@ def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, .
 
 
 def compare_tensors(
-    mine: Record, truth: Record, number: int, shapes: dict[str, tuple[int, ...]], world: Axis
+    mine: Followed, truth: Followed, number: int, shapes: dict[str, tuple[int, ...]], world: Axis
 ) -> Iterator[Difference]:
     """Every tensor, in model order, with what is allowed for it."""
     what, boxes = mine.tensors[number]
@@ -308,7 +308,7 @@ def success_text(found: list[Difference], steps: int, tensors: int) -> str:
     )
 
 
-def failure_text(wrong: tuple[Difference, ...], compared: int, mine: Record, mesh: Mesh) -> str:
+def failure_text(wrong: tuple[Difference, ...], compared: int, mine: Followed, mesh: Mesh) -> str:
     """The first difference with the boxes of its tensor, and the last of the same step (a wrong backward spreads
     towards the input)."""
     first = wrong[0]

@@ -1,0 +1,45 @@
+"""Fields that a class of a seam brings along: plain values of a config -> its `Config` dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.registry import near
+from phalanx.base.tree import type_text
+
+
+@dataclass(frozen=True)
+class NoFields:
+    """Of a class that has nothing to set."""
+
+
+def made_of(config: type, at: str, given: Mapping[str, Any]) -> Any:
+    """The dataclass `config` of these values. ConfigError with every problem. `at`: the key above them."""
+    known = {f.name: f for f in dataclasses.fields(config)}
+    hint: Any = config
+    section = create_model("Section", __config__=ConfigDict(strict=True, extra="forbid"), fields=(hint, ...))
+    try:  # through JSON, because pydantic's strict mode takes lists for tuples only there
+        return section.model_validate_json(json.dumps({"fields": dict(given)})).fields  # type: ignore[attr-defined]
+    except ValidationError as error:
+        problems = []
+        for one in error.errors(include_url=False):
+            name = str(one["loc"][1]) if len(one["loc"]) > 1 else ""
+            field = f"{at}.{name}" if name else at
+            if name not in known:
+                others = near(name, tuple(known)) or tuple(known)
+                rule = f"is not a field of {config.__name__}, which has " + (", ".join(known) or "none")
+                problems.append(Problem(field, given.get(name), rule, {}, tuple(f"{at}.{n}" for n in others)))
+            elif one["type"] == "missing":
+                problems.append(Problem(field, None, f"is required by {config.__name__}"))
+            else:
+                hinted = known[name].type
+                wanted = hinted if isinstance(hinted, str) else type_text(hinted)
+                problems.append(Problem(field, given.get(name), f"must be {wanted}"))
+        raise ConfigError(problems) from error
