@@ -26,7 +26,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.nn.recompute import Recompute
-from phalanx.pipeline.graphs import Eager, Graphs
+from phalanx.pipeline.graphs import Eager, Graphs, _Captured, _Slot
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.segments import CapturedSegment, GraphCuts, uncollected
 from tests.parity import base_run, random_weights, sample_batch, step_batches
@@ -297,7 +297,7 @@ def captured(rank: int, world: int, seldom: list[set[int]], agree: bool) -> set[
     for _ in range(2):
         runner.begin(torch.ones((), dtype=torch.float64), batches)
         for mb, batch in enumerate(batches):
-            runner.forward((0, 1), mb, torch.ones(2, dtype=torch.float64), batch, lambda x, *_: 2 * x)
+            runner.forward((0, 1), mb, (torch.ones(2, dtype=torch.float64),), batch, lambda xs, *_: (2 * xs[0],))
         runner.end()
     return {mb for _, mb in runner._taken}
 
@@ -320,9 +320,13 @@ def turns_of_memory(rank: int, world: int) -> bool:
         torch.ones(2, 3, dtype=torch.float64),
         mesh.tp.memory.turn,
     )
-    x, y = runner.forward((0, 1), 0, x, None, lambda x, *_: x * mesh.tp.gather(x.detach()).wait().sum())
+
+    def times_the_sum(xs: tuple[torch.Tensor, ...], _: Any) -> tuple[torch.Tensor, ...]:
+        return (xs[0] * mesh.tp.gather(xs[0].detach()).wait().sum(),)
+
+    xs, ys = runner.forward((0, 1), 0, (x,), None, times_the_sum)
     onward = mesh.tp.memory.turn
-    grad = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
+    (grad,) = runner.backward((0, 1), 0, xs, ys, (torch.ones_like(ys[0]),), True)
     return onward == before == mesh.tp.memory.turn and torch.equal(grad, torch.full_like(x, 6.0 * world))
 
 
@@ -339,14 +343,10 @@ def test_what_is_forgotten_is_captured_anew():
             runner.forget()
         runner.begin(torch.ones((), dtype=torch.float64), [sample_batch([0], False)])
         factor = 2.0 if step < 3 else 5.0
-        x, y = runner.forward(
-            (0, 1),
-            0,
-            torch.full((2,), 1.0 + step, dtype=torch.float64),
-            sample_batch([0], False),
-            lambda x, *_, f=factor: f * x,
-        )
-        dx = runner.backward((0, 1), 0, x, y, torch.ones_like(y), True)
+        x = torch.full((2,), 1.0 + step, dtype=torch.float64)
+        xs, ys = runner.forward((0, 1), 0, (x,), sample_batch([0], False), lambda xs, *_, f=factor: (f * xs[0],))
+        (y,) = ys
+        (dx,) = runner.backward((0, 1), 0, xs, ys, (torch.ones_like(y),), True)
         found.append((y[0].item(), dx[0].item(), sum(len(slots) for slots in runner._slots.values())))
         runner.end()
     slots = (0, 1, 1, 0, 1, 1, 0, 1)
@@ -355,13 +355,24 @@ def test_what_is_forgotten_is_captured_anew():
     ]
 
 
+def test_a_gradient_that_passes_through_a_segment_stays():
+    """Autograd may hand on the memory of the gradient that it was given."""
+    runner, gradient = Graphs(Recorder(), Recompute()), torch.ones(3)
+    later, segment = (_Captured((torch.zeros(3, requires_grad=True),), (), CapturedSegment(None, None)) for _ in "ab")
+    later.xs[0].grad, segment.xs[0].grad, segment.dys = gradient, gradient.view_as(gradient), (gradient,)
+    runner._let_go(_Slot(sample_batch([0], False), None, {(0, 2): later, (0, 1): segment}), segment)
+    assert later.xs[0].grad is None and segment.dys == (None,) and segment.xs[0].grad is not None
+
+
 def test_backward_begins_as_torchs_does():
-    """With a given gradient, and of a number without one."""
+    """From one tensor or several, with given gradients."""
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    for make, dy in ((torch.sin, torch.randn(4, 3, dtype=torch.float64)), (lambda x: (x**3).sum(), None)):
-        (truth,) = torch.autograd.grad(make(x), x, dy)
+    for make in (lambda x: (torch.sin(x),), lambda x: (torch.sin(x), (x**3).sum()), lambda x: ((x**3).sum(), x)):
+        ys = make(x)
+        dys = tuple(torch.randn_like(y) for y in ys)
+        (truth,) = torch.autograd.grad(make(x), x, dys)
         x.grad = None
-        backward_from(make(x), dy)
+        backward_from(ys, dys)
         assert torch.equal(x.grad, truth)
 
 

@@ -289,7 +289,7 @@ def middle_ranks_send_twice_as_much() -> list[Change]:
 
     def send(self: Stages, i: Any) -> None:
         if 0 < self.mesh.at.pp < self.mesh.grid.pp - 1:
-            self._values[i.value] = self._values[i.value] * 2
+            self._values[i.value] = tuple(2 * value for value in self._values[i.value])
         real(self, i)
 
     return [(Stages, "send", send)]
@@ -299,7 +299,7 @@ def virtual_stages_in_another_order() -> list[Change]:
     """The layers of a rank's stages are computed in the other order."""
     real = Stages._compute
 
-    def compute(self: Stages, where: Any, x: torch.Tensor, batch: Batch, offloaded: Any = None) -> torch.Tensor:
+    def compute(self: Stages, where: Any, xs: Any, batch: Batch, offloaded: Any = None) -> Any:
         layers = [
             at
             for at, blocks in sorted(self.segments.items())
@@ -308,7 +308,7 @@ def virtual_stages_in_another_order() -> list[Change]:
         swapped = dict(zip(layers, reversed(layers)))
         segments, self.segments = self.segments, {at: self.segments[swapped.get(at, at)] for at in self.segments}
         try:
-            return real(self, where, x, batch, offloaded)
+            return real(self, where, xs, batch, offloaded)
         finally:
             self.segments = segments
 

@@ -146,9 +146,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
     mesh.closing.append(runner.close)
-    stages = Stages(
-        blocks, plan.segments_per_stage, mesh, plan.run.model.hidden_size, kind.compute, runner, plan.loss_seed
-    )
+    stages = Stages(blocks, plan.segments_per_stage, mesh, plan.borders, runner, plan.loss_seed)
     fp8 = fp8_state(plan, buffers, params, mesh.device)
 
     def ready(i: Ready) -> None:
@@ -314,7 +312,7 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
         for block in segment:
             block.eval()
     buffers = Buffers(buckets, params, mesh, kind, Sharding(), training=False)
-    return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.run.model.hidden_size, kind.compute)
+    return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.borders)
 
 
 def init_weights(state: State, exported: bool = True) -> None:

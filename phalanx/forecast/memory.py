@@ -4,7 +4,7 @@ device and counted in buckets."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -32,11 +32,12 @@ from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.optim.sharded import state_bytes
 from phalanx.planning.plan import BlockFacts, Plan, fp8_names
-from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send
+from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send, Value
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, ScheduleTrace, simulate
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
+from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
 
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
@@ -133,12 +134,13 @@ class DryBlock:
     block: Block
     batch: Batch
     axes: ModelAxes
-    new_input: Callable[[], torch.Tensor]
+    given: Border
+    passed: Border | None  # None: it is the last block
     known: KnownShapes = field(default_factory=KnownShapes)
 
     @staticmethod
     def of(plan: Plan, number: int, recompute: Recompute | None = None) -> DryBlock:
-        run, grid, batch = plan.run, plan.grid, _batch(plan)
+        grid, batch = plan.grid, _batch(plan)
         keys, heads = divmod(batch.part.index, grid.ulysses)
         axes = ModelAxes(
             DryAxis("tp", grid.tp),
@@ -154,17 +156,31 @@ class DryBlock:
             plan.env(Coords(), axes), kernels="plain", recompute=recompute or Recompute()
         )  # kernels cannot run here; they need no more than their twins
         (block,) = plan.make_blocks(env, range(number, number + 1))
-        dtype = precision(run.train.precision).compute
-        size = (batch.num_tokens // grid.tp, run.model.hidden_size) if number else (0,)
-        dry = DryBlock(block, batch, axes, lambda: torch.empty(size, dtype=dtype, device="meta"))
+        given, last = plan.border(number) if number else (), number == len(plan.facts) - 1
+        dry = DryBlock(block, batch, axes, given, None if last else plan.border(number + 1))
         with torch.no_grad(), dry.known, FusedAttention():
             for p in block.parameters():
                 if isinstance(p.quantizer, WeightQuantizer):
                     p.quantizer.refresh(p)  # counted with the weights
-            run_block(
-                block, dry.new_input(), batch
-            )  # makes what all layers share of a batch, so that it does not count as this block's
+            dry.forward(dry.new_input())  # makes what all layers share of a batch: it does not count as this block's
         return dry.forgetting()
+
+    def new_input(self) -> Streams:
+        """What the block before passes on; nothing where this is the first."""
+        tp = self.axes.tp.size
+        return {spec.name: spec.empty(self.batch, tp, "meta") for spec in self.given} or {
+            HIDDEN: torch.empty(0, dtype=self.block.env.dtype, device="meta")
+        }
+
+    def forward(self, streams: Streams) -> tuple[torch.Tensor, ...]:
+        """What the block passes on. TypeError where that is not what it declares."""
+        x = unpack(tuple(streams.values()), self.given) if self.given else streams[HIDDEN]
+        y = run_block(self.block, x, self.batch)
+        if self.passed is None:
+            return (hidden(y),)
+        tensors = pack(y, self.passed)
+        check_shapes(tensors, self.passed, self.batch, self.axes.tp.size)
+        return tensors
 
     def forgetting(self) -> DryBlock:
         """With nothing sent or run again yet."""
@@ -188,9 +204,7 @@ class DryBlock:
 
     def use(self, grad_dtype: torch.dtype) -> BlockUse:
         with self.known:
-            use = measure(
-                lambda x: run_block(self.block, x, self.batch), self.new_input, self.block.parameters(), grad_dtype
-            )
+            use = measure(self.forward, self.new_input, self.block.parameters(), grad_dtype)
         return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.recompute.reran))
 
 
@@ -227,11 +241,11 @@ def _rank_use(
     passing = passing_bytes(plan, buckets, program.lists[pp], kind)
     of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
-    message = blocks[0].bytes.output
+    messages = message_bytes(plan)
+    sends = sum(messages[i.value._replace(mb=0)] for i in trace.program.lists[pp] if isinstance(i, Send))
     rows = 4 + run.data.inside_documents + (run.data.packing != "off")
     batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
     batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
-    sends = _num_sends(trace.program, pp)
     layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
@@ -276,7 +290,9 @@ def _rank_use(
         **({"shadow": shadow} if shadow else {}),
         "activations": activations,
         "working": working,
-        "messages": batches + message * (trace.peak_sends[pp] + trace.peak_receives[pp]) + shared,
+        "messages": batches
+        + max(messages.values(), default=0) * (trace.peak_sends[pp] + trace.peak_receives[pp])
+        + shared,
     }
     for name, nbytes in passing.items():
         memory[name] += nbytes
@@ -285,7 +301,7 @@ def _rank_use(
         "ep": for_scales["ep"] + num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
         "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),
         "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + of_buckets["tp"] + for_scales["tp"],
-        "pp": sends * message + of_buckets["pp"],
+        "pp": sends + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
     away = peak_on_host(program.lists[pp], offloaded)
@@ -298,6 +314,16 @@ def _rank_use(
         of_heads = max(blocks[b].bytes.working for b in plan.stages[-1])
         pools = max(0, pool_bytes(plan, trace.live[pp], kept, of_heads) - activations)
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, pools)
+
+
+def message_bytes(plan: Plan) -> dict[Value, int]:
+    """Bytes that stages send each other: of what a micro-batch's forward of a stage reads, and its backward."""
+    batch, tp, found = _batch(plan), plan.grid.tp, dict[Value, int]()
+    for stage in range(1, len(plan.stages)):
+        sizes = {s: s.rows(batch, tp) * s.width * s.dtype.itemsize for s in plan.borders[stage, 0]}  # type: ignore[union-attr]
+        found[Value("act", stage, 0)] = sum(sizes.values())
+        found[Value("grad", stage - 1, 0)] = sum(n for spec, n in sizes.items() if spec.has_gradient)
+    return found
 
 
 def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
@@ -395,7 +421,3 @@ def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], 
         most[change.stage] = max(most[change.stage], change.live)
     heads = len(plan.stages) - 1
     return sum(count * kept[stage] + (count - 1) * of_heads * (stage == heads) for stage, count in most.items())
-
-
-def _num_sends(program: Program, pp: int) -> int:
-    return sum(isinstance(i, Send) for i in program.lists[pp])

@@ -23,9 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.forecast.memory import OVERHEAD, BlockUse, DryBlock, block_uses, fixed_bytes, rank_uses
-from phalanx.nn.dry_run import FusedAttention
+from phalanx.nn.dry_run import FusedAttention, leaves
 from phalanx.nn.recompute import Recompute
-from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import BlockFacts, Plan
 
 # A byte read or written, and a byte sent to another rank, in FLOPs: an H100's bf16 rate over that of its memory and of
@@ -173,7 +172,7 @@ def traced(plan: Plan, number: int) -> Traced:
     trace.sent = lambda: sum(dry.sent.values())
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]
     with dry.known, saved_tensors_hooks(trace.save, lambda t: t), trace.counter, FusedAttention():
-        run_block(dry.block, dry.new_input().requires_grad_(), dry.batch)
+        dry.forward(leaves(dry.new_input()))
     trace.only_filled(plan.rows_filled)
     each: dict[str, list[Price]] = {}
     for ran in trace.ran:

@@ -158,7 +158,7 @@ class Use:
 
     kept     alive from its forward to its backward, its input included, its output not (that is the next block's input)
     working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is made again too
-    output   of the block's output
+    output   of the block's outputs
     """
 
     kept: int
@@ -167,26 +167,33 @@ class Use:
 
 
 def measure(
-    forward: Callable[[Tensor], Tensor],
-    x: Callable[[], Tensor],
+    forward: Callable[[Any], Any],
+    x: Callable[[], Any],
     params: Iterable[Parameter],
     grad_dtype: torch.dtype,
 ) -> Use:
-    """Run a block forward and backward on the meta device. Weight gradients are added to buffers of `grad_dtype`, as
-    in training."""
+    """Run a block forward and backward on the meta device: `forward` of what `x` makes, each a tensor or several.
+    Weight gradients are added to buffers of `grad_dtype`, as in training."""
     for p in params:
         p.grad_dtype = grad_dtype
         p.grad = torch.empty_like(p, dtype=grad_dtype)
     with Allocations() as seen, FusedAttention():
-        y = forward(x().requires_grad_())
-        output = y.untyped_storage().nbytes()
+        y = forward(leaves(x()))
+        output = sum({_key(t): t.untyped_storage().nbytes() for t in _tensors(y)}.values())
         kept = seen.live - output
         # autograd.backward would leave the modes before it starts, but what is recomputed inside it needs them
-        if y.requires_grad:
-            _engine_run_backward(
-                (y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        roots = tuple(t for t in _tensors(y) if t.requires_grad)
+        if roots:
+            grads = tuple(torch.empty_like(t) for t in roots)
+            _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
     return Use(kept, max(0, seen.peak - kept), output)
+
+
+def leaves(x: Any) -> Any:
+    """The same tensor or tensors, which will get gradients."""
+    for t in _tensors(x):
+        t.requires_grad_(t.is_floating_point())
+    return x
 
 
 def bucket_bytes(

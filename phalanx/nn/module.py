@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.streams import Border, Streams
 
 ZEROS, ONES = Init("zeros"), Init("ones")
 
@@ -85,7 +87,13 @@ def _reordered(found: dict[str, nn.Parameter], path: str, first: tuple[str, ...]
 
 class Block(Module):
     """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed
-    loss."""
+    loss.
+
+    takes_streams   it is given all streams (sequence.streams) by name, and returns those that go on; other blocks are
+                    given "hidden", and what there is beside it passes them by
+    """
+
+    takes_streams = False
 
     recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
     recomputed: frozenset[str] = (
@@ -93,8 +101,12 @@ class Block(Module):
     )  # names of nn.recompute.OPS that are made again in backward; set by the plan
     offloaded = False  # whether what it saves waits in host memory; set by the plan
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Any, batch: Batch) -> Tensor | Streams:
         raise TypeError(f"{type(self).__name__} has no forward")
+
+    def streams(self, given: Border) -> Border:
+        """What goes on from this block where it is given these streams. The first block is given "hidden"."""
+        return given
 
 
 @dataclass(frozen=True)

@@ -318,8 +318,8 @@ class Recompute:
         if name in self._recomputed:
             self._know(self._run_later(name, torch.no_grad()(make), inputs), made, inputs)
 
-    def whole(self, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """make(*inputs) of a whole layer. Its output is kept: it is the next layer's input."""
+    def whole(self, make: Callable[..., Any], *inputs: Tensor) -> Any:
+        """make(*inputs) of a whole layer. Its outputs are kept: they are the next layer's inputs."""
         self.names.add("block")
         name = next((n for n in ("block", "layer") if n in self._recomputed), None)
         if name is None:

@@ -36,8 +36,12 @@ from phalanx.pipeline.segments import CapturedSegment, Cuda, GraphCuts, uncollec
 from phalanx.schedule.actions import Schedule
 from phalanx.sequence.batch import Batch, usual_documents
 
-Compute = Callable[[Tensor, Batch], Tensor]
-"""(input, batch) -> output."""
+Tensors = tuple[Tensor, ...]
+"""What crosses a border of segments: one tensor per stream (sequence.streams)."""
+Gradients = tuple[Tensor | None, ...]
+"""Of such tensors; None: a tensor without a gradient."""
+Compute = Callable[[Tensors, Batch], Tensors]
+"""(inputs, batch) -> outputs."""
 Where = tuple[int, int]
 SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
 """Kinds of micro-batches. SELDOM: it has more documents than slots have room for; it may come only once, which is not
@@ -71,18 +75,16 @@ class Eager:
         use in its place."""
         return seed
 
-    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
-        """(input, output) of a segment. The input is a leaf that will get a gradient, except in the model's first
+    def forward(self, where: Where, mb: int, xs: Tensors, batch: Batch, compute: Compute) -> tuple[Tensors, Tensors]:
+        """(inputs, outputs) of a segment. The inputs are leaves that will get a gradient, except in the model's first
         segment."""
-        x = x if where == (0, 0) else x.detach().requires_grad_()
-        with torch.enable_grad():
-            return x, compute(x, batch)
+        xs = xs if where == (0, 0) else leaves(xs)
+        return xs, outputs_of(xs, batch, compute)
 
-    def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
-        """Gradient of the segment's input. `last`: it is the stage's last backward of this micro-batch."""
-        if y.requires_grad:  # the model's first segment may be frozen as a whole
-            backward_from(y, dy)
-        return x.grad
+    def backward(self, where: Where, mb: int, xs: Tensors, ys: Tensors, dys: Gradients, last: bool) -> Gradients:
+        """Gradients of the segment's inputs. `last`: it is the stage's last backward of this micro-batch."""
+        backward_from_known(ys, dys)
+        return gradients_of(xs)
 
     def end(self) -> None:
         """End a step."""
@@ -94,14 +96,45 @@ class Eager:
         """The blocks compute something else now: delete all graphs and capture again after another eager step."""
 
 
+def leaves(xs: Tensors) -> Tensors:
+    """The same tensors cut off autograd's graph."""
+    return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in xs)
+
+
+def outputs_of(xs: Tensors, batch: Batch, compute: Compute) -> Tensors:
+    """What a segment computes. Several streams become views: a border's tensors are its own, whatever passes through a
+    segment or is read in it too."""
+    with torch.enable_grad():
+        ys = compute(xs, batch)
+        return tuple(y.view_as(y) for y in ys) if max(len(xs), len(ys)) > 1 else ys
+
+
+def backward_from_known(ys: Tensors, dys: Gradients) -> None:
+    """Backward from those with a gradient: of the model's first segment, which may be frozen as a whole, perhaps
+    none."""
+    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+    if any(dy is None for _, dy in pairs):
+        raise RuntimeError("the gradient of what a segment returned must be given")
+    if pairs:
+        backward_from(*zip(*pairs))
+
+
+def gradients_of(xs: Tensors) -> Gradients:
+    """What backward left, and zeros where nothing read a stream."""
+    for x in xs if len(xs) > 1 else ():
+        if x.requires_grad and x.grad is None:
+            x.grad = torch.zeros_like(x)
+    return tuple(x.grad for x in xs)
+
+
 @dataclass
 class _Captured:
     """A segment captured in one slot: its forward, its backward and the tensors they read and write."""
 
-    x: Tensor
-    y: Tensor
+    xs: Tensors
+    ys: Tensors
     forward: CapturedSegment
-    dy: Tensor | None = None
+    dys: Gradients = ()
     backward: CapturedSegment | None = None
 
     def reset(self) -> None:
@@ -182,40 +215,44 @@ class Graphs(Eager):
         self.close()
         self.memories, self._passing = memories, self.device.pool()  # a pool whose graphs are all gone takes no more
 
-    def forward(self, where: Where, mb: int, x: Tensor, batch: Batch, compute: Compute) -> tuple[Tensor, Tensor]:
+    def forward(self, where: Where, mb: int, xs: Tensors, batch: Batch, compute: Compute) -> tuple[Tensors, Tensors]:
         if not self._warm or self._kinds[mb] == SELDOM:
-            return self._turning(lambda: super(Graphs, self).forward(where, mb, x, batch, compute))
+            return self._turning(lambda: super(Graphs, self).forward(where, mb, xs, batch, compute))
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
         slot = self._taken[where[0], mb][1]
         segment = slot.segments.get(where)
         if segment is None:
-            segment = slot.segments[where] = self._capture_forward(slot, where, x, compute)
-        elif x.data_ptr() != segment.x.data_ptr():
-            segment.x.detach().copy_(x)
+            segment = slot.segments[where] = self._capture_forward(slot, where, xs, compute)
+        else:
+            for x, mine in zip(xs, segment.xs, strict=True):
+                if x.data_ptr() != mine.data_ptr():
+                    mine.detach().copy_(x)
         segment.forward.replay(batch)
-        return segment.x, segment.y
+        return segment.xs, segment.ys
 
-    def backward(self, where: Where, mb: int, x: Tensor, y: Tensor, dy: Tensor | None, last: bool) -> Tensor | None:
+    def backward(self, where: Where, mb: int, xs: Tensors, ys: Tensors, dys: Gradients, last: bool) -> Gradients:
         if (where[0], mb) not in self._taken:
-            return self._turning(lambda: super(Graphs, self).backward(where, mb, x, y, dy, last))
+            return self._turning(lambda: super(Graphs, self).backward(where, mb, xs, ys, dys, last))
         kind, slot, batch = self._taken[where[0], mb]
         segment = slot.segments[where]
-        if segment.backward is None and segment.y.requires_grad:
-            if dy is None:
-                raise RuntimeError("the gradient of a segment that is being captured must be given")
-            segment.dy = dy if self._stays(slot, dy) else dy.clone()
-            segment.backward = self._capture(self._passing, lambda: backward_from(segment.y, segment.dy), late=True)
-            segment.y = segment.y.detach()
+        if segment.backward is None and any(y.requires_grad for y in segment.ys):
+            segment.dys = tuple(dy if dy is None or self._stays(slot, dy) else dy.clone() for dy in dys)
+            segment.backward = self._capture(self._passing, lambda: self._backward_of(segment), late=True)
+            segment.ys = tuple(y.detach() for y in segment.ys)
+            gradients = tuple(x.grad for x in segment.xs)
             self._let_go(slot, segment)
-        elif segment.dy is not None and dy is not None and dy.data_ptr() != segment.dy.data_ptr():
-            segment.dy.copy_(dy)
+        else:
+            for dy, mine in zip(dys, segment.dys):
+                if mine is not None and dy is not None and dy.data_ptr() != mine.data_ptr():
+                    mine.copy_(dy)
+            gradients = tuple(x.grad for x in segment.xs)
         if segment.backward is not None:
             segment.backward.replay(batch)
         if last:
             del self._taken[where[0], mb]
             self._free[kind].append(slot)
-        return segment.x.grad
+        return gradients
 
     def _turning(self, work: Callable[[], T]) -> T:
         """Do eager work so that exchanges through shared memory end on the turn on which they began, as they do in
@@ -272,33 +309,36 @@ class Graphs(Eager):
         """Whether `x` has the same address in every step: it is the seed, or another segment of the slot writes it."""
         mine = {self._seed.data_ptr() if self._seed is not None else 0}
         for segment in slot.segments.values():
-            mine |= {segment.y.data_ptr(), segment.x.grad.data_ptr() if segment.x.grad is not None else 0}
+            mine |= {y.data_ptr() for y in segment.ys} | {x.grad.data_ptr() for x in segment.xs if x.grad is not None}
         return x.data_ptr() in mine
 
     def _let_go(self, slot: _Slot, segment: _Captured) -> None:
-        """Drop the references to the gradient that `segment` has read, so that later captures may reuse its memory.
+        """Drop the references to the gradients that `segment` has read, so that later captures may reuse their memory.
 
-        From then on it is passed on as None: the graphs know its address.
+        From then on they are passed on as None: the graphs know their addresses.
         """
-        for writer in slot.segments.values():
-            if (
-                writer.x.grad is not None
-                and segment.dy is not None
-                and writer.x.grad.data_ptr() == segment.dy.data_ptr()
-            ):
-                writer.x.grad = segment.dy = None
+        read = {dy.data_ptr() for dy in segment.dys if dy is not None}
+        dropped = set()
+        for x in (x for writer in slot.segments.values() if writer is not segment for x in writer.xs):
+            if x.grad is not None and x.grad.data_ptr() in read:
+                dropped.add(x.grad.data_ptr())
+                x.grad = None
+        segment.dys = tuple(None if dy is None or dy.data_ptr() in dropped else dy for dy in segment.dys)
 
-    def _capture_forward(self, slot: _Slot, where: Where, x: Tensor, compute: Compute) -> _Captured:
+    def _capture_forward(self, slot: _Slot, where: Where, xs: Tensors, compute: Compute) -> _Captured:
         if where != (0, 0):
-            x = (x if self._stays(slot, x) else x.clone()).detach().requires_grad_()
-        made: list[Tensor] = []
+            xs = leaves(tuple(x if self._stays(slot, x) else x.clone() for x in xs))
+        made: list[Tensors] = []
 
         def work() -> None:
-            with torch.enable_grad():
-                made.append(compute(x, slot.batch))
+            made.append(outputs_of(xs, slot.batch, compute))
 
         graph = self._capture(slot.pool, work)
-        return _Captured(x, made[0], graph)
+        return _Captured(xs, made[0], graph)
+
+    def _backward_of(self, segment: _Captured) -> None:
+        backward_from_known(segment.ys, segment.dys)
+        gradients_of(segment.xs)  # zeros too are made by the graph: they must not outlive its memory
 
     def _capture(self, pool: Any, work: Callable[[], None], late: bool = False) -> CapturedSegment:
         row = CapturedSegment(self.device, pool, late)

@@ -3,27 +3,29 @@ imports at first use."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 
-def backward_from(y: Tensor, dy: Tensor | None) -> None:
-    """`y.backward(dy)`; dy like y, or None where y has one element (its gradient is 1).
+def backward_from(ys: Sequence[Tensor], dys: Sequence[Tensor]) -> None:
+    """Backward from all of `ys` at once, whose gradients are `dys`.
 
     torch compares the shape of a given gradient by symbolic arithmetic, and imports sympy for it: half a second of
-    every process' first step. A number needs no gradient to be given; what hands dy on lies behind it.
+    every process' first step. A number needs no gradient to be given; what hands dys on lies behind it.
     """
-    (y if dy is None else _Given.apply(y, dy)).backward()
+    _Given.apply(*ys, *dys).backward()
 
 
 class _Given(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, dy: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.dy = dy
-        return y.new_empty(())  # nobody reads it
+    def forward(ctx: Any, *ys_and_dys: Tensor) -> Tensor:  # type: ignore[override]
+        count = len(ys_and_dys) // 2
+        ctx.dys = ys_and_dys[count:]
+        return ys_and_dys[0].new_empty(())  # nobody reads it
 
     @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.dy, None
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (*ctx.dys, *(None for _ in ctx.dys))

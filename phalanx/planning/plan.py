@@ -34,6 +34,7 @@ from phalanx.schedule.lower import lower
 from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
 from phalanx.sequence.shard import SequenceShard
+from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
 
 ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
 
@@ -97,7 +98,8 @@ def grid_of(run: Run, world: int) -> Grid:
 @dataclass(frozen=True)
 class BlockFacts:
     """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and
-    of these those of heads, and those that remain without attention over other tokens."""
+    of these those of heads, and those that remain without attention over other tokens; the streams that it is given and
+    those that go on from it."""
 
     name: str
     numel: int
@@ -105,6 +107,8 @@ class BlockFacts:
     experts: int = 0
     loss_flops: float = 0.0
     alone: float = 0.0
+    given: Border = ()
+    passed: Border = ()
 
 
 @lru_cache(maxsize=8)
@@ -113,6 +117,7 @@ def model_facts(model_key: str, model: ModelConfig, seq_length: int) -> tuple[Bl
     its weights."""
     blocks = make_blocks(model, Env(), range(num_blocks(model)))
     seen: set[int] = set()
+    border: Border = (StreamSpec(HIDDEN, model.hidden_size),)
     facts = []
     for block in blocks:
         fresh = [p for p in block.parameters() if id(p) not in seen]
@@ -120,7 +125,9 @@ def model_facts(model_key: str, model: ModelConfig, seq_length: int) -> tuple[Bl
         specs = [p.spec for p in fresh if p.spec.trained]
         experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
         flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
-        facts.append(BlockFacts(type(block).__name__, sum(map(global_numel, specs)), flops, experts, of_heads, alone))
+        given, border = border, checked(block.streams(border), type(block).__name__)
+        sizes = (sum(map(global_numel, specs)), flops, experts, of_heads, alone)
+        facts.append(BlockFacts(type(block).__name__, *sizes, given, border))
     return tuple(facts)
 
 
@@ -214,6 +221,20 @@ class Plan:
             for n, blocks in enumerate(stage)
             if self.offloaded & set(blocks)
         )
+
+    def border(self, block: int) -> Border:
+        """The streams that a block is given."""
+        compute = precision(self.run.train.precision).compute
+        return tuple(spec.of(compute) for spec in self.facts[block].given)
+
+    @cached_property
+    def borders(self) -> dict[tuple[int, int], Border]:
+        """The streams that the first block of each (stage, segment) is given."""
+        return {
+            (stage, number): self.border(segment.start)
+            for stage, segments in enumerate(self.segments)
+            for number, segment in enumerate(segments)
+        }
 
     @property
     def exchange_bytes(self) -> int:

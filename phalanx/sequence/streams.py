@@ -1,0 +1,110 @@
+"""Streams: what crosses a block border, as named tensors. Nearly all models have one, "hidden".
+
+    embedding ──hidden, memory──▶ layer ──hidden, memory──▶ layer ──hidden──▶ head
+
+A block declares what goes on from it (`nn.module.Block.streams`); messages between pipeline stages, static buffers of
+CUDA graphs, and the forecast follow from that before any process group exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.sequence.batch import Batch
+
+HIDDEN = "hidden"
+Streams = dict[str, Tensor]
+"""Streams by name: what blocks that take more than "hidden" are given and return."""
+
+
+def token_rows(batch: Batch, tp: int) -> int:
+    """A row per token, cut over tp as "hidden" is."""
+    return batch.num_tokens // tp
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """One stream of a block border: on each rank a tensor (rows, width).
+
+    rows     (this rank's batch, size of tp) -> rows on this rank
+    dtype    None: the compute dtype. A stream that is not of floating point has no gradient
+    """
+
+    name: str
+    width: int
+    rows: Callable[[Batch, int], int] = token_rows
+    dtype: torch.dtype | None = None
+
+    def of(self, compute: torch.dtype) -> StreamSpec:
+        """The same with its dtype written out."""
+        return self if self.dtype else replace(self, dtype=compute)
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype is None or self.dtype.is_floating_point
+
+    def empty(self, batch: Batch, tp: int, device: torch.device | str) -> Tensor:
+        """A tensor of this stream with no values yet; the dtype is written out."""
+        return torch.empty(self.rows(batch, tp), self.width, dtype=self.dtype, device=device)
+
+
+Border = tuple[StreamSpec, ...]
+"""What crosses one block border, in the order in which it is sent."""
+
+
+def checked(border: Border, block: str) -> Border:
+    """What a block declares. TypeError where "hidden" is not among it, or a name comes twice."""
+    found = [spec.name for spec in border]
+    if HIDDEN not in found or len(set(found)) < len(found):
+        raise TypeError(
+            f"{block}.streams() returns {names(border) or 'nothing'}: {HIDDEN!r} must be among them, and each once"
+        )
+    return tuple(border)
+
+
+def pack(x: Tensor | Streams, border: Border) -> tuple[Tensor, ...]:
+    """The tensors of a border, in its order. TypeError where they are not those that were declared."""
+    if isinstance(x, Tensor):
+        x = {HIDDEN: x}
+    if len(x) != len(border) or any(spec.name not in x for spec in border):
+        raise TypeError(
+            f"a block returned the streams {', '.join(x)}, but declares {names(border)}: mend its streams()"
+        )
+    return tuple(x[spec.name] for spec in border)
+
+
+def unpack(tensors: Sequence[Tensor], border: Border) -> Tensor | Streams:
+    """The other way: a single stream is its tensor."""
+    if len(border) == 1:
+        return tensors[0]
+    return {spec.name: tensor for spec, tensor in zip(border, tensors, strict=True)}
+
+
+def hidden(x: Tensor | Streams) -> Tensor:
+    """What blocks read that take one stream."""
+    return x if isinstance(x, Tensor) else x[HIDDEN]
+
+
+def sent(border: Border, kind: Literal["act", "grad"]) -> Border:
+    """Of the streams of a border those that are sent, forward or as gradients back."""
+    return border if kind == "act" else tuple(spec for spec in border if spec.has_gradient)
+
+
+def check_shapes(tensors: Sequence[Tensor], border: Border, batch: Batch, tp: int) -> None:
+    """TypeError where a stream has not the rows, width and dtype that were declared."""
+    for spec, tensor in zip(border, tensors, strict=True):
+        declared = (spec.rows(batch, tp), spec.width)
+        if tuple(tensor.shape) != declared or tensor.dtype != spec.dtype:
+            raise TypeError(
+                f"stream {spec.name!r} is {tuple(tensor.shape)} of {tensor.dtype}, but the blocks declare {declared} "
+                f"of {spec.dtype}: mend their streams()"
+            )
+
+
+def names(border: Border) -> str:
+    return ", ".join(spec.name for spec in border)
