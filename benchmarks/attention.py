@@ -18,8 +18,8 @@ import torch
 
 from phalanx.bench.timing import measure
 from phalanx.ops.attention.attention import Kind, attention
-from phalanx.ops.attention.flash import flash_attention, spans_of
-from phalanx.ops.dense.optional_kernels import unusable
+from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
+from phalanx.ops.op import unusable
 from phalanx.sequence.batch import Batch, room_for_documents
 
 SHAPES = {  # heads, kv heads, width of queries, of values, window, mean document, sinks
@@ -73,7 +73,7 @@ def row(
     ways = {"a mask" if mean or window else "torch": lambda: attention(q, k, v, batch, kind, sinks, "plain")}
     if mean or window:
         ways["torch's flash"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks, flash_attn=False)
-    if unusable("attention") is None:
+    if unusable(FLASH_ATTN) is None:
         ways["flash-attn-4"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks)
 
     def both(forward: Callable[[], torch.Tensor], dy: torch.Tensor) -> None:

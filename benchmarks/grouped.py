@@ -220,7 +220,7 @@ def moves_table(name: str, shape: Shape) -> None:
     router = Router(slots, shape.all_experts)
     logits = torch.randn(tokens, shape.all_experts, device=DEVICE)
     experts, weights, _ = route_kernels.route_forward(logits, router, None, None, 0)
-    plan = ExpertRows(*permute_kernel.plan_rows(experts, 0, shape.all_experts, rows))
+    plan = ExpertRows(*permute_kernel.plan_forward(experts, 0, shape.all_experts, rows))
     x, y, gate_up, dh = normal(tokens, width), normal(rows, width), normal(rows, 2 * inner), normal(rows, inner)
     last, row_weight, size = plan.ends_E[-1], torch.rand(rows, device=DEVICE), x.element_size()
     scores = torch.randn_like(logits)
@@ -238,7 +238,7 @@ def moves_table(name: str, shape: Shape) -> None:
         ),
         "plan rows": (
             experts.nbytes * 2 + rows * 12,
-            lambda: permute_kernel.plan_rows(experts, 0, shape.all_experts, rows),
+            lambda: permute_kernel.plan_forward(experts, 0, shape.all_experts, rows),
         ),
         "gather rows": ((tokens + rows) * width * size, lambda: permute_kernel.gather_forward(x, plan)),
         "sum rows": ((tokens + rows) * width * size, lambda: permute_kernel.sum_forward(y, None, plan)),

@@ -23,12 +23,12 @@ from phalanx.bench.timing import measure
 from phalanx.ops.dense import loss_kernel, norm_kernel, rope_kernel
 from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.dense.norm import Normed
-from phalanx.ops.dense.rope import RopeGrad, rotary_table
+from phalanx.ops.dense.rope import ROPE, RopeGrad, rotary_table
 from phalanx.ops.optimizer import adamw_kernel
 from phalanx.ops.quantized import quantize_kernel as kernels
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, SLOTS
 from phalanx.ops.quantized.scale_blocks import Blocks
-from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
+from phalanx.ops.quantized.stored import STORED
 
 LAYERS, MICRO_BATCHES = 8, 8
 CALLS = 10  # in a graph
@@ -76,7 +76,8 @@ def sources(s: Sizes, device: torch.device) -> Iterator[tuple[str, Any, bool, in
     yield "cast of SwiGLU", Gated(both), False, 2 * both.numel(), 1
     yield "cast of SwiGLU's gradient", GatedGrad(values(device, s.tokens, s.inner), both), True, 3 * both.numel(), 1
     dq, dk, dv = (values(device, 1, n, s.tokens, features) for n in (heads, kv_heads, kv_heads))
-    yield "cast of RoPE's gradient", RopeGrad(dq, dk, dv, table(s, device), True), True, 2 * s.tokens * s.qkv, 1
+    rope_grad = RopeGrad(dq, dk, dv, table(s, device), ROPE.choose("triton", dq))
+    yield "cast of RoPE's gradient", rope_grad, True, 2 * s.tokens * s.qkv, 1
 
 
 def table(s: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,25 +164,25 @@ def weights(s: Sizes, device: torch.device) -> Iterator[Row]:
         torch.zeros(columns, rows, dtype=torch.uint8, device=device),
         torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device),
     )
-    times = round(LAYERS * layer)
+    times, stored = round(LAYERS * layer), STORED.choose("triton", master)
     for what, block in (("delayed", (rows, columns)), ("blocks", (kernels.TILE, kernels.TILE))):
         blocks = Blocks(rows, columns, block)
         one, bits = torch.ones(blocks.count, device=device), torch.zeros(blocks.count, dtype=torch.int32, device=device)
         if what == "blocks":
             yield Row(
                 "amaxes of weights, blocks",
-                lambda b=blocks, bits=bits: note_largest_(bits, master, 0, b, torch.bfloat16, True),
+                lambda b=blocks, bits=bits: stored.note_largest_(bits, master, 0, b, torch.bfloat16),
                 4 * n,
                 times,
             )
         seen = bits if what == "delayed" else None
         yield Row(
             f"weights' codes, {what}",
-            lambda b=blocks, m=one, c=seen: cast_run_(codes, master, 0, b, m, E4M3, torch.bfloat16, counts, c, True),
+            lambda b=blocks, m=one, c=seen: stored.cast_run_(codes, master, 0, b, m, E4M3, torch.bfloat16, counts, c),
             5 * n,
             times,
         )
-    yield Row("weights' codes, transposed", lambda: turn_(turned, codes.view(rows, columns), True), 2 * n, times)
+    yield Row("weights' codes, transposed", lambda: stored.turn_(turned, codes.view(rows, columns)), 2 * n, times)
     g, m, v = (torch.zeros(n, device=device) for _ in range(3))
     scalars = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
     yield Row("Adam", lambda: adamw_kernel.adamw_flat_(master, g, m, v, None, scalars, 0.9, 0.95, 1e-8), 32 * n, times)

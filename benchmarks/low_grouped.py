@@ -167,10 +167,11 @@ def casts(rows: int, ends: Tensor, low: ExpertQuantizer) -> None:
     )  # either half of the experts has every token once
     source = once.view(2, -1, each).sort(2)[0].flatten().int()
     plan = ExpertRows(source, source, source.argsort(stable=True).int().view(-1, 2), ends, last)
+    by = PERMUTE.choose("auto", tokens)
     made: dict[str, tuple[int, Any, int]] = {
-        "rows": (X, Gathered(tokens, plan), 2 * tokens.numel() + 4 * rows * WIDTH),
+        "rows": (X, Gathered(tokens, plan, by), 2 * tokens.numel() + 4 * rows * WIDTH),
         "activation": (X, GatedRows(gate_up, weights, last), 6 * dh.numel()),
-        "gradient of rows": (DY, Gathered(tokens, plan), 2 * tokens.numel() + 4 * rows * WIDTH),
+        "gradient of rows": (DY, Gathered(tokens, plan, by), 2 * tokens.numel() + 4 * rows * WIDTH),
         "its gradient": (DY, GatedRowsGrad(gate_up, weights, last, dy=dh, sums=sums), 10 * dh.numel()),
     }
     print(f"{'':24} made, us (GB/s)  cast, us (GB/s)  cast as it is made, us (GB/s)")

@@ -148,7 +148,7 @@ def fp8_linears() -> list[tuple]:
         quantize_kernel._cast_gated_grad: (GatedGrad(like, like), dict(dy=BF, x=BF), {}),
         quantize_kernel._cast_normed: (Normed(like, like, like), dict(x=BF, scale="*fp32", weight=BF), {}),
         quantize_kernel._cast_rope_grad: (
-            RopeGrad(heads, heads, heads, None, True),
+            RopeGrad(heads, heads, heads, None, None),
             rope_grad,
             dict(Q=32, KV=8, ROTATE=True),
         ),
@@ -283,7 +283,7 @@ def expert_quantizer() -> list[tuple]:
     rows = ExpertRows(*(like[0:0] for _ in range(5)))
     sources = (
         like,
-        Gathered(like, rows),
+        Gathered(like, rows, None),
         GatedRows(like, like, like),
         GatedRowsGrad(like, like, like, dy=like, sums=like),
     )

@@ -26,7 +26,7 @@ from phalanx.ops.quantized.experts import ExpertQuantizer
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, block_amax, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
-from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
+from phalanx.ops.quantized.stored import STORED
 from tests import parity
 from tests.checkpoints import make_state, save_here, set_state
 from tests.pool import RanksFailed
@@ -56,21 +56,19 @@ def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
     low = low_for(shape, recipe, "plain")
     low.refresh(master.bfloat16())
     straight, transposed = low.quantized(master)
-    blocks, flat, triton = low.blocks(shape), master.flatten(), twin == "triton"
+    blocks, flat, by = low.blocks(shape), master.flatten(), STORED.choose(twin, master)
     bits, codes = torch.zeros(blocks.count, dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.uint8)
     cuts = [0, 64 * 3, 64 * 101, 64 * 102, flat.numel()]
     parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
     for where, first in parts:
-        note_largest_(bits, flat[where], first, blocks, torch.bfloat16, triton)
+        by.note_largest_(bits, flat[where], first, blocks, torch.bfloat16)
     multiplier = multipliers(bits.view(torch.float32), E4M3)
     assert torch.equal((1.0 / multiplier).view(blocks.shape), straight.scales) and torch.equal(
         straight.scales.t(), transposed.scales
     )
     counts, recomputed = torch.zeros(SLOTS, COUNTS, dtype=torch.int64), torch.zeros_like(bits)
     for where, first in parts:
-        cast_run_(
-            codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, recomputed, triton
-        )
+        by.cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, recomputed)
     assert torch.equal(codes.view(straight.quantized.shape), straight.quantized.view(torch.uint8)) and torch.equal(
         recomputed, bits
     )
@@ -79,7 +77,7 @@ def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
         and counts.sum(0)[0] == ((straight.quantized.float() == 0) & (master.view(straight.quantized.shape) != 0)).sum()
     )
     out = torch.zeros(straight.quantized.shape[::-1], dtype=torch.uint8)
-    turn_(out, codes.view(straight.quantized.shape), triton)
+    by.turn_(out, codes.view(straight.quantized.shape))
     assert torch.equal(out, transposed.quantized.view(torch.uint8))
 
 
@@ -87,20 +85,21 @@ def test_blocks_are_those_of_a_matrix():
     """Truth: ops.quantized.recipes's own walk over blocks."""
     blocks, x = Blocks(70, 192, (32, 64)), torch.randn(70, 192)
     bits = torch.zeros(blocks.count, dtype=torch.int32)
-    note_largest_(bits, x.flatten(), 0, blocks, torch.float32, False)
+    STORED.reference.note_largest_(bits, x.flatten(), 0, blocks, torch.float32)
     assert torch.equal(bits.view(torch.float32).view(blocks.shape), block_amax(x, (32, 64)))
 
 
-@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize("twin", ["plain", "triton"])
 def test_what_is_no_number_is_seen(twin):
     blocks, x = Blocks(2, 64, (1, 64)), torch.ones(128)
     x[70] = math.nan
     bits = torch.zeros(2, dtype=torch.int32)
-    note_largest_(bits, x, 0, blocks, torch.bfloat16, twin)
+    by = STORED.choose(twin, x)
+    by.note_largest_(bits, x, 0, blocks, torch.bfloat16)
     found = bits.view(torch.float32)
     assert found[0] == 1 and found[1].isnan()
     codes = torch.zeros(128, dtype=torch.uint8)
-    cast_run_(codes, x, 0, blocks, torch.ones(2), E4M3, torch.bfloat16, None, None, twin)
+    by.cast_run_(codes, x, 0, blocks, torch.ones(2), E4M3, torch.bfloat16, None, None)
     assert (codes.view(torch.float8_e4m3fn).float().isnan() == x.isnan()).all()
 
 

@@ -9,120 +9,110 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from phalanx.base.registry import BUILT_IN
 from phalanx.comm.axis import Axis
 from phalanx.comm.overlap import add_pieces
 from phalanx.comm.sum_kernel import add_pieces_, sum_parts
-from phalanx.ops.dense import cross_entropy
-from phalanx.ops.dense.activation import swiglu
-from phalanx.ops.dense.cross_entropy import linear_cross_entropy
-from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from phalanx.ops.dense.rope import rotary_table
-from phalanx.ops.dense.rope_scaling import inverse_frequencies
-from phalanx.ops.op import use_triton
+from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy
+from phalanx.ops.dense.norm import NORM
+from phalanx.ops.op import Case, Op, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import IGNORE
-from tests.test_ops import normal, normed_rotated, rotated
+from tests.op_cases import run_case
+from tests.op_table import with_table
+from tests.test_ops import normal
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and sys.platform != "linux", reason="triton has wheels for Linux alone"
 )
 ONE = Axis("tp")
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def table(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return rotary_table(torch.arange(tokens) * 7, inverse_frequencies(width, 100.0), dtype)
-
-
-def labels(tokens: int, vocab: int) -> Tensor:
-    drawn = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(5))
-    drawn[::3] = IGNORE
-    return drawn
-
-
-def cross(x: Tensor, w: Tensor, kernels: str, seed: Tensor | None = None, held: int = 0) -> Tensor:
-    """Rows `held`.. of the vocabulary are on other ranks."""
-    vocab = w.shape[0] - 3
-    return linear_cross_entropy(x, w, labels(len(x), vocab + held), 0, vocab, ONE, seed, kernels)
-
-
-SEED = torch.tensor(0.37, dtype=torch.float64)
-CASES = {  # name -> (op of tensors and `kernels`, shapes, which are parameters)
-    "rms_norm": (lambda x, w, k: rms_norm(x, w, 1e-3, k), ((5, 7), (7,)), (1,)),
-    "rms_norm, wide": (lambda x, w, k: rms_norm(x, w, 1e-6, k), ((9, 1100), (1100,)), (1,)),
-    "rms_norm, several tiles": (lambda x, w, k: rms_norm(x, w, 1e-6, k), ((91, 300), (300,)), (1,)),
-    "add_rms_norm": (lambda x, d, w, k: torch.cat(add_rms_norm(x, d, w, 1e-3, k)), ((6, 40), (6, 40), (40,)), (2,)),
-    "stream and rms_norm": (lambda x, w, k: torch.cat(add_rms_norm(x, None, w, 1e-3, k)), ((1, 64), (64,)), (1,)),
-    "layer_norm": (lambda x, w, b, k: layer_norm(x, w, b, 1e-3, k), ((5, 7), (7,), (7,)), (1, 2)),
-    "add_layer_norm": (
-        lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)),
-        ((13, 33), (13, 33), (33,), (33,)),
-        (2, 3),
-    ),
-    "swiglu": (lambda x, k: swiglu(x, k), ((3, 14),), ()),
-    "swiglu, wide": (lambda x, k: swiglu(x, k), ((2, 2 * 1030),), ()),
-    "rope": (lambda x, k: rotated(x, 3, 2, 2, table(10, 6, x.dtype), k), ((10, 7, 6),), ()),
-    "rope, one head": (lambda x, k: rotated(x, 1, 1, 1, table(5, 64, x.dtype), k), ((5, 3, 64),), ()),
-    "norm_rope": (
-        lambda x, q, y, k: normed_rotated(x, q, y, 3, 2, 2, table(10, 6, x.dtype), k),
-        ((10, 7, 6), (6,), (6,)),
-        (1, 2),
-    ),
-    "norm_rope, one head": (
-        lambda x, q, y, k: normed_rotated(x, q, y, 1, 1, 1, table(5, 64, x.dtype), k),
-        ((5, 3, 64), (64,), (64,)),
-        (1, 2),
-    ),
-    "norm_rope, no angles": (
-        lambda x, q, y, k: normed_rotated(x, q, y, 5, 1, 3, None, k),
-        ((9, 7, 20), (20,), (20,)),
-        (1, 2),
-    ),
-    "taking heads apart": (lambda x, k: rotated(x, 4, 4, 3, None, k), ((6, 12, 8),), ()),
-    "cross entropy": (cross, ((7, 5), (13, 5)), (1,)),
-    "cross entropy, many ids": (cross, ((4, 3), (4200, 3)), (1,)),
-    "cross entropy, ids held elsewhere": (lambda x, w, k: cross(x, w, k, None, 9), ((8, 5), (13, 5)), (1,)),
-    "cross entropy, gradient in forward": (lambda x, w, k: cross(x, w, k, SEED), ((7, 5), (13, 5)), (1,)),
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CASES = {f"{op.name}: {case.name}": (op, case) for op in table() for case in op.cases if not case.large}
+BESPOKE = {  # ops whose comparison is no case: tensors of integers and scales
+    "quant": "tests/test_low_kernels.py",
+    "quant_emulated": "tests/test_four_bits.py",
+    "quant_rows": "tests/test_low_experts.py",
+    "quant_products": "tests/test_low_experts.py",
+    "stored": "tests/test_codes.py",
+    "attention": "tests/gpu/checks.py",
 }
 
 
-def run(name: str, dtype: torch.dtype, kernels: str) -> list[Tensor]:
-    op, shapes, params = CASES[name]
-    inputs = [normal(*s, seed=i + 1, dtype=dtype).requires_grad_() for i, s in enumerate(shapes)]
-    for i in params:
-        inputs[i].grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        inputs[i].grad = torch.ones(shapes[i], dtype=inputs[i].grad_dtype)
-    y = op(*inputs, kernels)
-    y.backward(normal(*y.shape, seed=99, dtype=y.dtype))
-    return [y.detach(), *(x.grad for x in inputs)]
+def cross(x: Tensor, w: Tensor, kernels: str, seed: Tensor | None = None) -> Tensor:
+    """The last three rows are padding."""
+    vocab = w.shape[0] - 3
+    drawn = torch.randint(0, vocab, (len(x),), generator=torch.Generator().manual_seed(5))
+    drawn[::3] = IGNORE
+    return linear_cross_entropy(x, w, drawn, 0, vocab, ONE, seed, kernels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_equals_its_plain_twin(name, dtype):
-    """Truth: the reference implementation in float64 on the same rounded inputs, which tests/test_ops.py compares with
-    formulas; within a few roundings."""
-    found = run(name, dtype, "triton")
-    truth = [t.double() for t in exact(name, dtype)]
+SEED = torch.tensor(0.37, dtype=torch.float64)
+
+
+def runnable(op: Op) -> list[str]:
+    """By what train.kernels this machine runs implementations of an op: Triton's are interpreted."""
+    triton = ["triton" for made in op.implementations if "triton" in made.insisted]
+    return triton + ["auto" for made in op.implementations if made.device != "cuda" and unusable(made) is None]
+
+
+def compare(op: Op, case: Case, dtype: torch.dtype, kernels: str) -> None:
+    """Truth: the reference in float64 on the same rounded inputs; within a few roundings."""
+    found = run_case(case, dtype, kernels)
+    truth = run_case(case, dtype, "plain", exact=True, upstream=found[0].dtype)
     rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 8 * torch.finfo(dtype).eps)
     for i, (a, b) in enumerate(zip(found, truth)):
-        assert (a.double() - b).abs().max() <= rounding * b.abs().max(), (name, i)
+        assert a.shape == b.shape and (a.double() - b).abs().max() <= rounding * b.abs().max(), (case.name, i)
 
 
-def exact(name: str, dtype: torch.dtype) -> list[Tensor]:
-    op, shapes, params = CASES[name]
-    inputs = [normal(*s, seed=i + 1, dtype=dtype).double().requires_grad_() for i, s in enumerate(shapes)]
-    for i in params:
-        inputs[i].grad = torch.ones(shapes[i], dtype=torch.float64)
-    y = op(*inputs, "plain")
-    upstream = torch.float32 if "cross" in name and dtype in (torch.bfloat16, torch.float16) else dtype
-    y.backward(normal(*y.shape, seed=99, dtype=upstream).double())
-    return [y.detach(), *(x.grad for x in inputs)]
+COMPARED = [
+    (name, kernels, dtype)
+    for name, (op, case) in CASES.items()
+    for kernels in runnable(op)
+    for dtype in case.dtypes or DTYPES
+]
+
+
+@pytest.mark.parametrize("name, kernels, dtype", COMPARED, ids=str)
+def test_equals_its_reference(name, kernels, dtype):
+    """tests/test_ops.py compares the references with formulas."""
+    compare(*CASES[name], dtype, kernels)
+
+
+def test_the_table_holds_for_every_op():
+    """Names are those of the registry, references have what implementations must have, and each op is compared."""
+    for op in table():
+        assert all(hasattr(op.reference, name) for name in op.members) and op.implementations and op.title
+        assert bool(op.cases) != (op.name in BESPOKE), f"{op.name} needs cases"
+    assert set(BESPOKE) < {op.name for op in table()}
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[1] / "docs/ops-and-modules.md").read_text(encoding="utf-8")
+    assert page == with_table(page), "run: python -m tests.op_table docs/ops-and-modules.md"
+    assert all(f"| {op.name} | {op.title} |" in page for op in table() if op.name in BUILT_IN["op"])
+
+
+@pytest.mark.parametrize("name", [op.name for op in table() if op.cases and "triton" in op.implementations[0].insisted])
+def test_cases_reach_every_function_of_a_kernel(monkeypatch, name):
+    """A member that no case calls would be compared with nothing."""
+    [op] = (op for op in table() if op.name == name)
+    by, called = op.choose("triton", torch.ones(1)), set()
+    for member in op.members:
+        function = getattr(by, member)
+        if callable(function):
+            monkeypatch.setattr(
+                by, member, lambda *a, member=member, function=function, **k: called.add(member) or function(*a, **k)
+            )
+    for case in op.cases:
+        if not case.large:
+            run_case(case, (case.dtypes or DTYPES)[-1] if name == "adamw" else torch.float32, "triton")
+    assert called == {member for member in op.members if callable(getattr(by, member))}
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
@@ -145,11 +135,10 @@ def test_gradients_in_forward_are_those_of_backward(kernels):
 @pytest.mark.parametrize("elements", [13, 40, 1000])
 def test_cross_entropy_in_chunks(monkeypatch, elements):
     """Truth: all tokens at once; chunks of 1, 3 and all tokens."""
-    whole = run("cross entropy, gradient in forward", torch.float64, "triton")
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS_TRITON", elements)
-    torch.testing.assert_close(
-        run("cross entropy, gradient in forward", torch.float64, "triton"), whole, rtol=1e-14, atol=1e-14
-    )
+    [case] = (case for case in LOSS.cases if case.name == "cross entropy, gradient in forward")
+    whole = run_case(case, torch.float64, "triton")
+    monkeypatch.setattr(LOSS.choose("triton", SEED), "CHUNK_ELEMENTS", elements)
+    torch.testing.assert_close(run_case(case, torch.float64, "triton"), whole, rtol=1e-14, atol=1e-14)
 
 
 def test_cross_entropy_of_extreme_logits():
@@ -216,12 +205,10 @@ def test_sum_of_pieces(dtype, index, add):
     assert torch.equal(found, truth) and not torch.equal(found, kept if add else own)
 
 
-def test_auto_is_plain_on_the_cpu():
-    assert (
-        not use_triton("auto", torch.ones(1))
-        and use_triton("triton", torch.ones(1))
-        and not use_triton("plain", torch.ones(1))
-    )
+def test_auto_is_the_reference_on_the_cpu():
+    x = torch.ones(1)
+    assert NORM.choose("auto", x) is NORM.choose("plain", x) is NORM.reference
+    assert NORM.choose("triton", x) is NORM.choose("optional", x) is NORM.implementations[0].load()
 
 
 @pytest.mark.parametrize("part", range(3))

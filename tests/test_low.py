@@ -30,7 +30,7 @@ from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.observe.out_of_memory import held
-from phalanx.ops.op import OPS
+from phalanx.ops.op import switches
 from phalanx.ops.quantized.linear import DY
 from phalanx.ops.quantized.recipes import (
     E2M1,
@@ -210,7 +210,9 @@ def low_run(recipe: str, model: str = "low", train: dict | None = None, fp8: dic
     return replace(run, layout=LayoutConfig(bucket_mb=0, **layout))
 
 
-PLAIN = [op for op in OPS if op not in ("swiglu", "quant")]  # the others take long in Triton's interpreter
+PLAIN = [
+    op for op in switches() if op not in ("swiglu", "quant", "attention", "mlp")
+]  # the others take long in Triton's interpreter
 LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one process
     "tensorwise, tp2 pp2 dp2": (8, low_run("tensorwise", tp=2, pp=2)),
     "tensorwise, tp2, overlapped": (2, low_run("tensorwise", tp=2, tp_overlap="on")),

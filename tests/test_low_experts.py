@@ -22,7 +22,7 @@ from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
 from phalanx.ops.dense.gated_kernel import gated_backward, gated_forward
 from phalanx.ops.experts.exchange import EXCHANGES
 from phalanx.ops.experts.grouped import Later, grouped_matmul
-from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.experts.permute import PERMUTE, Gathered
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.lazy_tensor import LazyTensor
 from phalanx.ops.quantized.experts import (
@@ -272,7 +272,7 @@ def test_what_experts_make_is_cast_as_it_is_made(recipe):
             GatedRowsGrad(x, weights, last, gate, "triton", dy=dy, sums=sums),
             gated_backward(dy, x, gate, weights, last)[0],
         ),
-        "gathered": (X, Gathered(tokens, rows, "triton"), tokens[rows.source_R]),
+        "gathered": (X, Gathered(tokens, rows, PERMUTE.choose("triton", tokens)), tokens[rows.source_R]),
     }
     for which, source, truth in sources.values():
         fused, separate = (experts_of(recipe, "triton", recipe == "delayed") for _ in range(2))

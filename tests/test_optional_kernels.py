@@ -1,5 +1,5 @@
-"""Twins from optional packages, on a machine without them: who is asked, what is refused, and the op around the
-wheel's GEMMs.
+"""Implementations from optional packages, on a machine without them: who is asked, what is refused, and the op around
+the package's GEMMs.
 
 Their kernels themselves run on GPUs alone: tests/gpu/checks.py.
 """
@@ -20,15 +20,16 @@ from phalanx.config.read import load_run
 from phalanx.forecast.check import check
 from phalanx.layout.grid import Grid
 from phalanx.ops.attention.flash import flash_fits, spans_of
-from phalanx.ops.dense import optional_kernels
 from phalanx.ops.dense.activation import swiglu
-from phalanx.ops.dense.gated_mlp import PlainGemms, gated_mlp, gated_mlp_fits
+from phalanx.ops.dense.gated_mlp import MLP, PlainGemms, gated_mlp, gated_mlp_fits
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.dense.optional_kernels import CAPABILITY, PACKAGES, absent, incapable, use_optional_kernel
+from phalanx.ops.op import absent, packaged
 from phalanx.sequence.batch import Batch, room_for_documents, usual_documents
 from tests.test_ops import normal
 
 ONE = Axis("tp")
+MADE = packaged()
+PACKAGES = {op: made.package for op, made in MADE.items()}
 LLAMA = "recipes/tiny_llama.yaml"
 
 
@@ -38,19 +39,20 @@ def problems(overrides: list[str], facts: Facts) -> list:
 
 def test_auto_leaves_them_alone_where_they_cannot_run():
     x = torch.zeros(4, 8, dtype=torch.bfloat16)
-    for op in PACKAGES:
-        assert not use_optional_kernel(op, "auto", x, True)  # not a GPU
-        assert not use_optional_kernel(op, "plain", x, True) and not use_optional_kernel(op, "triton", x, True)
-        assert use_optional_kernel(op, "optional", x, True)  # asked for by name: no silent fallback
+    for made in MADE.values():
+        assert not made.takes("auto", x, (64, 64))  # not a GPU
+        assert not made.takes("plain", x, (64, 64)) and not made.takes("triton", x, (64, 64))
+        assert made.takes("optional", x, (64, 64))  # asked for by name: no silent fallback
+    assert MLP.fast("auto", x, 64, 64) is None and MLP.choose("auto", x, 64, 64) is PlainGemms
 
 
 def test_the_tested_version_alone_is_taken(monkeypatch):
     found = {"flash-attn-4": PACKAGES["attention"].version, "quack-kernels": "0.0.1"}
-    monkeypatch.setattr(optional_kernels.importlib.metadata, "version", lambda name: found[name])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found[name])
     absent.cache_clear()
     try:
-        assert absent("attention") is None
-        assert "0.0.1" in absent("mlp") and PACKAGES["mlp"].version in absent("mlp")
+        assert absent(PACKAGES["attention"]) is None
+        assert all(said in absent(PACKAGES["mlp"]) for said in ("0.0.1", PACKAGES["mlp"].version))
     finally:
         absent.cache_clear()
 
@@ -60,12 +62,14 @@ def test_the_extra_pins_the_tested_versions():
     with open("pyproject.toml", "rb") as file:
         extra = tomllib.load(file)["project"]["optional-dependencies"]["kernels"]
     for package in PACKAGES.values():
-        assert f"{package.package}=={package.version}" in extra
+        assert f"{package.name}=={package.version}" in extra
 
 
 def test_devices_are_judged_by_capability():
-    assert incapable(CAPABILITY) is None and incapable((10, 0)) is None and incapable((12, 0)) is None
-    assert "8.0" in incapable((8, 0)) and "NVIDIA" in incapable((9, 4), nvidia=False)
+    incapable = MADE["mlp"].incapable
+    assert incapable((9, 0)) is None and incapable((10, 0)) is None and incapable((12, 0)) is None
+    assert incapable((8, 0)) == "compute capability 8.0, 9.0 or newer is needed"
+    assert incapable((9, 4), nvidia=False) == "not an NVIDIA GPU"
 
 
 HERE = [w for w in PACKAGES.values() if importlib.metadata.packages_distributions().get(w.module.split(".")[0])]
@@ -73,8 +77,8 @@ HERE = [w for w in PACKAGES.values() if importlib.metadata.packages_distribution
 
 @pytest.mark.skipif(bool(HERE), reason="the packages are installed")
 def test_absent_packages_are_named():
-    for op, package in PACKAGES.items():
-        assert absent(op) == f"{package.package} {package.version} is not installed"
+    for package in PACKAGES.values():
+        assert absent(package) == f"{package.name} {package.version} is not installed"
 
 
 def test_refused_by_name():

@@ -46,6 +46,28 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "wandb": "phalanx.observe.wandb_run:WandbRun",
             }
         ),
+        "op": MappingProxyType(
+            {
+                "norm": "phalanx.ops.dense.norm:NORM",
+                "swiglu": "phalanx.ops.dense.activation:GATED",
+                "rope": "phalanx.ops.dense.rope:ROPE",
+                "norm_rope": "phalanx.ops.dense.head_norm:NORM_ROPE",
+                "loss": "phalanx.ops.dense.cross_entropy:LOSS",
+                "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
+                "route": "phalanx.ops.experts.route:ROUTE",
+                "permute": "phalanx.ops.experts.permute:PERMUTE",
+                "push": "phalanx.ops.experts.push:PUSH",
+                "grouped": "phalanx.ops.experts.grouped:GROUPED",
+                "quant": "phalanx.ops.quantized.linear:QUANT",
+                "quant_emulated": "phalanx.ops.quantized.linear:QUANT_EMULATED",
+                "quant_rows": "phalanx.ops.quantized.experts:QUANT_ROWS",
+                "quant_products": "phalanx.ops.quantized.experts:QUANT_PRODUCTS",
+                "stored": "phalanx.ops.quantized.stored:STORED",
+                "attention": "phalanx.ops.attention.flash:ATTENTION",
+                "join": "phalanx.ops.attention.context:JOIN",
+                "mlp": "phalanx.ops.dense.gated_mlp:MLP",
+            }
+        ),
     }
 )
 """Our own, by seam and name: `module:NAME`."""

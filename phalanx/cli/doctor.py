@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from phalanx.base.devices import find_device
 from phalanx.base.version import VERSION
-from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES, unusable
-from phalanx.ops.op import has_triton, use_triton
+from phalanx.ops.op import EXTRA, has_triton, packaged, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 
 Rows = list[tuple[str, str]]
@@ -29,12 +28,6 @@ OPTIONAL = {
 }
 
 
-PACKAGE_COSTS = {  # benchmarks/results/README.md
-    "attention": "attention is torch's",
-    "mlp": "SwiGLU is a kernel between two GEMMs: two more passes over memory",
-}
-
-
 def report() -> str:
     """Text of at most 120 columns."""
     sections = {
@@ -42,6 +35,7 @@ def report() -> str:
         "Devices": devices(),
         "This machine": machine(),
         "Which implementation of each op runs here": implementations(),
+        "Ops that have more than their reference (train.plain_ops takes one back to it)": ops(),
         "Fast paths": fast_paths(),
         "Optional packages": optional_packages(),
         "Look at these": warnings(),
@@ -146,7 +140,19 @@ def implementations() -> Rows:
 
 def triton_runs() -> bool:
     """Whether train.kernels=auto takes the Triton implementations here."""
-    return torch.cuda.is_available() and use_triton("auto", torch.empty(0, device="cuda"))
+    return torch.cuda.is_available() and runs_triton(torch.device("cuda", torch.cuda.current_device()))
+
+
+def ops() -> Rows:
+    """Each op of the table with its implementations: what auto takes, or why not."""
+    cuda, rows = torch.cuda.is_available(), []
+    for op in table():
+        said = []
+        for made in op.implementations:
+            why = ("no GPU" if made.device == "cuda" and not cuda else None) or unusable(made)
+            said.append(f"{made.name} ({why or made.shapes or 'runs'})")
+        rows.append((op.name, ", ".join(said)))
+    return rows
 
 
 def fast_paths() -> Rows:
@@ -184,8 +190,8 @@ def fast_paths() -> Rows:
                 "messages go through main memory; tensor parallelism suffers most",
             )
         )
-    for op, cost in PACKAGE_COSTS.items():
-        rows.append((PACKAGES[op].package, no_gpu or unusable(op), cost))
+    for made in packaged().values():
+        rows.append((made.package.name if made.package else "", no_gpu or unusable(made), made.cost))
     return [(name, "here" if why is None else f"missing ({why}): {cost}") for name, why, cost in rows]
 
 

@@ -193,6 +193,10 @@ def explain(key: str | None, everything: bool, search: str | None, schema: bool)
         click.echo(all_text())
     else:
         click.echo(sections_text() if key is None else explain_key(key))
+        if key in ("train.plain_ops", "train.kernels"):
+            from phalanx.ops.op import rows  # start-up time: it imports torch
+
+            click.echo("\n" + "\n".join(f"  {op}: {title}\n    {made}" for op, title, made, _ in rows()[1:]))
 
 
 @cli.group(cls=Verbs)

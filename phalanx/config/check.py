@@ -39,8 +39,7 @@ from phalanx.models.check import check as check_model
 from phalanx.nn.recompute import OPS as RECOMPUTED
 from phalanx.ops.attention.flash import flash_fits
 from phalanx.ops.dense.gated_mlp import gated_mlp_fits
-from phalanx.ops.dense.optional_kernels import EXTRA, PACKAGES
-from phalanx.ops.op import OPS
+from phalanx.ops.op import EXTRA, switches
 from phalanx.optim.check import check as check_optim
 from phalanx.sequence.shard import SequenceShard
 
@@ -349,7 +348,7 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(problem("train", c, "cuda_graphs", "needs an NVIDIA GPU", {"device": "CPU"}, ("auto", "off")))
     if c.kernels == "optional":
         found += check_optional_kernels(run, facts, no_gpu)
-    known = (*OPS, *PACKAGES)
+    known = switches() if c.plain_ops else ()
     unknown = [op for op in c.plain_ops if op not in known]
     if unknown:
         found.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from phalanx.nn.parameter import Parameter, Quantizer
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTS, SLOTS, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
-from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,9 @@ class CodedBucket(FlatBucket):
     # ---- codes
 
     @property
-    def triton(self) -> bool:
-        return self.matrices[0].quantizer.by_triton(self.weight)
+    def by(self) -> Any:
+        """The implementation of STORED (ops.quantized.stored)."""
+        return self.matrices[0].quantizer.stored_by(self.weight)
 
     def own_part(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
         """Masters of a matrix that this rank updates, where their codes go, and the number of the first in the
@@ -138,13 +139,13 @@ class CodedBucket(FlatBucket):
 
     def note_largest(self, matrix: Matrix, numbers: Numbers) -> None:
         x, _, first = self.own_part(matrix)
-        note_largest_(numbers.bits, x, first, matrix.blocks, self.weight.dtype, self.triton)
+        self.by.note_largest_(numbers.bits, x, first, matrix.blocks, self.weight.dtype)
 
     def cast(self, matrix: Matrix, numbers: Numbers, note: bool) -> None:
         """`note`: the amaxes too."""
         x, quantized, first = self.own_part(matrix)
         bits = numbers.bits if note else None
-        cast_run_(
+        self.by.cast_run_(
             quantized,
             x,
             first,
@@ -154,7 +155,6 @@ class CodedBucket(FlatBucket):
             self.weight.dtype,
             numbers.counts,
             bits,
-            self.triton,
         )
 
     def send(self) -> None:
@@ -192,7 +192,7 @@ class CodedBucket(FlatBucket):
         if self._came:
             self._came = False
             for m in self.matrices:
-                turn_(m.transposed, m.straight, self.triton)
+                self.by.turn_(m.transposed, m.straight)
 
     def free(self) -> None:
         if self.weight_comes:

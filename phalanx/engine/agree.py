@@ -19,8 +19,8 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import ranks_text
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
-from phalanx.ops.dense.optional_kernels import PACKAGES, unusable
-from phalanx.ops.op import use_triton
+from phalanx.ops.experts.grouped import GROUPED
+from phalanx.ops.op import packaged, runs_triton, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.planning.plan import Plan
 
@@ -44,13 +44,13 @@ class LocalFacts:
 
     memory       bytes of its GPU; None on a CPU
     triton       whether Triton kernels run
-    no_optional_kernels    ops whose kernels from optional packages do not run
+    no_optional_kernels    ops whose kernels from optional packages do not run on its GPU
     """
 
     device: str = "CPU"
     memory: int | None = None
     triton: bool = False
-    no_optional_kernels: tuple[str, ...] = tuple(PACKAGES)
+    no_optional_kernels: tuple[str, ...] = ()
     cublaslt: bool = False
     nccl: str = ""
     driver: str = ""
@@ -91,8 +91,8 @@ def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
     return LocalFacts(
         device=torch.cuda.get_device_name(device),
         memory=torch.cuda.mem_get_info(device)[1],
-        triton=use_triton("auto", torch.empty(0, device=device)),
-        no_optional_kernels=tuple(op for op in PACKAGES if unusable(op, device.index or 0) is not None),
+        triton=runs_triton(device),
+        no_optional_kernels=tuple(op for op, made in packaged().items() if unusable(made, device.index or 0)),
         cublaslt=cublaslt.library() is not None,
         nccl=".".join(map(str, version)),
         driver=driver_version(),
@@ -122,7 +122,7 @@ def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
     if plan.dispatch == "push" and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
         plan = plan.by_all_to_all()
     plan = with_kernels(plan, everyone)
-    triton = runs_triton(plan, everyone)
+    triton = all_run_triton(plan, everyone)
     graphs = why_no_graphs(plan, everyone, triton) or ON
     cuda_graphs = graphs if plan.run.train.cuda_graphs != "off" else ""
     has_cublaslt = all(facts.cublaslt for facts in everyone)
@@ -167,7 +167,7 @@ def with_kernels(plan: Plan, everyone: Sequence[LocalFacts]) -> Plan:
     return replace(plan, run=replace(plan.run, train=replace(train, kernels=chosen)))
 
 
-def runs_triton(plan: Plan, everyone: Sequence[LocalFacts]) -> bool:
+def all_run_triton(plan: Plan, everyone: Sequence[LocalFacts]) -> bool:
     kernels = plan.run.train.kernels
     return all(facts.triton for facts in everyone) if kernels == "auto" else kernels in ("triton", "optional")
 
@@ -227,7 +227,7 @@ def uncaptured_ops(plan: Plan, triton: bool) -> frozenset[str]:
 
 def counts_rows(plan: Plan, triton: bool) -> bool:
     """Whether the host reads how many rows each expert has: the plain implementation does."""
-    return plan.run.model.routed_experts > 0 and not (triton and "grouped" not in plan.run.train.plain_ops)
+    return plan.run.model.routed_experts > 0 and (not triton or GROUPED.is_plain(plan.run.train.plain_ops))
 
 
 def room_for_pools(plan: Plan, memory: int) -> bool:

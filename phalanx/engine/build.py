@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.base.dtypes import precision
+from phalanx.base.registry import find
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.mesh import Mesh, Mode
 from phalanx.config.check import unfit_for_optional_kernels
@@ -28,7 +29,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.optional_kernels import PACKAGES, unusable
+from phalanx.ops.op import SEAM, Kernels, Op, packaged, unusable
 from phalanx.optim.optimizer import FusedOptimizer, find_optimizer
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
@@ -166,7 +167,9 @@ def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimi
     """The optimizer that the config names, over this rank's shards."""
     config = plan.run.optim
     made = find_optimizer(config.name)(config)
-    kernels = plan.env(mesh.at).kernels_for(made.op) if isinstance(made, FusedOptimizer) else "plain"
+    kernels: Kernels = "plain"
+    if isinstance(made, FusedOptimizer):
+        kernels = plan.env(mesh.at).kernels_for(find(SEAM, made.op, Op))
     return ShardedOptimizer(made, buffers.shards(made.state, moment_dtype(config)), mesh.device, kernels)
 
 
@@ -280,16 +283,16 @@ def shared_text(state: State) -> str:
 
 
 def optional_kernels_chosen(plan: Plan, device: torch.device) -> str:
-    """Which ops run twins from optional packages, and why others do not."""
-    train, said = plan.run.train, []
+    """Which ops run implementations from optional packages, and why others do not."""
+    train, said, made = plan.run.train, [], packaged()
     for op, unfit in unfit_for_optional_kernels(plan.run).items():
-        package = PACKAGES[op]
-        if train.kernels == "triton" or op in train.plain_ops:
+        package = made[op].package
+        if train.kernels == "triton" or op in train.plain_ops or package is None:
             continue
-        why = unusable(op, device.index or 0) if device.type == "cuda" else "not a GPU"
+        why = unusable(made[op], device.index or 0) if device.type == "cuda" else "not a GPU"
         why = why or (f"not for {', '.join(f'{k}={v}' for k, v in unfit.items())}" if unfit else None)
         said.append(
-            f"{op} from {package.package} {package.version}"
+            f"{op} from {package.name} {package.version}"
             if why is None
             else f"{op} not from an optional package ({why})"
         )

@@ -16,8 +16,9 @@ from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import attention as ops
 from phalanx.ops.attention import context
-from phalanx.ops.dense.head_norm import norm_rope
-from phalanx.ops.dense.rope import rope
+from phalanx.ops.attention.flash import ATTENTION
+from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
+from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.sequence.batch import Batch
 
@@ -127,11 +128,11 @@ class Attention(Module):
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         if self.q_norm is not None and self.k_norm is not None:
-            kernels = "plain" if self.env.kernels_for("norm") == "plain" else self.env.kernels_for("rope")
+            kernels = self.env.kernels_for(NORM_ROPE)
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
             return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias sums the gradient
-        return rope(qkv, *shape, table, self.env.kernels_for("rope"), lazy_grad)
+        return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
@@ -144,7 +145,7 @@ class Attention(Module):
             self.env.cp_attention,
             self.kind,
             self.sinks,
-            self.env.kernels_for("attention"),
+            self.env.kernels_for(ATTENTION),
             self.env.recompute.keep,
         )
         return context.attention(q, k, v, batch, *how)

@@ -17,7 +17,7 @@ from phalanx.nn.linear_method import LinearMethods
 from phalanx.nn.recompute import Recompute
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.exchange import Dispatch
-from phalanx.ops.op import Kernels
+from phalanx.ops.op import Kernels, Op
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,9 @@ class Env:
             and all(any(fnmatchcase(name, glob) for glob in self.freeze) for name in names)
         )
 
-    def kernels_for(self, op: str) -> Kernels:
-        """Which twin of an op (a name of ops.kernels.OPS or ops.dense.optional_kernels.WHEELS) its callers ask for.
-
-        The whole MLP as one op has an activation inside: it is not taken where that is to be plain.
-        """
-        parts = {op, "swiglu"} if op == "mlp" else {op}
-        return "plain" if parts & set(self.plain_ops) else self.kernels
+    def kernels_for(self, op: Op) -> Kernels:
+        """What callers of an op give it for `kernels`: train.kernels, or "plain" where train.plain_ops names it."""
+        return "plain" if op.is_plain(self.plain_ops) else self.kernels
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""

@@ -23,6 +23,7 @@ from phalanx.ops.quantized.experts import (
     use_quantized_grouped_mlp,
 )
 from phalanx.ops.quantized.linear import (
+    QUANT,
     Accumulate,
     WeightQuantizer,
     quantized_gated_mlp,
@@ -136,7 +137,7 @@ class Fp8Linears:
 
     def _quantizer(self, name: str, cut: int, experts: bool, place: LinearPlace) -> WeightQuantizer:
         kind = ExpertQuantizer if experts else WeightQuantizer
-        return kind(self.recipe, name, cut, place.axes, place.kernels_for("quant"), self.accumulate, place.seed)
+        return kind(self.recipe, name, cut, place.axes, place.kernels_for(QUANT), self.accumulate, place.seed)
 
 
 def joint_name(names: list[str]) -> str:

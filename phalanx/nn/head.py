@@ -11,7 +11,7 @@ from phalanx.nn.embedding import vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.cross_entropy import linear_cross_entropy, local_logits
+from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits
 from phalanx.sequence.batch import Batch
 
 
@@ -41,7 +41,7 @@ class Head(Module):
         """x (T / tp, D) -> summed cross entropy of the batch's labels, the same on every tp rank."""
         seed = batch.loss_seed if self.training and not batch.late else None
         return linear_cross_entropy(
-            x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.kernels_for("loss")
+            x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.kernels_for(LOSS)
         )
 
     @torch.no_grad()

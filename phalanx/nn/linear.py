@@ -17,7 +17,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.linear_method import PLAIN, LinearMethod
 from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.experts.grouped import Later
+from phalanx.ops.experts.grouped import GROUPED, Later
 
 
 class Linear(Module):
@@ -124,7 +124,7 @@ class GroupedLinear(Linear):
         `source` go, the weight's when `later` is called."""
         bias = None if self.bias is None else gradient_of(self.bias, source)
         weight = gradient_of(self.weight, source)
-        return self.method.grouped_matmul(x, weight, ends, self.env.kernels_for("grouped"), bias, later)
+        return self.method.grouped_matmul(x, weight, ends, self.env.kernels_for(GROUPED), bias, later)
 
 
 def gradient_of(p: Parameter, source: int) -> Parameter:

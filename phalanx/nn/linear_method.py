@@ -15,7 +15,7 @@ from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.experts.grouped import Later, grouped_matmul
-from phalanx.ops.op import Kernels
+from phalanx.ops.op import Kernels, Op
 
 FusedOp = Callable[..., Tensor]
 
@@ -79,7 +79,7 @@ class LinearPlace(Protocol):
     @property
     def seed(self) -> int: ...
 
-    def kernels_for(self, op: str) -> Kernels: ...
+    def kernels_for(self, op: Op) -> Kernels: ...
 
 
 class AnyLinear(Protocol):

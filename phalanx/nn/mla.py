@@ -22,6 +22,7 @@ from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import attention as ops
 from phalanx.ops.attention import context
+from phalanx.ops.attention.flash import ATTENTION
 from phalanx.ops.dense.rope import turn
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.exchange import gather
@@ -111,7 +112,7 @@ class LatentAttention(Module):
             self.env.cp_attention,
             self.kind,
             None,
-            self.env.kernels_for("attention"),
+            self.env.kernels_for(ATTENTION),
             self.env.recompute.keep,
         )
         return context.attention(q, k, v, batch, *how)

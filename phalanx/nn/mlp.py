@@ -10,8 +10,8 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import gelu, swiglu
-from phalanx.ops.dense.gated_mlp import gated_mlp, use_gated_mlp
+from phalanx.ops.dense.activation import GATED, gelu, swiglu
+from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
 
 
@@ -45,17 +45,18 @@ class SwiGLU(Module):
         if up.bias is not None or recomputes("up"):  # of one op, no half can be recomputed
             return self._in_ops(x)
         if up.is_plain and down.is_plain:
-            if use_gated_mlp(self.env.kernels_for("mlp"), x, down.weight):
-                return gated_mlp(x, up.weight, down.weight, self.env.tp)
+            gemms = MLP.fast(self.env.kernels_for(MLP), x, *down.weight.shape)
+            if gemms is not None:
+                return gated_mlp(x, up.weight, down.weight, self.env.tp, gemms)
         elif not recomputes("activation"):
-            fused = up.method.fused_mlp(up.weight, down.weight, self.env.kernels_for("swiglu"), x)
+            fused = up.method.fused_mlp(up.weight, down.weight, self.env.kernels_for(GATED), x)
             if fused is not None:
                 return fused(x, up.weight, down.weight, self.env.tp)
         return self._in_ops(x)
 
     def _in_ops(self, x: Tensor) -> Tensor:
         gate_up = self.env.recompute.op("up", self.gate_up, x)
-        hidden = self.env.recompute.op("activation", lambda x: swiglu(x, self.env.kernels_for("swiglu")), gate_up)
+        hidden = self.env.recompute.op("activation", lambda x: swiglu(x, self.env.kernels_for(GATED)), gate_up)
         return self.down(hidden)
 
     def takes_lazy(self, x: Tensor) -> bool:

@@ -24,12 +24,13 @@ from phalanx.nn.linear import GroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.activation import gated_rows
+from phalanx.ops.dense.activation import GATED, gated_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
 from phalanx.ops.experts import route as ops
 from phalanx.ops.experts.exchange import EXCHANGES, Dispatch
 from phalanx.ops.experts.grouped import Later
+from phalanx.ops.experts.permute import PERMUTE
 from phalanx.ops.experts.route import BalanceSums, Choice
 from phalanx.ops.experts.router import Router
 from phalanx.sequence.batch import IGNORE, Batch
@@ -184,7 +185,7 @@ class Experts(Module):
         fused = self._fused(x)
         if fused is not None:
             up, down = gradient_of(self.gate_up.weight, source), gradient_of(self.down.weight, source)
-            return fused(x, up, down, ends, weights, self.activation, self.env.kernels_for("swiglu"), later)
+            return fused(x, up, down, ends, weights, self.activation, self.env.kernels_for(GATED), later)
         gate_up = recompute.op("up", lambda x: self.gate_up(x, ends, source, later), x)
         hidden = recompute.op("activation", partial(self._activate, ends), gate_up, *inputs)
         return self.down(hidden, ends, source)
@@ -194,7 +195,7 @@ class Experts(Module):
         recomputes = self.env.recompute.recomputes
         if self.gate_up.bias is not None or recomputes("up") or recomputes("activation"):  # of one op, no part can be
             return None
-        kernels = self.env.kernels_for("swiglu")
+        kernels = self.env.kernels_for(GATED)
         return self.gate_up.method.fused_experts(self.gate_up.weight, self.down.weight, kernels, x)
 
     def takes_lazy(self, x: Tensor) -> bool:
@@ -202,7 +203,7 @@ class Experts(Module):
         return self._fused(x) is not None and self.gate_up.takes_lazy(x)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
-        return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for("swiglu"))
+        return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for(GATED))
 
 
 def _stack(
@@ -270,7 +271,7 @@ class MoE(Module):
         )
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted, real = (
-            ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.kernels_for("route")),
+            ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.kernels_for(ops.ROUTE)),
             self._real(batch),
         )
         if real is not None:  # padding goes to no expert
@@ -278,16 +279,16 @@ class MoE(Module):
         choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
         chosen = self._filled(choice.experts_TK, batch, experts)
         if early is not None:
-            early.send(chosen, experts, self.env.kernels_for("permute"))
+            early.send(chosen, experts, self.env.kernels_for(PERMUTE))
         shared = None if self.shared is None else self.shared(x, batch)  # while the tokens travel
 
         def routed(batch: Batch, x: Tensor, weights_TK: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
             exchange = early
             if exchange is None:
                 exchange = begin(self._filled(x, batch))
-                exchange.send(chosen, experts, self.env.kernels_for("permute"))
+                exchange.send(chosen, experts, self.env.kernels_for(PERMUTE))
             lazy = self.experts.takes_lazy(x)
-            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for("permute"), lazy)
+            y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for(PERMUTE), lazy)
             return y if len(y) == len(x) else y[: len(x)], missing
 
         likes = ((x.shape, x.dtype), ((), torch.int64))

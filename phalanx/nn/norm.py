@@ -6,7 +6,7 @@ from torch import Tensor
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import ONES, ZEROS, Module
-from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from phalanx.ops.dense.norm import NORM, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(Module):
@@ -16,13 +16,13 @@ class RMSNorm(Module):
         self.weight = self.replicated(f"{name}.weight", width, ONES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.env.kernels_for("norm"))
+        return rms_norm(x, self.weight, self.eps, self.env.kernels_for(NORM))
 
     def add(self, x: Tensor, delta: Tensor | None = None, reader: Module | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads. `reader`: the sub-layer, if
         it alone reads the norm; the norm is then a lazy tensor where it takes one."""
         lazy = reader is not None and reader.takes_lazy(x)
-        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.kernels_for("norm"), lazy)
+        x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.kernels_for(NORM), lazy)
         self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed
 
@@ -35,10 +35,10 @@ class LayerNorm(Module):
         self.bias = self.replicated(f"{name}.bias", width, ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.env.kernels_for("norm"))
+        return layer_norm(x, self.weight, self.bias, self.eps, self.env.kernels_for(NORM))
 
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
-        x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.kernels_for("norm"))
+        x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.kernels_for(NORM))
         self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed

@@ -1,49 +1,301 @@
-"""Triton implementations of the ops. Whether they run is decided here: `auto` takes Triton on a GPU and plain PyTorch
-elsewhere. The few twins that come in optional packages are chosen in ops/dense/optional_kernels.py.
+"""Ops: what each computes, which implementations of it there are, where each runs, and the one way to choose one.
 
-The `*_kernel` modules beside the definitions import triton, so they are imported only when a kernel is to run. On
-the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests compare
-them with the reference implementations.
+An op is declared once, in the file of its definition, and named in the registry (base.registry, seam "op"):
+
+    NORM = Op(
+        "norm",
+        "RMSNorm and LayerNorm, with the residual addition before them",
+        __name__,                                            the reference: this module has `norm_forward`, ...
+        ("norm_forward", "norm_backward"),                   what every implementation has, with the same signatures
+        (triton("phalanx.ops.dense.norm_kernel"),),          the others, the preferred one first
+        cases=(Case("rms_norm", ...), ...),                  by which the tests compare them
+    )
+
+`NORM.choose(kernels, x)` is the module (or class) whose functions are to run. It is asked where the op is called, once
+for forward and backward. `kernels` is train.kernels, or "plain" where train.plain_ops names the op (Env.kernels_for).
+
+An implementation is a module, or a class of one. It is imported when it is first chosen: `*_kernel` modules import
+triton. On the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests
+compare them with the references. A package of one's own adds an op by `declare`, and an implementation of ours by
+`implement`.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from phalanx.base.errors import PhalanxError
+from phalanx.base.registry import find, names, register, registered
+
 Kernels = Literal["auto", "plain", "triton", "optional"]
-OPS = (
-    "norm",
-    "swiglu",
-    "rope",
-    "loss",
-    "adamw",
-    "route",
-    "permute",
-    "grouped",
-    "quant",
-)  # the ops that have a Triton implementation
+SEAM, ADDED = "op", "implementation"
+EXTRA = "pip install 'phalanx[kernels]'"
+
+
+class BadImplementation(PhalanxError):
+    """An implementation of an op cannot be imported, or lacks what its reference has."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that an implementation needs.
+
+    version  the tested one, alone taken; None: any
+    module   what the kernel imports of it
+    """
+
+    name: str
+    module: str
+    version: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """One way to compute an op, and where it runs.
+
+    source      `module` or `module:NAME`: where its functions are
+    device      of the tensors; "any": all that torch has
+    capability  the least compute capability of a GPU, which is then an NVIDIA one
+    dtypes      of the first tensor; None: all
+    fits        sizes of this call (those that the op's caller gives `choose`) -> whether it takes them; None: all
+    shapes      the same in words, for people
+    modes       values of train.kernels under which it is taken where it runs
+    insisted    values of train.kernels under which it is taken unasked: a config that cannot have it was refused
+    cost        what is slower without it, for people
+    """
+
+    name: str
+    source: str
+    device: Literal["cuda", "cpu", "any"] = "any"
+    capability: tuple[int, int] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    package: Package | None = None
+    fits: Callable[..., bool] | None = None
+    shapes: str = ""
+    modes: tuple[Kernels, ...] = ("auto", "triton", "optional")
+    insisted: tuple[Kernels, ...] = ()
+    cost: str = ""
+
+    def takes(self, kernels: Kernels, x: Tensor, sizes: tuple[Any, ...]) -> bool:
+        """Whether it is to run on `x`."""
+        if kernels in self.insisted:
+            return True
+        return kernels in self.modes and self.runs_on(x) and (self.fits is None or self.fits(*sizes))
+
+    def runs_on(self, x: Tensor) -> bool:
+        """Whether it runs on the device of `x` and has its dtype."""
+        if self.device != "any" and not (x.is_cuda if self.device == "cuda" else x.is_cpu):
+            return False
+        return (self.dtypes is None or x.dtype in self.dtypes) and unusable(self, x.device.index or 0) is None
+
+    def incapable(self, capability: tuple[int, int], nvidia: bool = True) -> str | None:
+        """Why a GPU cannot run it; None: it can."""
+        if self.capability is None or (nvidia and capability >= self.capability):
+            return None
+        has, least = ".".join(map(str, capability)), ".".join(map(str, self.capability))
+        return f"compute capability {has}, {least} or newer is needed" if nvidia else "not an NVIDIA GPU"
+
+    def load(self) -> Any:
+        """The module or class with its functions."""
+        return load(self.source)
+
+    @property
+    def where(self) -> str:
+        """Where it runs, in words."""
+        device = {"cuda": "GPUs", "cpu": "CPUs", "any": "everywhere"}[self.device]
+        least = " of compute capability {}.{} and newer".format(*self.capability) if self.capability else ""
+        tested = self.package is not None and self.package.version is not None
+        package = f"{self.package.name} {self.package.version}" if self.package and tested else ""
+        dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes or ())
+        return "; ".join(part for part in (device + least, package, dtypes, self.shapes) if part)
+
+
+def triton(source: str, **fields: Any) -> Implementation:
+    """A Triton implementation: on NVIDIA GPUs of compute capability 8.0 and newer, in Triton's interpreter where
+    train.kernels insists."""
+    package = Package("triton", "triton")
+    insisted: tuple[Kernels, ...] = ("triton", "optional")
+    return Implementation("triton", source, "cuda", (8, 0), None, package, modes=("auto",), insisted=insisted, **fields)
 
 
 @cache
+def load(source: str) -> Any:
+    """The module, or its member, at `module` or `module:NAME`."""
+    module, _, name = source.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+@cache
+def absent(package: Package) -> str | None:
+    """Why a package cannot be used, as far as can be told without importing it; None: it is here."""
+    if package.version is None:
+        return None if find_spec(package.module.partition(".")[0]) else f"{package.name} is not installed"
+    try:
+        found = importlib.metadata.version(package.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package.name} {package.version} is not installed"
+    return None if found == package.version else f"{package.name} {found} is installed, tested is {package.version}"
+
+
+@cache
+def unusable(made: Implementation, index: int = 0) -> str | None:
+    """Why an implementation does not run here, on GPU number `index` if it is for GPUs; None: it does. Imports a
+    package of a tested version, if all else is well."""
+    if made.capability is not None:
+        why = made.incapable(torch.cuda.get_device_capability(index), torch.version.hip is None)
+        if why is not None:
+            return why
+    if made.package is None:
+        return None
+    why = absent(made.package)
+    if why is None and made.package.version is not None:
+        try:
+            importlib.import_module(made.package.module)
+        except Exception as error:  # a package that lies there broken (another CUDA, another Python) is as good as none
+            why = f"{made.package.name} cannot be imported: {type(error).__name__}: {error}"
+    return why
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """An example by which the tests compare implementations: output, and the gradient of each input.
+
+    call    (*inputs, kernels) -> a tensor. Its inputs are drawn from a normal distribution
+    shapes  of the inputs
+    params  which of them are parameters: their gradients are added to what is in `.grad`, in at least fp32
+    dtypes  of the inputs; the truth is the reference in float64 on the same values. None: those of the test
+    large   shapes of a real model: for GPUs alone
+    """
+
+    name: str
+    call: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    params: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] | None = None
+    large: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op: what it computes, and what computes it.
+
+    name             in the registry
+    title            what it computes, for people
+    definition       `module` or `module:NAME` of the definition in plain PyTorch, which runs everywhere
+    members          what every implementation has: functions with the reference's signatures, sizes
+    implementations  the others, the preferred one first
+    switches         names in train.plain_ops by which it runs plain; empty: its own
+    """
+
+    name: str
+    title: str
+    definition: str
+    members: tuple[str, ...]
+    implementations: tuple[Implementation, ...] = ()
+    switches: tuple[str, ...] = ()
+    cases: tuple[Case, ...] = ()
+
+    @cached_property
+    def reference(self) -> Any:
+        return loaded(self, self.definition)
+
+    @cached_property
+    def candidates(self) -> tuple[Implementation, ...]:
+        """All implementations but the reference: those that were added (`implement`), the last one first, then its
+        own."""
+        added = [made for name, made in registered(ADDED).items() if name.startswith(f"{self.name}/")]
+        return (*reversed(added), *self.implementations)
+
+    def choose(self, kernels: Kernels, x: Tensor, *sizes: Any) -> Any:
+        """What is to run on `x`: the module or class that has the op's members."""
+        found = self.fast(kernels, x, *sizes)
+        return self.reference if found is None else found
+
+    def fast(self, kernels: Kernels, x: Tensor, *sizes: Any) -> Any:
+        """The same; None: the reference."""
+        for made in self.candidates:
+            if made.takes(kernels, x, sizes):
+                return loaded(self, made.source)
+        return None
+
+    def is_plain(self, plain_ops: Sequence[str]) -> bool:
+        """Whether train.plain_ops has it run its reference."""
+        return bool(plain_ops) and any(name in plain_ops for name in self.switches or (self.name,))
+
+
+@cache
+def loaded(op: Op, source: str) -> Any:
+    """The module or class at `source`. BadImplementation if it cannot be imported or lacks a member of the op."""
+    try:
+        found = load(source)
+    except (ImportError, AttributeError) as error:
+        raise BadImplementation(f"op {op.name}: {source} cannot be imported: {error}") from error
+    lacking = [name for name in op.members if not hasattr(found, name)]
+    if lacking:
+        raise BadImplementation(f"op {op.name}: {source} has no {', no '.join(lacking)}; {op.definition} has them")
+    return found
+
+
+def declare(op: Op) -> Op:
+    """Add an op of a package of one's own to the table."""
+    register(SEAM, op.name, op, op.definition)
+    return op
+
+
+def implement(op: Op, made: Implementation) -> Implementation:
+    """Add an implementation to an op that somebody else declared. It is asked before the op's own."""
+    register(ADDED, f"{op.name}/{made.name}", made, made.source)
+    op.__dict__.pop("candidates", None)
+    return made
+
+
+def table() -> tuple[Op, ...]:
+    """All ops: ours, those that modules imported here declare, those of installed packages (entry points
+    `phalanx.op`)."""
+    return tuple(find(SEAM, name, Op) for name in names(SEAM))
+
+
+def rows() -> list[tuple[str, str, str, str]]:
+    """For people: each op, what it computes, its implementations beside the reference and where they run, and what
+    names it in train.plain_ops."""
+    found = [("op", "computes", "implementations beside the reference", "in train.plain_ops")]
+    for op in table():
+        made = ". ".join(f"{made.name}: {made.where}" for made in op.implementations)
+        found.append((op.name, op.title, made, " or ".join(op.switches or (op.name,))))
+    return found
+
+
+def switches() -> tuple[str, ...]:
+    """What train.plain_ops may name."""
+    return tuple(dict.fromkeys(name for op in table() for name in op.switches or (op.name,)))
+
+
+def packaged() -> dict[str, Implementation]:
+    """By op, the implementation of it that comes in an optional package of a tested version."""
+    found = ((op.name, made) for op in table() for made in op.implementations)
+    return {name: made for name, made in found if made.package is not None and made.package.version is not None}
+
+
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    return TRITON.package is not None and absent(TRITON.package) is None
 
 
-def use_triton(kernels: Kernels, x: Tensor) -> bool:
-    """Whether the op on `x` is to run its Triton implementation. `auto`: on a GPU of compute capability 8.0 or newer,
-    where triton is installed."""
-    if kernels == "auto":
-        return x.is_cuda and has_triton() and capable(x.device.index or 0)
-    return kernels in ("triton", "optional")
+def runs_triton(device: torch.device) -> bool:
+    """Whether train.kernels=auto takes Triton implementations on a device."""
+    return device.type == "cuda" and unusable(TRITON, device.index or 0) is None
 
 
-@cache
-def capable(index: int) -> bool:
-    """Whether GPU number `index` is an NVIDIA one of compute capability 8.0 or newer."""
-    import torch
-
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
+TRITON = triton("triton")
+"""Where Triton runs, whatever the kernel."""

@@ -72,20 +72,23 @@ def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return Facts(device_count=0, missing=missing)
-    from phalanx.ops.dense.optional_kernels import PACKAGES, absent, incapable
-    from phalanx.ops.op import has_triton
+    from phalanx.ops.op import TRITON, absent, has_triton, packaged
 
     name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     hip = torch.version.hip is not None
-    optional = ((op, incapable((major, minor), not hip) or absent(op)) for op in PACKAGES)
+    capability = (major, minor)
+    optional = (
+        (op, made.incapable(capability, not hip) or (made.package and absent(made.package)))
+        for op, made in packaged().items()
+    )
     return Facts(
         device="cuda",
         device_count=gpus,
         device_name=name,
         bf16_ok=hip or major >= 8,
         fp16_ok=hip or major >= 6,
-        capability=(0, 0) if hip else (major, minor),
-        triton_ok=not hip and major >= 8 and has_triton(),
+        capability=(0, 0) if hip else capability,
+        triton_ok=TRITON.incapable(capability, not hip) is None and has_triton(),
         no_optional_kernels=tuple((op, why) for op, why in optional if why),
         missing=missing,
     )

@@ -27,16 +27,12 @@ from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import read_budget
 from phalanx.ops.attention import attention as plain_attention
 from phalanx.ops.attention.attention import Kind
-from phalanx.ops.attention.flash import flash_attention, spans_of
-from phalanx.ops.dense.activation import swiglu
+from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
 from phalanx.ops.dense.embedding import embedding
-from phalanx.ops.dense.gated_mlp import PlainGemms, gated_mlp
+from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter, wide_matmul
-from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, rms_norm
-from phalanx.ops.dense.optional_kernels import unusable
-from phalanx.ops.dense.rope import rotary_table
-from phalanx.ops.dense.rope_scaling import inverse_frequencies
+from phalanx.ops.op import Case, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import Batch, room_for_documents
 from tests import test_ops
@@ -45,8 +41,9 @@ from tests.gpu.context import context_checks
 from tests.gpu.experts import expert_checks
 from tests.gpu.low import low_checks
 from tests.gpu.truth import ROUNDINGS, within
+from tests.op_cases import run_case
 from tests.parity import base_run, sample_batch
-from tests.test_ops import OPS, attend, gradients, make_batch, normal, normed_rotated, rotated
+from tests.test_ops import OPS, attend, gradients, make_batch, normal
 
 ONE = Axis("tp")
 # tensors that the ops of tests.test_ops close over
@@ -163,66 +160,23 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
     return check
 
 
-def twins(
-    name: str, op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...], params: tuple[int, ...] = ()
-) -> Callable[[torch.device], str]:
-    """The Triton implementation of an op at a real model's shapes against its reference implementation in float64 on
-    the same device, bf16 inputs; all gradients."""
+def large_case(case: Case) -> Callable[[torch.device], str]:
+    """The fast implementation of an op at a real model's shapes against its reference in float64 on the same device;
+    all gradients."""
 
     def check(device: torch.device) -> str:
-        kernels = "triton" if device.type == "cuda" else "plain"
-        found = []
-        for dtype, wide, twin in ((torch.bfloat16, torch.float32, kernels), (torch.float64, torch.float64, "plain")):
-            inputs = [
-                normal(*s, seed=i, dtype=torch.bfloat16).to(device).to(dtype).requires_grad_()
-                for i, s in enumerate(shapes)
-            ]
-            for i in params:
-                inputs[i].grad_dtype, inputs[i].grad = wide, torch.zeros(shapes[i], dtype=wide, device=device)
-            y = op(*inputs, twin)
-            y.backward(normal(*y.shape, seed=99, dtype=torch.bfloat16).to(device).to(y.dtype))
-            found.append([y.detach(), *(x.grad for x in inputs)])
-        return f"{max(within(f'{name} {i}', a, b.cpu(), 2.0**-5) for i, (a, b) in enumerate(zip(*found))):.1e}"
+        dtype = (case.dtypes or (torch.bfloat16,))[0]
+        found = run_case(case, dtype, "auto", device=device)
+        truth = run_case(case, dtype, "plain", exact=True, upstream=found[0].dtype, device=device)
+        bound = 2.0**-5 if dtype.itemsize == 2 else ROUNDINGS[dtype]
+        return f"{max(within(f'{case.name} {i}', a, b.cpu(), bound) for i, (a, b) in enumerate(zip(found, truth))):.1e}"
 
     return check
 
 
-def twin_cases() -> dict[str, Callable[[torch.device], str]]:
-    tokens = 1030
-    drawn = torch.randint(0, 32003, (tokens,), generator=torch.Generator().manual_seed(0))
-    seed = torch.tensor(1e-3, dtype=torch.float64)
-
-    def loss(x: torch.Tensor, w: torch.Tensor, kernels: str) -> torch.Tensor:
-        return linear_cross_entropy(
-            x * 0.1, w, drawn.to(x.device), 0, 32003, ONE, None if kernels == "auto" else seed.to(x.device), kernels
-        )
-
-    def turn(x: torch.Tensor, kernels: str) -> torch.Tensor:
-        table = rotary_table(torch.arange(tokens, device=x.device), inverse_frequencies(128, 500000.0), x.dtype)
-        return rotated(x, 32, 8, 1, table, kernels)
-
-    def norm_turn(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, kernels: str) -> torch.Tensor:
-        table = rotary_table(torch.arange(tokens, device=x.device), inverse_frequencies(128, 500000.0), x.dtype)
-        return normed_rotated(x, q, k, 32, 8, 1, table, kernels)
-
-    def add_norm(x: torch.Tensor, delta: torch.Tensor, w: torch.Tensor, kernels: str) -> torch.Tensor:
-        return torch.cat(add_rms_norm(x, delta, w, 1e-5, kernels))
-
-    wide = 4096
-    return {
-        "twins: rms_norm": twins("rms_norm", lambda x, w, k: rms_norm(x, w, 1e-5, k), ((tokens, wide), (wide,)), (1,)),
-        "twins: add_rms_norm": twins("add_rms_norm", add_norm, ((tokens, wide), (tokens, wide), (wide,)), (2,)),
-        "twins: add_layer_norm": twins(
-            "add_layer_norm",
-            lambda x, d, w, b, k: torch.cat(add_layer_norm(x, d, w, b, 1e-5, k)),
-            ((tokens, 1600),) * 2 + ((1600,),) * 2,
-            (2, 3),
-        ),
-        "twins: swiglu": twins("swiglu", swiglu, ((tokens, 2 * 14336),)),
-        "twins: rope": twins("rope", turn, ((tokens, 48, 128),)),
-        "twins: norm_rope": twins("norm_rope", norm_turn, ((tokens, 48, 128), (128,), (128,)), (1, 2)),
-        "twins: cross entropy": twins("cross entropy", loss, ((tokens, 64), (32064, 64)), (1,)),
-    }
+def large_cases() -> dict[str, Callable[[torch.device], str]]:
+    """Of every op of the table: a new kernel comes with its own."""
+    return {f"{op.name}: {case.name}": large_case(case) for op in table() for case in op.cases if case.large}
 
 
 def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[torch.device], str]:
@@ -268,7 +222,7 @@ def flash_check(
     """
 
     def check(device: torch.device) -> str:
-        why = "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0) if flash_attn else None
+        why = "not a GPU" if device.type != "cuda" else unusable(FLASH_ATTN, device.index or 0) if flash_attn else None
         count = sequences if why is None else 2
         each = length if why is None else 32
         n = each * count
@@ -303,7 +257,7 @@ def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.devi
     accumulation into ones."""
 
     def check(device: torch.device) -> str:
-        why = "not a GPU" if device.type != "cuda" else unusable("mlp", device.index or 0)
+        why = "not a GPU" if device.type != "cuda" else unusable(MLP.implementations[0], device.index or 0)
         shapes = ((tokens, width), (2 * inner, width), (width, inner)) if why is None else ((6, 16), (48, 16), (16, 24))
         found = []
         for wide in (True, False):
@@ -312,7 +266,7 @@ def gated_mlp_check(tokens: int, width: int, inner: int) -> Callable[[torch.devi
             for p in (gate_up, down):
                 p.grad_dtype = torch.float64 if wide else torch.float32
                 p.grad = torch.ones(p.shape, dtype=p.grad_dtype, device=device)
-            y = gated_mlp(x, gate_up, down, ONE, PlainGemms if wide or why else None)
+            y = gated_mlp(x, gate_up, down, ONE, MLP.choose("plain" if wide or why else "optional", x))
             y.backward(normal(*y.shape, seed=9, dtype=torch.bfloat16).to(device).to(y.dtype))
             found.append((y.detach(), x.grad, gate_up.grad, down.grad))
         names = ("output", "d_x", "d_gate_up", "d_down")
@@ -328,7 +282,7 @@ def optional_kernels_train(device: torch.device) -> str:
     why = (
         "not a GPU"
         if device.type != "cuda"
-        else unusable("attention", device.index or 0) or unusable("mlp", device.index or 0)
+        else unusable(FLASH_ATTN, device.index or 0) or unusable(MLP.implementations[0], device.index or 0)
     )
     if why is not None:
         return f"not run ({why})"
@@ -349,7 +303,9 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
 
     def check(device: torch.device) -> str:
         why = None if "kernels" not in train or device.type == "cuda" else "not a GPU"
-        why = why or (unusable("mlp", device.index or 0) if train.get("kernels") == "optional" else None)
+        why = why or (
+            unusable(MLP.implementations[0], device.index or 0) if train.get("kernels") == "optional" else None
+        )
         run = base_run("llama", 4, 2, precision="bf16", **(train if why is None else {}))
         run = replace(run, model=replace(run.model, head_dim=16, intermediate_size=48))
         state = build(make_plan(run, 1), Mesh(Grid(), device=device))
@@ -568,7 +524,12 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
     found["routers: gradients by bf16 pieces"] = routers
     found["cross entropy over 32,003 ids, bf16"] = cross_entropy_large
     found |= (
-        twin_cases() | optional_kernel_cases() | expert_checks() | low_checks() | context_checks() | checkpoint_checks()
+        large_cases()
+        | optional_kernel_cases()
+        | expert_checks()
+        | low_checks()
+        | context_checks()
+        | checkpoint_checks()
     )
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 
 from phalanx.ops.attention import backends
-from phalanx.ops.attention.context import Joint, block_of
-from phalanx.ops.attention.flash import Spans, flash_attention
-from phalanx.ops.dense.optional_kernels import unusable
+from phalanx.ops.attention.context import JOIN, Joint, block_of
+from phalanx.ops.attention.flash import FLASH_ATTN, Spans, flash_attention
+from phalanx.ops.op import unusable
 from phalanx.sequence.shard import SequenceShard
 from tests.gpu.truth import ROUNDINGS, within
 from tests.test_ops import normal
@@ -21,7 +21,7 @@ def joined(name: str, q: torch.Tensor, own: tuple, other: tuple, dout: torch.Ten
     """Output, dq, and dk and dv of own keys (as many as queries, causal) and of other ones (all read by the second
     half of the queries)."""
     backend, scale, half = getattr(backends, name), 1 / math.sqrt(q.shape[-1]), slice(q.shape[2] // 2, None)
-    joint = Joint(triton=q.is_cuda and q.dtype != torch.float64)
+    joint = Joint(JOIN.choose("plain" if q.dtype == torch.float64 else "auto", q))
     out, lse, *kept = backend.forward(q, *own, None, True, scale)
     joint.add(slice(None), out, lse, None)
     out, lse, *kept_half = backend.forward(q[:, :, half], *other, None, False, scale)
@@ -40,7 +40,7 @@ def block_check(
 ) -> Callable[[torch.device], str]:
     def check(device: torch.device) -> str:
         if name == "FLASH_ATTN" and (
-            why := "not a GPU" if device.type != "cuda" else unusable("attention", device.index or 0)
+            why := "not a GPU" if device.type != "cuda" else unusable(FLASH_ATTN, device.index or 0)
         ):
             return f"not run: {why}"
         shapes = (
@@ -70,7 +70,7 @@ def segments_check(
         return tuple(torch.zeros(s.shape).masked_fill(~s, -math.inf)[:, None].double().to(device) for s in seen)  # type: ignore[return-value]
 
     def check(device: torch.device) -> str:
-        if wheel and (why := unusable("attention", device.index or 0)):
+        if wheel and (why := unusable(FLASH_ATTN, device.index or 0)):
             return f"not run: {why}"
         n = 1024
         shapes = (
@@ -89,7 +89,7 @@ def segments_check(
         for (a, mask_a), (b, mask_b) in ways:
             if a is backends.PLAIN:
                 q, k, v, k2, v2, dout = (t.double() for t in (q, k, v, k2, v2, dout))
-            joint = Joint(triton=q.dtype != torch.float64)
+            joint = Joint(JOIN.choose("plain" if q.dtype == torch.float64 else "triton", q))
             out, lse, *kept = a.forward(q, k, v, mask_a, mask_a is None, scale)
             joint.add(slice(None), out, lse, None)
             out, lse, *kept_b = b.forward(q, k2, v2, mask_b, False, scale)
@@ -129,7 +129,7 @@ def few_tokens_check(device: torch.device) -> str:
         q, k, v, dout = tensors
         backend, scale, found = getattr(backends, name), 1 / math.sqrt(128), []
         for mine in parts:
-            joint, rows = Joint(triton=name == "FLASH" and device.type == "cuda"), _places(mine)
+            joint, rows = Joint(JOIN.choose("auto" if name == "FLASH" else "plain", q)), _places(mine)
             for theirs in (mine, *(p for p in parts if p != mine)):
                 block = block_of(mine, theirs, 5, None, False)
                 if block is not None:

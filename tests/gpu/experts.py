@@ -194,7 +194,7 @@ def push_check(tokens: int, width: int, etp: int) -> Callable[[torch.device], st
         )
         parts = normal(ranks * count, wide, seed=2, dtype=dtype).to(device)
         found = []
-        for module in (push.twins(device.type == "cuda"), push):
+        for module in (push.PUSH.choose("triton" if device.type == "cuda" else "plain", torch.ones(1)), push):
             there, back = (
                 Held([x.new_full((ranks * count, wide), 7.0) for _ in range(ranks)], index, count) for _ in range(2)
             )

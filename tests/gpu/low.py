@@ -22,8 +22,8 @@ from phalanx.ops.dense.activation import (
 )
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
 from phalanx.ops.dense.norm import Normed
-from phalanx.ops.dense.rope import RopeGrad, rotary_table
-from phalanx.ops.experts.permute import Gathered, combine_rows, gather_rows, plan_rows
+from phalanx.ops.dense.rope import ROPE, RopeGrad, rotary_table
+from phalanx.ops.experts.permute import PERMUTE, Gathered, combine_rows, gather_rows, plan_rows
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import quantize_kernel as kernels
 from phalanx.ops.quantized.cublaslt import cublaslt
@@ -50,7 +50,7 @@ from phalanx.ops.quantized.recipes import (
     quantize,
     scaled_product,
 )
-from phalanx.ops.quantized.stored import cast_run_, note_largest_, turn_
+from phalanx.ops.quantized.stored import STORED
 from tests.gpu.experts import no_host_sync
 from tests.weights import make_weight
 
@@ -100,15 +100,13 @@ def kept_codes(device: torch.device) -> str:
             torch.zeros(flat.numel(), dtype=torch.uint8, device=device),
         )
         cuts = [0, 64 * 3, 64 * 1001, flat.numel() // 2, flat.numel()]
-        parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
+        parts, by = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])], STORED.choose("triton", master)
         for where, first in parts:
-            note_largest_(bits, flat[where], first, blocks, torch.bfloat16, True)
+            by.note_largest_(bits, flat[where], first, blocks, torch.bfloat16)
         multiplier, recomputed = multipliers(bits.view(torch.float32), E4M3), torch.zeros_like(bits)
         counts = torch.zeros(SLOTS, COUNTS, dtype=torch.int64, device=device)
         for where, first in parts:
-            cast_run_(
-                codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, recomputed, True
-            )
+            by.cast_run_(codes[where], flat[where], first, blocks, multiplier, E4M3, torch.bfloat16, counts, recomputed)
         made = Scaled(
             codes.view(straight.quantized.shape).view(torch.float8_e4m3fn),
             (1.0 / multiplier).view(blocks.shape),
@@ -116,7 +114,7 @@ def kept_codes(device: torch.device) -> str:
         )
         same(f"{recipe} {shape}", made, straight)
         out = torch.zeros(straight.quantized.shape[::-1], dtype=torch.uint8, device=device)
-        turn_(out, made.quantized.view(torch.uint8), True)
+        by.turn_(out, made.quantized.view(torch.uint8))
         if not torch.equal(out.cpu(), transposed.quantized.view(torch.uint8)) or not torch.equal(bits, recomputed):
             raise AssertionError(f"{recipe} {shape}: transposed codes or amaxes differ")
         if (
@@ -314,7 +312,8 @@ def lazy_casts(recipe: str) -> Callable[[torch.device], str]:
                 for a, b in (t.float().chunk(2, -1) for t in (q, k))
             ]
             truth = torch.cat((*back, v), 1).transpose(1, 2).reshape(2 * length, -1)
-            source = RopeGrad(*(t.to(device) for t in (q, k, v)), (cos.to(device), sin.to(device)), True)
+            by = ROPE.choose("triton", q)
+            source = RopeGrad(*(t.to(device) for t in (q, k, v)), (cos.to(device), sin.to(device)), by)
             if recipe != "blockwise" or width == 128:
                 told(recipe, f"rope {length} {width}", DY, source, truth, device)
         return "to the bit"
@@ -456,7 +455,7 @@ def expert_made_casts(recipe: str) -> Callable[[torch.device], str]:
             sources = [
                 (X, GatedRows(x, weights, last, gate)),
                 (DY, GatedRowsGrad(x, weights, last, gate, dy=dy, sums=sums)),
-                (X, Gathered(t, rows)),
+                (X, Gathered(t, rows, PERMUTE.choose("auto", t))),
             ]
             for which, source in sources:
                 fused, gradient_distance = experts_of(recipe, "triton", device), experts_of(recipe, "triton", device)

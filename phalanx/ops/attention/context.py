@@ -33,7 +33,7 @@ from phalanx.ops.attention.flash import use_flash, use_torch_flash
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.experts.exchange import gather, swap
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 
@@ -376,7 +376,7 @@ class _ReadParts(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: ContextAttention) -> Tensor:  # type: ignore[override]
-        kv, joint = packed(k, v), Joint(use_triton(reading.kernels, q))
+        kv, joint = packed(k, v), Joint(JOIN.choose(reading.kernels, q))
         ctx.kept = {}
         for source, arrived in TRAVEL[reading.form](kv, reading).arrivals():
             block = reading.block(reading.axis.index, source)
@@ -449,9 +449,10 @@ class Joint:
     """Outputs of attention to several sets of keys, joined: out (sequences, heads, L, V) and log-sum-exp in the
     dtype of the latter."""
 
-    def __init__(self, triton: bool = False) -> None:
+    def __init__(self, by: Any) -> None:
+        """by: an implementation of JOIN."""
         self.out = self.lse = torch.empty(0)
-        self.join_ = _implementation(triton)
+        self.join_ = by.join_
 
     def add(self, queries: slice, out: Tensor, lse: Tensor, blind: Tensor | None) -> None:
         """What `queries` read of more keys. The first must be all queries, and each must read something: itself.
@@ -465,7 +466,8 @@ class Joint:
 
 
 def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> None:
-    """The reference implementation of kernels.join.join_."""
+    """Join `more` (sequences, heads, count, V), of tokens from `first` on, into out (sequences, heads, L, V), and its
+    log-sum-exp into that of out, in place."""
     rows = slice(first, first + more.shape[2])
     mine, before = out[:, :, rows], lse[:, :, rows]
     joint = torch.logaddexp(before, more_lse)
@@ -473,12 +475,21 @@ def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) 
     before.copy_(joint)
 
 
-def _implementation(triton: bool) -> Any:
-    if triton:
-        from phalanx.ops.attention import join_kernel
+def _join_case(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, kernels: Kernels) -> Tensor:
+    out, lse = (t.detach().to(torch.promote_types(t.dtype, torch.float32)).clone() for t in (out, lse))
+    JOIN.choose(kernels, out).join_(out, lse, more.detach(), more_lse.detach().to(lse.dtype), 4)
+    return torch.cat((out, lse.unsqueeze(-1)), -1)
 
-        return join_kernel.join_
-    return join_
+
+JOIN = Op(
+    "join",
+    "outputs of attention to several sets of keys, joined",
+    __name__,
+    ("join_",),
+    (triton("phalanx.ops.attention.join_kernel"),),
+    switches=("attention",),
+    cases=(Case("join", _join_case, ((2, 3, 21, 20), (2, 3, 21), (2, 3, 17, 20), (2, 3, 17))),),
+)
 
 
 def gather_keys(k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.dense.optional_kernels import use_optional_kernel
-from phalanx.ops.op import Kernels, capable
+from phalanx.ops.op import Implementation, Kernels, Op, Package
 from phalanx.sequence.batch import Batch
 
 aten = torch.ops.aten
@@ -30,26 +29,50 @@ aten = torch.ops.aten
 LEAST_BOUND = 2
 
 
-def flash_fits(query: int, value: int) -> bool:
-    """Widths of heads that flash-attn-4's kernels were tested with here (of 40, its gradients were wrong)."""
-    return (query, value) in ((64, 64), (128, 128), (192, 128))
+def flash_fits(query: int, value: int, shared: bool = False) -> bool:
+    """Widths of heads that flash-attn-4's kernels were tested with here (of 40, its gradients were wrong). Its backward
+    shares keys between query heads (`shared`) only where values are as wide."""
+    return (query, value) in ((64, 64), (128, 128), (192, 128)) and not (shared and query != value)
+
+
+def torch_flash_fits(query: int, value: int, shared: bool = False) -> bool:
+    """Values narrower than queries are filled up with zeros."""
+    return query >= value and query % 8 == 0 and query <= 256
+
+
+NARROW = (torch.bfloat16, torch.float16)
+FLASH_ATTN = Implementation(
+    "flash-attn",
+    "flash_attn.cute.interface",
+    "cuda",
+    (9, 0),
+    NARROW,
+    Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
+    flash_fits,
+    "heads of 64, 128, or 192 with values of 128",
+    modes=("auto",),
+    insisted=("optional",),
+    cost="attention is torch's",
+)
+TORCH_FLASH = Implementation(
+    "torch-flash",
+    "torch.ops.aten",
+    "cuda",
+    (8, 0),
+    NARROW,
+    fits=torch_flash_fits,
+    shapes="heads of at most 256, in multiples of 8; used inside documents and windows",
+)
 
 
 def use_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn-4 runs here and has this shape (its backward shares keys between query heads only where
-    values are as wide)."""
-    shared = q.shape[1] != v.shape[1]
-    return use_optional_kernel(
-        "attention", kernels, q, flash_fits(q.shape[-1], v.shape[-1]) and not (shared and q.shape[-1] != v.shape[-1])
-    )
+    """Whether flash-attn-4 is to run."""
+    return FLASH_ATTN.takes(kernels, q, (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1]))
 
 
 def use_torch_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    """Whether torch's flash kernels run here and have this shape (values narrower than queries are filled up with
-    zeros)."""
-    width = q.shape[-1]
-    fits = width >= v.shape[-1] and width % 8 == 0 and width <= 256 and q.dtype in (torch.bfloat16, torch.float16)
-    return kernels != "plain" and q.is_cuda and fits and capable(q.device.index or 0)
+    """Whether torch's flash kernels may run, where something is hidden beside what is later."""
+    return TORCH_FLASH.takes(kernels, q, (q.shape[-1], v.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -178,3 +201,12 @@ class _TorchFlash(Function):
             dot = (dout.float() * out).sum(-1).t()
             ds = add_grad(ctx.sinks, -((ctx.sinks.float().unsqueeze(-1) - lse).exp() * dot).sum(1))
         return dq, dk, dv, ds, None, None, None
+
+
+ATTENTION = Op(
+    "attention",
+    "attention inside documents and windows, with sinks",
+    "phalanx.ops.attention.attention",
+    (),
+    (FLASH_ATTN, TORCH_FLASH),
+)

@@ -12,11 +12,11 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU, Gate
 from phalanx.ops.lazy_tensor import LazySource
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """The reference implementation of kernels.gated.gated_forward."""
+    """y (R, F) of x (R, 2F): the gated activation, times `weights` (R,), zero from row `last` () on."""
     g, u, s = _clamped(x, gate)
     y = g * s * (u + gate.shift)
     y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
@@ -26,7 +26,7 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
 def gated_backward(
     dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The reference implementation of kernels.gated.gated_backward. With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha
+    """With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha
     g (1 - s)); clamping passes the gradient up to the limit, the limit included: there is no slope there, and torch's
     own clamp passes it before 2.15 and not from then on."""
     g, u, s = _clamped(x, gate)
@@ -86,7 +86,8 @@ class GatedGrad(LazySource):
     kernels: Kernels = "auto"
 
     def tensor(self) -> Tensor:
-        return gated_twins(use_triton(self.kernels, self.x))[1](self.dy, self.x, SWIGLU)[0]
+        made: Tensor = GATED.choose(self.kernels, self.x).gated_backward(self.dy, self.x, SWIGLU)[0]
+        return made
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class GatedRows(LazySource):
         return self.x.shape[0], self.inner
 
     def tensor(self) -> Tensor:
-        return gated_twins(use_triton(self.kernels, self.x))[0](self.x, self.gate, self.weights, self.last)
+        by = GATED.choose(self.kernels, self.x)
+        made: Tensor = by.gated_forward(self.x, self.gate, self.weights, self.last)
+        return made
 
 
 SUMMED = 64  # features at least that are summed at once where the gradient of rows' weights is
@@ -132,45 +135,37 @@ class GatedRowsGrad(GatedRows):
         return self.x.shape[0], self.x.shape[1]
 
     def tensor(self) -> Tensor:
-        dx, dweights = gated_twins(use_triton(self.kernels, self.x))[1](
-            self.dy, self.x, self.gate, self.weights, self.last
-        )
+        by = GATED.choose(self.kernels, self.x)
+        dx, dweights = by.gated_backward(self.dy, self.x, self.gate, self.weights, self.last)
         if self.sums is not None and dweights is not None:
             self.sums[0].copy_(dweights)
-        return dx
-
-
-def gated_twins(triton: bool) -> Any:
-    """What is to run forward and backward."""
-    if triton:
-        from phalanx.ops.dense import gated_kernel
-
-        return gated_kernel.gated_forward, gated_kernel.gated_backward
-    return gated_forward, gated_backward
+        made: Tensor = dx
+        return made
 
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor | None, gate: Gate, triton: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor | None, gate: Gate, by: Any) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, weights, last)
-        ctx.gate, ctx.triton = gate, triton
-        return gated_twins(triton)[0](x, gate, weights, last)
+        ctx.gate, ctx.by = gate, by
+        y: Tensor = by.gated_forward(x, gate, weights, last)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weights, last = ctx.saved_tensors
-        dx, dweights = gated_twins(ctx.triton)[1](dy, x, ctx.gate, weights, last)
+        dx, dweights = ctx.by.gated_backward(dy, x, ctx.gate, weights, last)
         return dx, dweights, None, None, None
 
 
 def swiglu(x: Tensor, kernels: Kernels = "auto") -> Tensor:
     """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F)."""
-    return _Gated.apply(x, None, None, SWIGLU, use_triton(kernels, x))
+    return _Gated.apply(x, None, None, SWIGLU, GATED.choose(kernels, x))
 
 
 def clamped_swiglu(x: Tensor, gate: Gate = CLAMPED_SWIGLU, kernels: Kernels = "auto") -> Tensor:
     """x = [gate, up] (T, 2F), or pairs of them -> (T, F), with gpt-oss's gate or another."""
-    return _Gated.apply(x, None, None, gate, use_triton(kernels, x))
+    return _Gated.apply(x, None, None, gate, GATED.choose(kernels, x))
 
 
 def gated_rows(
@@ -181,9 +176,33 @@ def gated_rows(
 
     Weighting here rather than in combine_rows keeps the experts' outputs out of the memory of backward.
     """
-    return _Gated.apply(x_R2F, weights_R, ends_E[-1], gate, use_triton(kernels, x_R2F))
+    return _Gated.apply(x_R2F, weights_R, ends_E[-1], gate, GATED.choose(kernels, x_R2F))
 
 
 def gelu(x: Tensor, exact: bool = False) -> Tensor:
     """GELU, by default in the tanh form of GPT-2. Hendrycks & Gimpel, "Gaussian error linear units", 2016."""
     return F.gelu(x, approximate="none" if exact else "tanh")
+
+
+def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
+    """All rows but the last, which is padding."""
+    ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)
+    here = torch.arange(len(x), device=x.device) < ends[-1]
+    x, weights = torch.where(here.unsqueeze(1), x, 0), torch.where(here, weights, 0)
+    wide = weights if x.dtype == torch.float64 else weights.float()
+    return gated_rows(x, ends, wide, CLAMPED_SWIGLU, kernels)[: len(x) - 1]
+
+
+GATED = Op(
+    "swiglu",
+    "gated activations: SwiGLU, and gpt-oss's clamped one",
+    __name__,
+    ("gated_forward", "gated_backward"),
+    (triton("phalanx.ops.dense.gated_kernel"),),
+    cases=(
+        Case("swiglu", swiglu, ((3, 14),)),
+        Case("swiglu, wide", swiglu, ((2, 2 * 1030),)),
+        Case("rows of experts, clamped and weighed", _some_rows, ((5, 20), (5,))),
+        Case("swiglu of 14336", swiglu, ((1030, 2 * 14336),), large=True),
+    ),
+)

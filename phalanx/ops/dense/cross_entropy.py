@@ -8,6 +8,7 @@ logits again.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,10 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_product_grad
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.sequence.batch import IGNORE
 
-CHUNK_ELEMENTS = 1 << 28  # logits of a chunk on the CPU and on the plain path (1 GiB in fp32)
-CHUNK_ELEMENTS_TRITON = (
-    1 << 30
-)  # 2 GiB in bf16: each chunk reads and writes the whole weight gradient, so few are better
+CHUNK_ELEMENTS = 1 << 28  # logits of a chunk (1 GiB in fp32)
 
 
 def local_logits(x: Tensor, weight: Tensor, count: int) -> Tensor:
@@ -35,7 +33,7 @@ def local_logits(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Tensor:
-    """The reference implementation of kernels.loss.softmax_stats: (2, T) log-sum-exp of the first `count` columns; the
+    """(2, T) log-sum-exp of the first `count` columns; the
     label's logit, 0 where not `here`."""
     wide = logits[:, :count] if logits.dtype == torch.float64 else logits[:, :count].float()
     if count == 0:
@@ -45,7 +43,7 @@ def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Ten
 
 
 def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, count: int) -> Tensor:
-    """The reference implementation of kernels.loss.softmax_gradient_: logits become (softmax - one hot) * scale[t], 0
+    """Logits become (softmax - one hot) * scale[t], 0
     in the padding."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     d = torch.exp(wide - lse.unsqueeze(-1))
@@ -54,19 +52,11 @@ def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, s
     return logits.copy_(d * scale.unsqueeze(-1))
 
 
-def _chunks(tokens: int, rows: int, triton: bool) -> list[slice]:
-    """Runs of tokens of about equal length, each of at most CHUNK_ELEMENTS logits."""
-    most = max(1, (CHUNK_ELEMENTS_TRITON if triton else CHUNK_ELEMENTS) // max(1, rows))
+def _chunks(tokens: int, rows: int, elements: int) -> list[slice]:
+    """Runs of tokens of about equal length, each of at most so many logits."""
+    most = max(1, elements // max(1, rows))
     step = -(-tokens // max(1, -(-tokens // most)))
     return [slice(a, min(a + step, tokens)) for a in range(0, tokens, max(1, step))]
-
-
-def _twins(triton: bool) -> tuple[Any, Any]:
-    if triton:
-        from phalanx.ops.dense import loss_kernel
-
-        return loss_kernel.softmax_stats, loss_kernel.softmax_gradient_
-    return softmax_stats, softmax_gradient_
 
 
 class _Grads:
@@ -99,9 +89,8 @@ class _LinearCrossEntropy(Function):
         count: int,
         tp: Axis,
         seed: Tensor | None,
-        triton: bool,
+        by: Any,
     ) -> Tensor:  # type: ignore[override]
-        stats_of, gradient_ = _twins(triton)
         x_all = tp.all_gather(x).wait()
         here = (labels >= first) & (labels < first + count)
         rows, valid = torch.where(here, labels - first, 0), labels != IGNORE
@@ -109,13 +98,13 @@ class _LinearCrossEntropy(Function):
         scale = None if seed is None else (seed * valid).to(wide)
         lse, label_logit = (torch.empty(len(labels), dtype=wide, device=x.device) for _ in range(2))
         grads = _Grads(x_all, weight, ctx.needs_input_grad)
-        for c in _chunks(len(labels), weight.shape[0], triton):
+        for c in _chunks(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
             logits = x_all[c] @ weight.t()
-            everyone = tp.all_gather(stats_of(logits, rows[c], here[c], count).unsqueeze(0)).wait()
+            everyone = tp.all_gather(by.softmax_stats(logits, rows[c], here[c], count).unsqueeze(0)).wait()
             lse[c], label_logit[c] = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
             if scale is not None:
-                grads.add(gradient_(logits, rows[c], here[c], lse[c], scale[c], count), c)
-        ctx.weight, ctx.count, ctx.tp, ctx.triton, ctx.done = weight, count, tp, triton, seed is not None
+                grads.add(by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], count), c)
+        ctx.weight, ctx.count, ctx.tp, ctx.by, ctx.done = weight, count, tp, by, seed is not None
         if seed is None:
             ctx.save_for_backward(x, rows, here, valid, lse)
         else:
@@ -130,8 +119,8 @@ class _LinearCrossEntropy(Function):
         x_all = tp.all_gather(x).wait()
         scale = (dloss * valid).to(lse.dtype)
         grads = _Grads(x_all, weight, ctx.needs_input_grad)
-        for c in _chunks(len(rows), weight.shape[0], ctx.triton):
-            d = _twins(ctx.triton)[1](x_all[c] @ weight.t(), rows[c], here[c], lse[c], scale[c], ctx.count)
+        for c in _chunks(len(rows), weight.shape[0], ctx.by.CHUNK_ELEMENTS):
+            d = ctx.by.softmax_gradient_(x_all[c] @ weight.t(), rows[c], here[c], lse[c], scale[c], ctx.count)
             grads.add(d, c)
         return *grads.results(tp), *(None,) * 6
 
@@ -155,4 +144,35 @@ def linear_cross_entropy(
     given.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, use_triton(kernels, x))
+    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, LOSS.choose(kernels, x))
+
+
+def _case(x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0) -> Tensor:
+    """The last three rows are padding; `known`: the loss's gradient, beforehand; so many ids are `elsewhere`."""
+    count = len(weight) - 3
+    labels = torch.arange(len(x), device=x.device) * 7 % (count + elsewhere)
+    labels[::3] = IGNORE
+    seed = torch.tensor(0.37, dtype=torch.float64, device=x.device) if known else None
+    return linear_cross_entropy(x, weight, labels, 0, count, Axis("tp"), seed, kernels)
+
+
+LOSS = Op(
+    "loss",
+    "chunked cross entropy of a linear head, cut over the vocabulary",
+    __name__,
+    ("softmax_stats", "softmax_gradient_", "CHUNK_ELEMENTS"),
+    (triton("phalanx.ops.dense.loss_kernel"),),
+    cases=(
+        Case("cross entropy", _case, ((7, 5), (13, 5)), (1,)),
+        Case("cross entropy, many ids", _case, ((4, 3), (4200, 3)), (1,)),
+        Case("cross entropy, ids held elsewhere", partial(_case, elsewhere=9), ((8, 5), (13, 5)), (1,)),
+        Case("cross entropy, gradient in forward", partial(_case, known=True), ((7, 5), (13, 5)), (1,)),
+        Case(
+            "cross entropy over 32,061 ids",
+            lambda x, w, k: _case(x * 0.1, w, k, known=True),
+            ((1030, 64), (32064, 64)),
+            (1,),
+            large=True,
+        ),
+    ),
+)

@@ -21,12 +21,11 @@ from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import gated_backward, gated_forward
 from phalanx.ops.dense.gate import SWIGLU
 from phalanx.ops.dense.grads import add_product_grad
-from phalanx.ops.dense.optional_kernels import use_optional_kernel
-from phalanx.ops.op import Kernels
+from phalanx.ops.op import Case, Implementation, Kernels, Op, Package
 
 
 class PlainGemms:
-    """The reference implementations of kernels.gated_mlp.QuackGemms."""
+    """The reference: what each GEMM computes."""
 
     @staticmethod
     def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:
@@ -106,16 +105,43 @@ def gated_mlp_fits(width: int, inner: int) -> bool:
     return width % 8 == 0 and inner % 8 == 0
 
 
-def use_gated_mlp(kernels: Kernels, x: Tensor, down: Tensor) -> bool:
-    return use_optional_kernel("mlp", kernels, x, gated_mlp_fits(*down.shape))
-
-
-def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any = None) -> Tensor:
+def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any) -> Tensor:
     """x (T / tp, D) of each rank, gate_up (2F, D) stacked, down (D, F) -> this rank's tokens (T / tp, D) of the sum
     over tp.
 
-    gemms: whose GEMMs to use; default: the package's.
+    gemms: whose GEMMs to use: an implementation of MLP. Its reference is for comparisons; without another, the ops
+    one after the other are as fast.
     """
-    if gemms is None:
-        from phalanx.ops.dense.gated_mlp_kernel import QuackGemms as gemms
     return _GatedMLP.apply(x, gate_up, down, tp, gemms)
+
+
+def _case(x: Tensor, gate_up: Tensor, down: Tensor, kernels: Kernels) -> Tensor:
+    return gated_mlp(x, gate_up, down, Axis("tp"), MLP.choose(kernels, x, *down.shape))
+
+
+MLP = Op(
+    "mlp",
+    "a whole SwiGLU MLP, the activation inside the GEMMs",
+    f"{__name__}:PlainGemms",
+    ("gated", "gated_backward", "times", "add_product"),
+    (
+        Implementation(
+            "quack",
+            "phalanx.ops.dense.gated_mlp_kernel:QuackGemms",
+            "cuda",
+            (9, 0),
+            (torch.bfloat16, torch.float16),
+            Package("quack-kernels", "quack.gemm_interface", "0.6.5"),
+            gated_mlp_fits,
+            "widths in multiples of 8",
+            modes=("auto",),
+            insisted=("optional",),
+            cost="SwiGLU is a kernel between two GEMMs: two more passes over memory",
+        ),
+    ),
+    switches=("mlp", "swiglu"),
+    cases=(
+        Case("a small MLP", _case, ((3, 72), (80, 72), (72, 40)), (1, 2)),
+        Case("an MLP of a GPT-2", _case, ((1000, 768), (4096, 768), (768, 2048)), (1, 2), large=True),
+    ),
+)

@@ -7,6 +7,7 @@ technical report", 2025).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.dense.rope import pack_heads, split_heads, turn
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.dense.rope import pack_heads, split_heads, table_for, turn
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 Table = tuple[Tensor, Tensor] | None
 
@@ -29,7 +30,7 @@ def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor,
 
 
 def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
-    """The reference implementation of kernels.head_norm.forward."""
+    """The packed qkv (T, heads + 2 * kv_heads, K), q and k normed, weighed, rotated."""
     kv_heads = (qkv.shape[1] - heads) // 2
     n = _normed(qkv, heads, kv_heads, eps)[1].to(qkv.dtype)
     weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1)
@@ -40,7 +41,7 @@ def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: 
 def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference implementation of kernels.head_norm.backward. With d turned back, n the normed x, s its factor and
+    """The gradients of qkv and of both weights. With d turned back, n the normed x, s its factor and
     g = d * w: dx = s * (g - n * mean(g * n)), dw = sum(d * n)."""
     heads, kv_heads = dq.shape[1], dk.shape[1]
     d = pack_heads(dq, dk, dv, table, back=True)
@@ -68,25 +69,17 @@ class _HeadNorm(Function):
         kv_heads: int,
         sequences: int,
         table: Table,
-        triton: bool,
+        by: Any,
     ) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.save_for_backward(qkv)
-        ctx.weights, ctx.eps, ctx.table, ctx.triton = (q_weight, k_weight), eps, table, triton
-        return split_heads(_twins(triton)[0](qkv, heads, q_weight, k_weight, table, eps), heads, kv_heads, sequences)
+        ctx.weights, ctx.eps, ctx.table, ctx.by = (q_weight, k_weight), eps, table, by
+        return split_heads(by.forward(qkv, heads, q_weight, k_weight, table, eps), heads, kv_heads, sequences)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dqkv, *dw = _twins(ctx.triton)[1](dq, dk, dv, *ctx.saved_tensors, *ctx.weights, ctx.table, ctx.eps)
+        dqkv, *dw = ctx.by.backward(dq, dk, dv, *ctx.saved_tensors, *ctx.weights, ctx.table, ctx.eps)
         given = [add_grad(w, g) if need else None for w, g, need in zip(ctx.weights, dw, ctx.needs_input_grad[1:3])]
         return dqkv, *given, None, None, None, None, None, None
-
-
-def _twins(triton: bool) -> tuple[Any, Any]:
-    if triton:
-        from phalanx.ops.dense import head_norm_kernel
-
-        return head_norm_kernel.forward, head_norm_kernel.backward
-    return forward, backward
 
 
 def norm_rope(
@@ -103,5 +96,31 @@ def norm_rope(
     """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K): each
     head of q and k divided by sqrt(mean(x^2) + eps), times its weight (K,), then turned as ops.dense.rope does.
     Without a table they are not turned."""
-    triton = use_triton(kernels, qkv) and qkv.shape[-1] % 2 == 0
-    return _HeadNorm.apply(qkv, q_weight, k_weight, eps, heads, kv_heads, sequences, table, triton)
+    by = NORM_ROPE.choose("plain" if qkv.shape[-1] % 2 else kernels, qkv)
+    return _HeadNorm.apply(qkv, q_weight, k_weight, eps, heads, kv_heads, sequences, table, by)
+
+
+def _case(heads: int, kv_heads: int, sequences: int, rotate: bool = True) -> Callable[..., Tensor]:
+    """What norm_rope takes apart, packed again."""
+
+    def call(x: Tensor, q: Tensor, k: Tensor, kernels: Kernels) -> Tensor:
+        made = norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table_for(x) if rotate else None, kernels)
+        return torch.cat(made, 1).transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+NORM_ROPE = Op(
+    "norm_rope",
+    "RMSNorm of each head, then its rotation",
+    __name__,
+    ("forward", "backward"),
+    (triton("phalanx.ops.dense.head_norm_kernel", shapes="even widths of heads"),),
+    switches=("norm", "rope"),
+    cases=(
+        Case("norm_rope", _case(3, 2, 2), ((10, 7, 6), (6,), (6,)), (1, 2)),
+        Case("norm_rope, one head", _case(1, 1, 1), ((5, 3, 64), (64,), (64,)), (1, 2)),
+        Case("norm_rope, no angles", _case(5, 1, 3, rotate=False), ((9, 7, 20), (20,), (20,)), (1, 2)),
+        Case("norm_rope of 32 heads of 128", _case(32, 8, 1), ((1030, 48, 128), (128,), (128,)), (1, 2), large=True),
+    ),
+)

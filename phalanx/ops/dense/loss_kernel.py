@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.ops.kernel_tools import triton_wide, wide_of
 
 BLOCK = 2048
+CHUNK_ELEMENTS = 1 << 30  # logits of a chunk, 2 GiB in bf16: each chunk reads and writes the whole weight gradient
 
 
 @triton.jit

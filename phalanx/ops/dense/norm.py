@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _rows(x: Tensor) -> list[slice]:
 def norm_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference implementation of kernels.norm.norm_forward: x + delta, its norm, mean (LayerNorm, with bias) and
+    """x + delta, its norm, mean (LayerNorm, with bias) and
     scale of each row."""
     total = x if delta is None else x + delta
     if len(parts := _rows(total)) <= 1:
@@ -75,10 +75,8 @@ def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference implementation of kernels.norm.norm_backward.
-
-    With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
-    dw = sum(dy * n), db = sum(dy).
+    """With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for
+    LayerNorm; dw = sum(dy * n), db = sum(dy).
     """
     if len(parts := _rows(x)) <= 1:
         return _norm_grads(dy, x, weight, mean, scale, dtotal)
@@ -112,22 +110,18 @@ class _Norm(Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        triton: bool,  # type: ignore[override]
+        by: Any,  # type: ignore[override]
         lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        forward = norm_forward
-        if triton and lazy:
-            from phalanx.ops.dense.norm_kernel import norm_scale
-
+        norm_scale = getattr(by, "norm_scale", None) if lazy else None
+        if norm_scale is not None:
             total, scale = norm_scale(x, delta, eps)
             y: Tensor = LazyTensor(Normed(total, scale, weight))
             mean = scale.new_empty(0)
         else:
-            if triton:
-                from phalanx.ops.dense.norm_kernel import norm_forward as forward
-            total, y, mean, scale = forward(x, delta, weight, bias, eps)
+            total, y, mean, scale = by.norm_forward(x, delta, weight, bias, eps)
         ctx.save_for_backward(total, mean, scale)
-        ctx.weight, ctx.bias, ctx.triton, ctx.added = weight, bias, triton, delta is not None
+        ctx.weight, ctx.bias, ctx.by, ctx.added = weight, bias, by, delta is not None
         ctx.set_materialize_grads(False)
         return total, y
 
@@ -136,10 +130,7 @@ class _Norm(Function):
         if dy is None:  # nobody used the norm
             return dtotal, dtotal if ctx.added else None, None, None, None, None, None
         (x, mean, scale), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        backward = norm_backward
-        if ctx.triton:
-            from phalanx.ops.dense.norm_kernel import norm_backward as backward
-        dx, dw, db = backward(dy, x, weight, mean, scale, dtotal)
+        dx, dw, db = ctx.by.norm_backward(dy, x, weight, mean, scale, dtotal)
         need_w, need_b = ctx.needs_input_grad[2:4]
         dw_out = add_grad(weight, dw) if need_w else None
         db_out = add_grad(bias, db) if need_b else None
@@ -149,13 +140,13 @@ class _Norm(Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
     """x (T, D) / sqrt(mean(x^2) + eps) * weight (D,). Zhang & Sennrich, "Root mean square layer normalization",
     2019."""
-    return _Norm.apply(x, None, weight, None, eps, use_triton(kernels, x))[1]
+    return _Norm.apply(x, None, weight, None, eps, NORM.choose(kernels, x))[1]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim of x (T, D). Ba et al., "Layer normalization",
     2016."""
-    return _Norm.apply(x, None, weight, bias, eps, use_triton(kernels, x))[1]
+    return _Norm.apply(x, None, weight, bias, eps, NORM.choose(kernels, x))[1]
 
 
 def add_rms_norm(
@@ -163,14 +154,52 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm.
 
-    lazy: whether the one reader of the norm takes a lazy tensor (ops.lazy_tensor); the reference implementation makes
-    none.
+    lazy: whether the one reader of the norm takes a lazy tensor (ops.lazy_tensor); implementations without a
+    `norm_scale` make none.
     """
-    return _Norm.apply(x, delta, weight, None, eps, use_triton(kernels, x), lazy)
+    return _Norm.apply(x, delta, weight, None, eps, NORM.choose(kernels, x), lazy)
 
 
 def add_layer_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto"
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, layer_norm(x + delta)), each (T, D); without `delta`, x itself and its norm."""
-    return _Norm.apply(x, delta, weight, bias, eps, use_triton(kernels, x))
+    return _Norm.apply(x, delta, weight, bias, eps, NORM.choose(kernels, x))
+
+
+def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+    return torch.cat(add_rms_norm(x, delta, weight, 1e-3, kernels))
+
+
+def _add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    return torch.cat(add_layer_norm(x, delta, weight, bias, 1e-5, kernels))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+    return rms_norm(x, weight, 1e-5, kernels)
+
+
+NORM = Op(
+    "norm",
+    "RMSNorm and LayerNorm, with the residual addition before them",
+    __name__,
+    ("norm_forward", "norm_backward"),
+    (triton("phalanx.ops.dense.norm_kernel"),),
+    cases=(
+        Case("rms_norm", lambda x, w, k: rms_norm(x, w, 1e-3, k), ((5, 7), (7,)), (1,)),
+        Case("rms_norm, wide", _rms_norm, ((9, 1100), (1100,)), (1,)),
+        Case("rms_norm, several tiles", _rms_norm, ((91, 300), (300,)), (1,)),
+        Case("add_rms_norm", _add_rms_norm, ((6, 40), (6, 40), (40,)), (2,)),
+        Case(
+            "stream and rms_norm",
+            lambda x, w, k: torch.cat(add_rms_norm(x, None, w, 1e-3, k)),
+            ((1, 64), (64,)),
+            (1,),
+        ),
+        Case("layer_norm", lambda x, w, b, k: layer_norm(x, w, b, 1e-3, k), ((5, 7), (7,), (7,)), (1, 2)),
+        Case("add_layer_norm", _add_layer_norm, ((13, 33), (13, 33), (33,), (33,)), (2, 3)),
+        Case("rms_norm of 4096", _rms_norm, ((1030, 4096), (4096,)), (1,), large=True),
+        Case("add_rms_norm of 4096", _add_rms_norm, ((1030, 4096), (1030, 4096), (4096,)), (2,), large=True),
+        Case("add_layer_norm of 1600", _add_layer_norm, ((1030, 1600),) * 2 + ((1600,),) * 2, (2, 3), large=True),
+    ),
+)

@@ -3,6 +3,7 @@ one tensor, or leaves that to the linear before it, if it reads it in FP8 (ops.l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.ops.dense.rope_scaling import inverse_frequencies
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,8 @@ def turn(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
 
 
 def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:
-    """The reference implementation of kernels.rope.pack_heads."""
+    """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) packed (sequences * S, heads + 2 * kv_heads, K),
+    q and k rotated by the table's angles, or `back`."""
     sequences, heads, length, width = q.shape
     packed = torch.cat((q, k, v), 1).transpose(1, 2).reshape(sequences * length, -1, width)
     if table is None:
@@ -62,7 +65,7 @@ class RopeGrad(LazySource):
     dk: Tensor
     dv: Tensor
     table: tuple[Tensor, Tensor] | None
-    triton: bool
+    by: Any
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,34 +77,26 @@ class RopeGrad(LazySource):
         return self.dq
 
     def tensor(self) -> Tensor:
-        made: Tensor = _implementation(self.triton)(self.dq, self.dk, self.dv, self.table, True)
+        made: Tensor = self.by.pack_heads(self.dq, self.dk, self.dv, self.table, True)
         return made.reshape(self.shape)
 
 
 class _Rope(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, triton: bool, lazy: bool
+        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, sequences: int, table: Any, by: Any, lazy: bool
     ) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.table, ctx.triton, ctx.lazy, ctx.shape = table, triton, lazy, qkv.shape
+        ctx.table, ctx.by, ctx.lazy, ctx.shape = table, by, lazy, qkv.shape
         qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, -1)
         if table is not None:
-            qkv = _implementation(triton)(*split_heads(qkv, heads, kv_heads, sequences), table)
+            qkv = by.pack_heads(*split_heads(qkv, heads, kv_heads, sequences), table)
         return split_heads(qkv, heads, kv_heads, sequences)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        d = RopeGrad(dq, dk, dv, ctx.table, ctx.triton)
+        d = RopeGrad(dq, dk, dv, ctx.table, ctx.by)
         made = LazyTensor(d) if ctx.lazy else d.tensor().reshape(ctx.shape)
         return made, None, None, None, None, None, None
-
-
-def _implementation(triton: bool) -> Any:
-    if triton:
-        from phalanx.ops.dense import rope_kernel
-
-        return rope_kernel.pack_heads
-    return pack_heads
 
 
 def rope(
@@ -117,5 +112,36 @@ def rope(
     heads or kv_heads, S, K), q and k turned by the table's angles: feature i pairs with i + K/2. Without a table
     they are only taken apart. Backward packs the three gradients in one pass; with `lazy_grad`, for qkv (T, (heads
     + 2 * kv_heads) K), it hands a lazy tensor (ops.lazy_tensor) to the linear that made qkv."""
-    even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0
-    return _Rope.apply(qkv, heads, kv_heads, sequences, table, use_triton(kernels, qkv) and even, lazy_grad)
+    even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0  # heads of odd widths are the reference's
+    by = ROPE.choose(kernels if even else "plain", qkv)
+    return _Rope.apply(qkv, heads, kv_heads, sequences, table, by, lazy_grad)
+
+
+def table_for(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles for cases of qkv (T, heads, K)."""
+    return rotary_table(torch.arange(len(x), device=x.device) * 7, inverse_frequencies(x.shape[-1], 100.0), x.dtype)
+
+
+def _case(heads: int, kv_heads: int, sequences: int, rotate: bool = True) -> Callable[[Tensor, Kernels], Tensor]:
+    """What rope takes apart, packed again."""
+
+    def call(x: Tensor, kernels: Kernels) -> Tensor:
+        table = table_for(x) if rotate else None
+        return torch.cat(rope(x, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+ROPE = Op(
+    "rope",
+    "rotary position embedding, packed heads taken apart",
+    __name__,
+    ("pack_heads",),
+    (triton("phalanx.ops.dense.rope_kernel", shapes="even widths of heads"),),
+    cases=(
+        Case("rope", _case(3, 2, 2), ((10, 7, 6),)),
+        Case("rope, one head", _case(1, 1, 1), ((5, 3, 64),)),
+        Case("taking heads apart", _case(4, 4, 3, rotate=False), ((6, 12, 8),)),
+        Case("rope of 32 heads of 128", _case(32, 8, 1), ((1030, 48, 128),), large=True),
+    ),
+)

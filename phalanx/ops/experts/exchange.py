@@ -27,11 +27,11 @@ from torch.autograd import Function
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.experts.grouped import Later
-from phalanx.ops.experts.permute import combine_rows, gather_rows, gathered, plan_rows, row_weights, twins
-from phalanx.ops.experts.push import twins as push_twins
+from phalanx.ops.experts.permute import PERMUTE, combine_rows, gather_rows, gathered, plan_rows, row_weights
+from phalanx.ops.experts.push import PUSH
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.experts.spread import Spread
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Kernels
 
 Dispatch = Literal["allgather", "alltoall", "push"]
 Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None, int], Tensor]
@@ -73,8 +73,8 @@ class _Scatter(Function):
 class _All:
     """A carrier: tokens go to every rank, and from each come sums, needed or not."""
 
-    def __init__(self, axis: Axis, everyones: Work, triton: bool, in_order: bool = False):
-        self.axis, self.everyones, self.triton, self.in_order = axis, everyones, triton, in_order
+    def __init__(self, axis: Axis, everyones: Work, by: Any, in_order: bool = False):
+        self.axis, self.everyones, self.by, self.in_order = axis, everyones, by, in_order
 
     def tokens(self, x: Tensor) -> Any:
         """x (T, D) of each rank; `wait()` gives them all, (n T, D)."""
@@ -83,10 +83,10 @@ class _All:
     def sums(self, y: Tensor, rows: ExpertRows) -> Any:
         """The sum of each token's rows y (R, D); `wait()` gives the sum over ranks, (T, D), of this rank's tokens."""
         if self.in_order:
-            return Work(sum_scattered(twins(self.triton).sum_forward(y, None, rows), self.axis, True))
+            return Work(sum_scattered(self.by.sum_forward(y, None, rows), self.axis, True))
         scattering = self.axis.scatter(len(rows.row_TK), y.shape[1], y)
         for part, out in scattering.parts():
-            twins(self.triton).sum_forward(y, None, replace(rows, row_TK=rows.row_TK[part]), out)
+            self.by.sum_forward(y, None, replace(rows, row_TK=rows.row_TK[part]), out)
         return scattering
 
 
@@ -94,19 +94,19 @@ class _Chosen:
     """A carrier: tokens go where they have experts, and sums come back from there. Of the tokens that `wait()` gives
     only those are good."""
 
-    def __init__(self, axis: Axis, experts: Tensor, everyones: Work, spread: Spread, triton: bool):
-        self.axis, self.experts, self.everyones, self.spread, self.triton = axis, experts, everyones, spread, triton
+    def __init__(self, axis: Axis, experts: Tensor, everyones: Work, spread: Spread, by: tuple[Any, Any]):
+        """by: implementations of PERMUTE and PUSH."""
+        self.axis, self.experts, self.everyones, self.spread = axis, experts, everyones, spread
+        self.by, self.push = by
         self.share = spread.share(experts.shape[1])
 
     def tokens(self, x: Tensor) -> Any:
         to = self.axis.push(x.shape[0], x.shape[1], x, False, self.share)
-        return to.fill(lambda to: push_twins(self.triton).send_tokens(x, self.experts, self.spread, to))
+        return to.fill(lambda to: self.push.send_tokens(x, self.experts, self.spread, to))
 
     def sums(self, y: Tensor, rows: ExpertRows) -> Any:
         to, everyones = self.axis.push(len(self.experts), y.shape[1], y, True, self.share), self.everyones.wait()
-        return _Returning(
-            to.fill(lambda to: push_twins(self.triton).send_sums(y, rows, everyones, self.spread, to)), self
-        )
+        return _Returning(to.fill(lambda to: self.push.send_sums(y, rows, everyones, self.spread, to)), self)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class _Returning:
 
     def wait(self) -> Tensor:
         c = self.carrier
-        return push_twins(c.triton).add_sums(self.pushed.wait(), c.experts, c.spread)
+        total: Tensor = c.push.add_sums(self.pushed.wait(), c.experts, c.spread)
+        return total
 
 
 class _Arrive(Function):
@@ -128,7 +129,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, coming: Any, rows: ExpertRows, carrier: Any, later: Later, lazy: bool) -> Tensor:  # type: ignore[override]
         ctx.rows, ctx.carrier, ctx.later = rows, carrier, later
-        return gathered(coming.wait(), rows, carrier.triton, lazy)
+        return gathered(coming.wait(), rows, carrier.by, lazy)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -148,7 +149,7 @@ class _Leave(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gathered(ctx.carrier.tokens(dy).wait(), ctx.rows, ctx.carrier.triton, ctx.lazy), None, None, None
+        return gathered(ctx.carrier.tokens(dy).wait(), ctx.rows, ctx.carrier.by, ctx.lazy), None, None, None
 
 
 class _Swap(Function):
@@ -231,9 +232,8 @@ class AllGather(_Rows):
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         self.here = count // self.axes.ep.size
-        self.carrier = _All(
-            self.axes.experts, self.axes.experts.all_gather(experts), use_triton(kernels, self.x), self.sources > 0
-        )
+        everyones, by = self.axes.experts.all_gather(experts), PERMUTE.choose(kernels, self.x)
+        self.carrier = _All(self.axes.experts, everyones, by, self.sources > 0)
 
 
 class Push(_Rows):
@@ -244,7 +244,8 @@ class Push(_Rows):
         group, self.here = self.axes.experts, count // self.axes.ep.size
         spread = Spread(self.here, self.axes.etp.size, group.size, group.index)
         everyones = group.all_gather(experts, async_op=True)
-        self.carrier = _Chosen(group, experts, everyones, spread, use_triton(kernels, self.x))
+        by = PERMUTE.choose(kernels, self.x), PUSH.choose(kernels, self.x)
+        self.carrier = _Chosen(group, experts, everyones, spread, by)
         self.coming = self.carrier.tokens(self.x.detach())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def segments(ends: Tensor) -> list[slice]:
@@ -29,7 +29,7 @@ def segments(ends: Tensor) -> list[slice]:
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The reference implementation of kernels.grouped.grouped_product: rows (R, I) of expert e times weight[e] (I, O),
+    """Rows (R, I) of expert e times weight[e] (I, O),
     plus bias[e]."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
     if x.is_meta:
@@ -42,43 +42,29 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None
 
 
 def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """The reference implementation of kernels.grouped.add_grouped_product_: buffer[e] (O, I) += dy^T x over the rows of
+    """buffer[e] (O, I) += dy^T x over the rows of
     e, widened before multiplying."""
     for e, rows in enumerate(segments(ends)):
         buffer[e].addmm_(dy[rows].t().to(buffer.dtype), x[rows].to(buffer.dtype))
 
 
 def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
-    """The reference implementation of kernels.grouped.add_grouped_sum_: buffer[e] (O,) += the sum of the rows of e."""
+    """buffer[e] (O,) += the sum of the rows of e."""
     for e, rows in enumerate(segments(ends)):
         buffer[e] += dy[rows].sum(0, dtype=buffer.dtype)
 
 
-def _product(triton: bool, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    if triton:
-        from phalanx.ops.experts import grouped_kernel
-
-        return grouped_kernel.grouped_product(x, weight, ends, bias)
-    return grouped_product(x, weight, ends, bias)
-
-
-def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
+def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, by: Any) -> Tensor | None:
     """Account for the gradient dy^T x (E, O, I) of `param`; what a backward must return for it. See ops.dense.grads."""
     buffer = torch.zeros_like(param) if param.grad is None else param.grad
-    add_product = add_grouped_product_
-    if triton:
-        from phalanx.ops.experts.grouped_kernel import add_grouped_product_ as add_product
-    add_product(buffer, dy, x, ends)
+    by.add_grouped_product_(buffer, dy, x, ends)
     return buffer if param.grad is None else None
 
 
-def add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, triton: bool) -> Tensor | None:
-    """The same for the bias (E, O), the sum of each expert's rows of dy."""
+def add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, by: Any) -> Tensor | None:
+    """The same for the bias (E, O), the sum of each expert's rows of dy. `by`: an implementation of GROUPED."""
     buffer = torch.zeros_like(param) if param.grad is None else param.grad
-    add_sum = add_grouped_sum_
-    if triton:
-        from phalanx.ops.experts.grouped_kernel import add_grouped_sum_ as add_sum
-    add_sum(buffer, dy, ends)
+    by.add_grouped_sum_(buffer, dy, ends)
     return buffer if param.grad is None else None
 
 
@@ -90,23 +76,24 @@ class Later(list[Callable[[], Any]]):
 class _GroupedMatmul(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, triton: bool, later: Later | None
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, by: Any, later: Later | None
     ) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, ends)
         ctx.weight, ctx.bias = weight, bias  # the slots, read in backward; not the values, which may move
-        ctx.triton, ctx.later = triton, later
-        return _product(triton, x, weight.transpose(1, 2), ends, bias)
+        ctx.by, ctx.later = by, later
+        y: Tensor = by.grouped_product(x, weight.transpose(1, 2), ends, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, ends), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         need_x, need_w, _, need_b, _, _ = ctx.needs_input_grad
-        dx, dw = _product(ctx.triton, dy, weight, ends) if need_x else None, None
+        dx, dw = ctx.by.grouped_product(dy, weight, ends) if need_x else None, None
         if need_w and ctx.later is not None and weight.grad is not None:
-            ctx.later.append(partial(_add_grouped_grad, weight, dy, x, ends, ctx.triton))
+            ctx.later.append(partial(_add_grouped_grad, weight, dy, x, ends, ctx.by))
         elif need_w:
-            dw = _add_grouped_grad(weight, dy, x, ends, ctx.triton)
-        db = add_sum_grad(bias, dy, ends, ctx.triton) if need_b else None
+            dw = _add_grouped_grad(weight, dy, x, ends, ctx.by)
+        db = add_sum_grad(bias, dy, ends, ctx.by) if need_b else None
         return dx, dw, None, db, None, None
 
 
@@ -123,4 +110,27 @@ def grouped_matmul(
 
     With `later` the weight's gradient is put off to it, if it has a buffer to go to.
     """
-    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, use_triton(kernels, x_RI), later)
+    return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, GROUPED.choose(kernels, x_RI), later)
+
+
+def _case(x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    """Four experts, one without rows; the last seven rows are padding."""
+    rows = len(x) - 7
+    ends = torch.tensor([10, rows // 2, rows // 2, rows], dtype=torch.int32, device=x.device)
+    x = torch.where(torch.arange(len(x), device=x.device).unsqueeze(1) < rows, x, 0)
+    return grouped_matmul(x, weight, ends, kernels, bias)[:rows]
+
+
+WIDE = (torch.float16, torch.float32, torch.float64)  # interpreted, tl.dot multiplies bf16 as integers
+GROUPED = Op(
+    "grouped",
+    "the matmuls of many experts at once",
+    __name__,
+    ("grouped_product", "add_grouped_product_", "add_grouped_sum_"),
+    (triton("phalanx.ops.experts.grouped_kernel"),),
+    cases=(
+        Case("grouped matmul", _case, ((300, 72), (4, 40, 72), (4, 40)), (1, 2), WIDE),
+        Case("grouped matmul, odd widths", _case, ((120, 36), (4, 20, 36), (4, 20)), (1, 2), WIDE),
+        Case("grouped matmul of 2048", _case, ((1030, 2048), (4, 768, 2048), (4, 768)), (1, 2), large=True),
+    ),
+)

@@ -11,7 +11,6 @@ keep them zero, the fast ones leave in them what was there, and no op here reads
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +20,16 @@ from torch.autograd import Function
 
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> ExpertRows:
     """Rows of the experts first .. first + count - 1 among the choices (T, K); others (dropped pairs too) get none."""
-    if use_triton(kernels, experts_TK):
-        from phalanx.ops.experts import permute_kernel
+    return ExpertRows(*PERMUTE.choose(kernels, experts_TK).plan_forward(experts_TK, first, count, rows))
 
-        return ExpertRows(*permute_kernel.plan_rows(experts_TK, first, count, rows))
+
+def plan_forward(experts_TK: Tensor, first: int, count: int, rows: int) -> tuple[Tensor, ...]:
+    """The fields of ExpertRows, in their order."""
     pairs, slots = experts_TK.flatten() - first, experts_TK.shape[1]
     pairs = torch.where((pairs >= 0) & (pairs < count), pairs, count)
     by_expert, order = pairs.sort(stable=True)
@@ -42,7 +42,7 @@ def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Ke
     slot = torch.zeros(rows, dtype=torch.int64, device=pairs.device)
     filled = min(rows, len(order))
     slot[:filled] = torch.where(here, order, 0)[:filled]
-    return ExpertRows((slot // slots).int(), slot.int(), row.int().view_as(experts_TK), ends, wanted[-1])
+    return (slot // slots).int(), slot.int(), row.int().view_as(experts_TK), ends, wanted[-1]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -55,12 +55,12 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_forward(x: Tensor, rows: ExpertRows) -> Tensor:
-    """The reference implementation of kernels.permute.gather_forward."""
+    """(R, D): the token of each row; zeros in the padding."""
     return torch.where(rows.valid_R.unsqueeze(-1), _take(x, rows.source_R), 0)
 
 
 def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor | None = None) -> Tensor:
-    """The reference implementation of kernels.permute.sum_forward: (T, D) sum over slots, in their order, of each
+    """(T, D) sum over slots, in their order, of each
     pair's weight (or 1) times its row."""
     total = torch.zeros(len(rows.row_TK), y.shape[1], dtype=_wide(y), device=y.device)
     for k, row in enumerate(rows.row_TK.unbind(1)):
@@ -71,7 +71,7 @@ def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor
 
 
 def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
-    """The reference implementation of kernels.permute.weighted_backward: dy (R, D) = weight * dout of the row's token,
+    """dy (R, D) = weight * dout of the row's token,
     and dweights (T, K) = <y, dout>."""
     wide = _wide(y)
     dout_R = gather_forward(dout, rows).to(wide)
@@ -82,15 +82,6 @@ def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows
     return (dout_R * weight_R.unsqueeze(-1)).to(y.dtype), dweights.to(weights.dtype)
 
 
-def twins(triton: bool) -> Any:
-    """The module whose gather_forward, sum_forward and weighted_backward are to run."""
-    if triton:
-        from phalanx.ops.experts import permute_kernel
-
-        return permute_kernel
-    return sys.modules[__name__]
-
-
 @dataclass(frozen=True)
 class Gathered(LazySource):
     """The rows (R, D) of tokens x (T, D), not in memory: gathered by whoever casts them (kernels.quant_grouped), or
@@ -98,52 +89,50 @@ class Gathered(LazySource):
 
     x: Tensor
     rows: ExpertRows
-    kernels: Kernels = "auto"
+    by: Any
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows.source_R), self.x.shape[1]
 
     def tensor(self) -> Tensor:
-        return twins(use_triton(self.kernels, self.x)).gather_forward(self.x, self.rows)
+        made: Tensor = self.by.gather_forward(self.x, self.rows)
+        return made
 
 
-def gathered(x: Tensor, rows: ExpertRows, triton: bool, lazy: bool = False) -> Tensor:
-    """The rows (R, D) of tokens x (T, D); with `lazy` a lazy tensor (ops.lazy_tensor)."""
-    if lazy:
-        return LazyTensor(Gathered(x, rows, "triton" if triton else "plain"))
-    made: Tensor = twins(triton).gather_forward(x, rows)
-    return made
+def gathered(x: Tensor, rows: ExpertRows, by: Any, lazy: bool = False) -> Tensor:
+    """The rows (R, D) of tokens x (T, D), by an implementation of PERMUTE; with `lazy` a lazy tensor
+    (ops.lazy_tensor)."""
+    source = Gathered(x, rows, by)
+    return LazyTensor(source) if lazy else source.tensor()
 
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: ExpertRows, triton: bool, lazy: bool) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.triton = rows, triton
-        return gathered(x, rows, triton, lazy)
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows, by: Any, lazy: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.by = rows, by
+        return gathered(x, rows, by, lazy)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return twins(ctx.triton).sum_forward(dy, None, ctx.rows), None, None, None
+        return ctx.by.sum_forward(dy, None, ctx.rows), None, None, None
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: ExpertRows, triton: bool, lazy: bool) -> Tensor:  # type: ignore[override]
-        ctx.rows, ctx.triton, ctx.lazy = rows, triton, lazy
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: ExpertRows, by: Any, lazy: bool) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.by, ctx.lazy = rows, by, lazy
         if weights is not None:
             ctx.save_for_backward(y, weights)
-        return twins(triton).sum_forward(y, weights, rows)
+        total: Tensor = by.sum_forward(y, weights, rows)
+        return total
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, implementation = (
-            ctx.saved_tensors,
-            twins(ctx.triton),
-        )  # read once: reading may compute again what recompute dropped
+        saved = ctx.saved_tensors  # read once: reading may recompute
         if not saved:
-            return gathered(dout, ctx.rows, ctx.triton, ctx.lazy), None, None, None, None
-        return *implementation.weighted_backward(dout, *saved, ctx.rows), None, None, None
+            return gathered(dout, ctx.rows, ctx.by, ctx.lazy), None, None, None, None
+        return *ctx.by.weighted_backward(dout, *saved, ctx.rows), None, None, None
 
 
 class _RowWeights(Function):
@@ -165,7 +154,7 @@ def row_weights(weights_TK: Tensor, rows: ExpertRows) -> Tensor:
 def gather_rows(x_TD: Tensor, rows: ExpertRows, kernels: Kernels = "auto", lazy: bool = False) -> Tensor:
     """x (T, D) -> (R, D): the token of each row. lazy: whether the one reader takes a lazy tensor
     (ops.lazy_tensor)."""
-    return _GatherTokens.apply(x_TD, rows, use_triton(kernels, x_TD), lazy)
+    return _GatherTokens.apply(x_TD, rows, PERMUTE.choose(kernels, x_TD), lazy)
 
 
 def combine_rows(
@@ -184,4 +173,30 @@ def combine_rows(
     """
     if num_tokens != len(rows.row_TK):
         raise ValueError(f"the rows were planned for {len(rows.row_TK)} tokens, not {num_tokens}")
-    return _Combine.apply(y_RD, weights_TK, rows, use_triton(kernels, y_RD), lazy_grad)
+    return _Combine.apply(y_RD, weights_TK, rows, PERMUTE.choose(kernels, y_RD), lazy_grad)
+
+
+def _case(x: Tensor, weights: Tensor, kernels: Kernels, weigh: bool = True) -> Tensor:
+    """Tokens to experts 1 .. 6 of 8 and back; a pair dropped, too little room for the last."""
+    tokens, slots = weights.shape
+    pairs = torch.arange(tokens * slots, device=x.device).view(tokens, slots)
+    experts = (pairs * 5 + pairs // 8) % 8
+    experts[0, 0] = 8
+    rows = plan_rows(experts, 1, 6, 3 * tokens * slots // 4 - 2, kernels)
+    weights = weights if x.dtype == torch.float64 else weights.float()
+    return combine_rows(gather_rows(x, rows, kernels), weights if weigh else None, rows, tokens, kernels)
+
+
+PERMUTE = Op(
+    "permute",
+    "tokens gathered by expert, their rows summed back",
+    __name__,
+    ("plan_forward", "gather_forward", "sum_forward", "weighted_backward"),
+    (triton("phalanx.ops.experts.permute_kernel"),),
+    cases=(
+        Case("rows weighed", _case, ((23, 12), (23, 3))),
+        Case("rows wider than a program", _case, ((5, 4100), (5, 3))),
+        Case("rows summed", lambda x, w, k: _case(x, w, k, weigh=False) + 0 * w.sum(), ((23, 12), (23, 3))),
+        Case("rows of 2048", _case, ((1030, 2048), (1030, 4)), large=True),
+    ),
+)

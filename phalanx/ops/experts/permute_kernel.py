@@ -132,7 +132,7 @@ def _weighted_backward(
         tl.store(dweights + token * SLOTS + k, product.to(dweights.dtype.element_ty))
 
 
-def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def plan_forward(experts_TK: Tensor, first: int, count: int, rows: int) -> tuple[Tensor, ...]:
     """The fields of ops.experts.permute.ExpertRows, in their order."""
     experts, slots = experts_TK.contiguous(), experts_TK.shape[1]
     pairs, device = experts.numel(), experts.device

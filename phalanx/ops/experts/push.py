@@ -7,16 +7,15 @@ different experts, `here` each), K experts a token, R rows of this rank's expert
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from phalanx.ops.experts.permute import sum_forward
+from phalanx.ops.experts.permute import plan_rows, sum_forward
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.experts.spread import Buffers, Spread
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def goes_to(experts_TK: Tensor, spread: Spread, rank: int) -> Tensor:
@@ -25,7 +24,7 @@ def goes_to(experts_TK: Tensor, spread: Spread, rank: int) -> Tensor:
 
 
 def send_tokens(x: Tensor, experts_TK: Tensor, spread: Spread, to: Buffers) -> None:
-    """The reference implementation of kernels.push.send_tokens: x (T, D) to this rank's part on each rank that a token
+    """x (T, D) to this rank's part on each rank that a token
     has an expert on."""
     for rank in range(spread.ranks):
         part = to.part(rank)
@@ -33,8 +32,7 @@ def send_tokens(x: Tensor, experts_TK: Tensor, spread: Spread, to: Buffers) -> N
 
 
 def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
-    """The reference implementation of kernels.push.send_sums: of each token with an expert here the sum of its rows (R,
-    D), to the rank it is of.
+    """Of each token with an expert here the sum of its rows (R, D), to the rank it is of.
 
     `everyones` (N * T, K) and `rows`: of all ranks' tokens. A token whose rows had no room gets zeros.
     """
@@ -45,7 +43,7 @@ def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to
 
 
 def add_sums(parts: Tensor, experts_TK: Tensor, spread: Spread) -> Tensor:
-    """The reference implementation of kernels.push.add_sums: (T, D) the sums (N * T, D) that came back for each token,
+    """(T, D) the sums (N * T, D) that came back for each token,
     added in rank order, fp32 or wider."""
     tokens = len(experts_TK)
     total = torch.zeros(
@@ -60,10 +58,44 @@ def add_sums(parts: Tensor, experts_TK: Tensor, spread: Spread) -> Tensor:
     return total.to(parts.dtype)
 
 
-def twins(triton: bool) -> Any:
-    """The module whose send_tokens, send_sums and add_sums are to run."""
-    if triton:
-        from phalanx.ops.experts import push_kernel
+@dataclass(frozen=True)
+class LocalBuffers:
+    """For cases: the buffers of several ranks in one process, as rank 0 sees them."""
 
-        return push_kernel
-    return sys.modules[__name__]
+    wholes: tuple[Tensor, ...]
+    tokens: int
+    index: int = 0
+    first: int = 0
+
+    @property
+    def addresses(self) -> Tensor:
+        return torch.tensor([whole.data_ptr() for whole in self.wholes], device=self.wholes[0].device)
+
+    def part(self, rank: int) -> Tensor:
+        return self.wholes[rank][: self.tokens]
+
+
+def _case(x: Tensor, kernels: Kernels) -> Tensor:
+    """Tokens with two of four experts on two ranks: what is sent to each, and sums sent back and added."""
+    x, tokens = x.detach(), len(x)
+    by, spread = PUSH.choose(kernels, x), Spread(2, 1, 2, 0)
+    numbers = torch.arange(tokens, device=x.device)
+    experts = torch.stack([numbers % 4, numbers // 2 % 5], 1)
+    everyones = torch.cat((experts, experts.flip(0)))
+    sent, back = (LocalBuffers(x.new_zeros(2, 2 * tokens, x.shape[1]).unbind(), tokens) for _ in range(2))
+    by.send_tokens(x, experts, spread, sent)
+    rows = plan_rows(everyones, spread.first, spread.here, 4 * tokens, "plain")
+    y = torch.cat((x, x, -x, x))[rows.source_R % tokens]
+    by.send_sums(y, rows, everyones, spread, back)
+    return torch.cat((*sent.wholes, *back.wholes, by.add_sums(torch.cat((x, 2 * x)), experts, spread)))
+
+
+PUSH = Op(
+    "push",
+    "tokens written into the memory of the ranks of their experts",
+    __name__,
+    ("send_tokens", "send_sums", "add_sums"),
+    (triton("phalanx.ops.experts.push_kernel"),),
+    switches=("permute",),
+    cases=(Case("push", _case, ((11, 33),)),),
+)

@@ -9,17 +9,17 @@ token, S sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from phalanx.base.rng import MASK, key_of, philox
 from phalanx.ops.experts.router import Router
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,13 @@ def route(
         raise ValueError(
             "a forced choice of experts is drawn by sample ids and positions (`rows`), and none were given"
         )
-    if use_triton(kernels, logits_TE):
-        return Choice(*_Route.apply(logits_TE, router, bias_E, rows, layer))
+    return Choice(*ROUTE.choose(kernels, logits_TE).choose_experts(logits_TE, router, bias_E, rows, layer))
+
+
+def choose_experts(
+    logits_TE: Tensor, router: Router, bias_E: Tensor | None, rows: tuple[Tensor, Tensor] | None, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of Choice, in their order, as of `route`; gradients to the logits."""
     logits = wide(logits_TE)
     all_scores = F.softmax(logits, -1) if router.score == "softmax" else torch.sigmoid(logits)
     if router.forced == "balanced" and rows is not None:
@@ -77,33 +82,7 @@ def route(
     if router.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     probabilities = all_scores if router.score == "softmax" else all_scores / (all_scores.sum(-1, keepdim=True) + 1e-20)
-    return Choice(experts, weights * router.scale if router.scale != 1.0 else weights, probabilities)
-
-
-class _Route(Function):
-    """The Triton implementation: the router of `route` in one kernel each way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, router: Router, bias: Tensor | None, rows: Any, layer: int
-    ) -> tuple[Tensor, ...]:  # type: ignore[override]
-        from phalanx.ops.experts.route_kernel import route_forward
-
-        experts, weights, scores = route_forward(logits, router, bias, rows, layer)
-        ctx.save_for_backward(logits, experts)
-        ctx.router = router
-        ctx.mark_non_differentiable(experts)
-        ctx.set_materialize_grads(False)
-        return experts, weights, scores
-
-    @staticmethod
-    def backward(
-        ctx: Any, dexperts: None, dweights: Tensor | None, dscores: Tensor | None
-    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from phalanx.ops.experts.route_kernel import route_backward
-
-        logits, experts = ctx.saved_tensors
-        return route_backward(dweights, dscores, logits, experts, ctx.router), None, None, None, None
+    return experts, weights * router.scale if router.scale != 1.0 else weights, probabilities
 
 
 def best_experts(ranks_TE: Tensor, router: Router, bias_E: Tensor | None) -> Tensor:
@@ -275,3 +254,35 @@ def dropping(choice: Choice, kept_TK: Tensor, experts: int) -> Choice:
         experts_TK=torch.where(kept_TK, choice.experts_TK, experts),
         weights_TK=torch.where(kept_TK, choice.weights_TK, 0),
     )
+
+
+def _case(router: Router) -> Callable[..., Tensor]:
+    """Weights and probabilities by number of expert. Logits far from each other, so that rounding changes no choice."""
+
+    def call(logits: Tensor, kernels: Kernels) -> Tensor:
+        steps = torch.arange(logits.numel(), device=logits.device).view_as(logits) * 7 % 16
+        choice = route(logits * 0.01 + steps.to(logits.dtype) / 4, router, kernels=kernels)
+        weights = torch.zeros_like(choice.scores_TE).scatter(1, choice.experts_TK, choice.weights_TK)
+        return torch.cat((weights, choice.scores_TE), 1)
+
+    return call
+
+
+WIDE = (torch.float32, torch.float64)
+ROUTE = Op(
+    "route",
+    "the experts of each token, their weights and probabilities",
+    __name__,
+    ("choose_experts",),
+    (triton("phalanx.ops.experts.route_kernel"),),
+    cases=(
+        Case("softmax before choosing", _case(Router(3, 8)), ((37, 8),), dtypes=WIDE),
+        Case(
+            "sigmoid, groups",
+            _case(Router(2, 8, "sigmoid", scale=2.5, groups=4, top_groups=2)),
+            ((37, 8),),
+            dtypes=WIDE,
+        ),
+        Case("128 experts", _case(Router(8, 128)), ((1030, 128),), dtypes=(torch.float32,), large=True),
+    ),
+)

@@ -3,12 +3,13 @@ outputs to the logits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import Function
 
 from phalanx.base.rng import key_of
 from phalanx.ops.kernel_tools import triton_wide, wide_of
@@ -264,3 +265,33 @@ def route_backward(
             **c,
         )
     return dlogits
+
+
+class _Route(Function):
+    """The router of ops.experts.route in one kernel each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, router: Router, bias: Tensor | None, rows: Any, layer: int
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
+        experts, weights, scores = route_forward(logits, router, bias, rows, layer)
+        ctx.save_for_backward(logits, experts)
+        ctx.router = router
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
+        return experts, weights, scores
+
+    @staticmethod
+    def backward(
+        ctx: Any, dexperts: None, dweights: Tensor | None, dscores: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, experts = ctx.saved_tensors
+        return route_backward(dweights, dscores, logits, experts, ctx.router), None, None, None, None
+
+
+def choose_experts(
+    logits: Tensor, router: Router, bias: Tensor | None, rows: tuple[Tensor, Tensor] | None, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ops.experts.route.choose_experts."""
+    experts, weights, scores = _Route.apply(logits, router, bias, rows, layer)
+    return experts, weights, scores

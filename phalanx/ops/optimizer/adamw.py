@@ -1,5 +1,5 @@
-"""AdamW over flat tensors: on a GPU one pass over memory (kernels.adamw), elsewhere torch's fused kernel; and the
-reference of both.
+"""AdamW over flat tensors: on a GPU one pass over memory (adamw_kernel.py), elsewhere torch's fused kernel; and the
+formula of both.
 
 The same call scales and clips the gradient, writes the low-precision weights and sets the gradient back to zero.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.optimizer.moments import Narrow
 from phalanx.ops.optimizer.shard import keep, widened
 
@@ -47,23 +47,13 @@ def adamw_(
     m, v moving averages of g, g^2; p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps); out = p; grad =
     0.
     """
-    if not parts:
-        return
+    if parts:
+        ADAMW.choose(kernels, parts[0].master).update_(parts, step, options, factor, skip)
+
+
+def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
+    """As `adamw_`, by torch's fused kernel."""
     o = options
-    if use_triton(kernels, parts[0].master):
-        from phalanx.ops.optimizer.adamw_kernel import adamw_flat_
-
-        t = step.double()
-        kept = torch.full_like(t, 1 - o.lr * o.decay)
-        scalars = torch.stack((factor.double(), o.lr / (1 - o.beta1**t), (1 - o.beta2**t).rsqrt(), kept, skip.double()))
-        for p in parts:
-            if isinstance(p.m, Narrow) and isinstance(p.v, Narrow):
-                from phalanx.ops.optimizer.moments_kernel import adamw_narrow_
-
-                adamw_narrow_(p.master, p.grad, p.m, p.v, p.out, scalars, step, o.beta1, o.beta2, o.eps)
-            else:
-                adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)  # type: ignore[arg-type]
-        return
     ms, vs = (
         [widened(p.m, p.master.dtype) for p in parts],
         [widened(p.v, p.master.dtype) for p in parts],
@@ -97,7 +87,7 @@ def adamw_(
 
 
 def adamw_reference_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
-    """The reference of `adamw_`."""
+    """The formula of `adamw_`, for comparisons."""
     o, t = options, step.item()
     for p in parts:
         g = p.grad * factor.to(p.grad.dtype)
@@ -114,3 +104,24 @@ def adamw_reference_(parts: list[AdamRange], step: Tensor, options: AdamOptions,
         p.master.addcdiv_(m / (1 - o.beta1**t), (v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
         if p.out is not None:
             p.out.copy_(p.master)
+
+
+def _case(p: Tensor, g: Tensor, m: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
+    """Three steps; the gradient comes back in the fourth column, zero."""
+    p, g, m, v = (t.detach().clone() for t in (p, g, m, v.abs()))
+    scalars = [torch.tensor(x, device=p.device) for x in (3.0, 0.3, 0.0)]
+    for number in range(3):
+        g.copy_(p + number)
+        part = AdamRange(p, g, m, v)
+        adamw_([part], scalars[0] + number, AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1), scalars[1], scalars[2], kernels)
+    return torch.stack((p, m, v, g))
+
+
+ADAMW = Op(
+    "adamw",
+    "AdamW over flat ranges",
+    __name__,
+    ("update_",),
+    (triton("phalanx.ops.optimizer.adamw_kernel"),),
+    cases=(Case("adamw", _case, ((2050,),) * 4, dtypes=(torch.float32, torch.float64)),),
+)

@@ -3,11 +3,15 @@ zero."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
+from phalanx.ops.optimizer.moments import Narrow
+from phalanx.ops.optimizer.moments_kernel import adamw_narrow_
 
 BLOCK = 1024
 
@@ -44,6 +48,18 @@ def _adamw(
         if COPY:
             tl.store(out + i, x.to(tl.float32).to(out.dtype.element_ty), mask=mask)
     tl.store(g + i, zero, mask=mask)
+
+
+def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
+    """As ops.optimizer.adamw.update_."""
+    o, t = options, step.double()
+    kept = torch.full_like(t, 1 - o.lr * o.decay)
+    scalars = torch.stack((factor.double(), o.lr / (1 - o.beta1**t), (1 - o.beta2**t).rsqrt(), kept, skip.double()))
+    for p in parts:
+        if isinstance(p.m, Narrow) and isinstance(p.v, Narrow):
+            adamw_narrow_(p.master, p.grad, p.m, p.v, p.out, scalars, step, o.beta1, o.beta2, o.eps)
+        else:
+            adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)  # type: ignore[arg-type]
 
 
 def adamw_flat_(

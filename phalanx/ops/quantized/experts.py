@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
+from phalanx.ops.dense.activation import GATED, GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.dense.gate import Gate
-from phalanx.ops.experts.grouped import Later, add_sum_grad, segments
+from phalanx.ops.experts.grouped import GROUPED, Later, add_sum_grad, segments
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.lazy_tensor import source_of
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Kernels, Op, triton
 from phalanx.ops.quantized.linear import DY, W, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import (
     Block,
@@ -133,6 +133,24 @@ def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> None:
         first += -(-(rows.stop - rows.start) // PLACE) * PLACE
 
 
+QUANT_ROWS = Op(
+    "quant_rows",
+    "casts to FP8 of rows sorted by expert, and of experts' weights",
+    __name__,  # the kernels fuse methods of ExpertQuantizer
+    (),
+    (triton("phalanx.ops.quantized.quantize_grouped_kernel", shapes="not float64"),),
+    switches=("quant",),
+)
+QUANT_PRODUCTS = Op(
+    "quant_products",
+    "matmuls of many experts at once, of FP8 values",
+    __name__,
+    ("product", "add_product_"),
+    (triton("phalanx.ops.quantized.grouped_gemm_kernel", shapes="not float64"),),
+    switches=("quant",),
+)
+
+
 class ExpertQuantizer(WeightQuantizer):
     """What a stack of experts' matrices (E, out, in) keeps beside it. `cut`: which dim of a matrix, 0 or 1, is cut
     over etp."""
@@ -186,9 +204,8 @@ class ExpertQuantizer(WeightQuantizer):
 
     def _whole(self, x: Source) -> bool:
         """Whether codes of it can be made as it is made."""
-        from phalanx.ops.quantized.quantize_grouped_kernel import takes
-
-        return takes(x, self.recipe.tokens)
+        taken: bool = QUANT_ROWS.implementations[0].load().takes(x, self.recipe.tokens)
+        return taken
 
     def cast(
         self,
@@ -268,8 +285,7 @@ class ExpertQuantizer(WeightQuantizer):
     def _cast_by_triton(
         self, which: int, x: Source, ends: Tensor, tiles: int, cut: int | None, into: Any
     ) -> tuple[Scaled, Scaled]:
-        from phalanx.ops.quantized import quantize_grouped_kernel as kernels
-
+        kernels = QUANT_ROWS.implementations[0].load()
         first = second = None
         if self._given(which):
             mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
@@ -283,7 +299,9 @@ class ExpertQuantizer(WeightQuantizer):
         else:
             mode = kernels.SQUARES if which == W else kernels.BLOCKS
         counts = None if self.counts is None else self.counts[which]
-        return kernels.cast_both(x, ends, tiles, self._format(which), mode, first, second, counts, into)
+        format = self._format(which)
+        made: tuple[Scaled, Scaled] = kernels.cast_both(x, ends, tiles, format, mode, first, second, counts, into)
+        return made
 
     def _compare(self, amax: Tensor, which: int, cut: bool, whole: bool = False) -> Tensor:
         """The largest amax, in place, of the ranks that hold other parts of what shares a scale: of `whole` tensors
@@ -292,14 +310,18 @@ class ExpertQuantizer(WeightQuantizer):
             return self.everyone.all_reduce(amax, "max").wait()
         return self.axes.etp.all_reduce(amax, "max").wait() if cut else amax
 
+    def _products(self, weight: Tensor) -> Any:
+        """The kernels of these matmuls; None: they are made of plain ones."""
+        exact = self.recipe.emulated or weight.dtype == torch.float64
+        return None if exact else QUANT_PRODUCTS.fast(self.kernels, weight)
+
     def times_weight(
         self, a: Scaled, weight: Tensor, ends: Tensor, dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         """Rows a (R, in) -> (R, out): times their expert's matrix, transposed, plus its bias."""
         b = self.quantized(weight)[0]
-        if self._triton(weight):
-            from phalanx.ops.quantized import grouped_gemm_kernel as kernels
-
+        kernels = self._products(weight)
+        if kernels is not None:
             return kernels.product(a, b, ends, dtype, bias, self.fast_forward)
         count, outer, inner = weight.shape
         group = torch.arange(count, device=ends.device).repeat_interleave(outer)
@@ -313,9 +335,8 @@ class ExpertQuantizer(WeightQuantizer):
     def times_transposed(self, a: Scaled, weight: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows a (R, out) -> (R, in): times their expert's matrix."""
         b = self.quantized(weight)[1]
-        if self._triton(weight):
-            from phalanx.ops.quantized import grouped_gemm_kernel as kernels
-
+        kernels = self._products(weight)
+        if kernels is not None:
             return kernels.product_of_padded(a, b, ends, dtype, self.fast_backward)
         count, outer, inner = weight.shape
         if weight.is_meta:
@@ -328,9 +349,8 @@ class ExpertQuantizer(WeightQuantizer):
     def add_grads(self, weight: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> Tensor | None:
         """Account for dy x^T of each expert; what a backward must return for the weight. See ops.dense.grads."""
         buffer = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if self._triton(weight):
-            from phalanx.ops.quantized import grouped_gemm_kernel as kernels
-
+        kernels = self._products(weight)
+        if kernels is not None:
             kernels.add_product_(buffer, dy, x, ends, self.fast_backward)
         else:
             add_product_(buffer, dy, x, ends)
@@ -372,7 +392,7 @@ class _QuantizedGroupedMatmul(Function):
             ctx.later.append(grads)
         elif need_w:
             dw = grads()
-        db = add_sum_grad(bias, dy, ends, use_triton(quantizer.kernels, dy)) if need_b else None
+        db = add_sum_grad(bias, dy, ends, GROUPED.choose(quantizer.kernels, dy)) if need_b else None
         return dx, dw, None, db, None, None
 
 
@@ -429,7 +449,7 @@ class _QuantizedGroupedMLP(Function):
 def use_quantized_grouped_mlp(quantizers: tuple[ExpertQuantizer, ExpertQuantizer], kernels: Kernels, x: Tensor) -> bool:
     """Whether experts whose matrices have these quantizers, and no biases, are one op: casts by Triton. `kernels`: of
     the activation."""
-    return all(quantizer.by_triton(x) for quantizer in quantizers) and use_triton(kernels, x)
+    return all(quantizer.by_triton(x) for quantizer in quantizers) and GATED.fast(kernels, x) is not None
 
 
 def quantized_grouped_mlp(

@@ -18,12 +18,12 @@ from torch.autograd import Function
 
 from phalanx.base.rng import key_of
 from phalanx.comm.axis import Axis, ModelAxes
-from phalanx.ops.dense.activation import Gated, GatedGrad
+from phalanx.ops.dense.activation import GATED, Gated, GatedGrad
 from phalanx.ops.dense.grads import add_grad, add_product_grad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.lazy_tensor import source_of
-from phalanx.ops.op import Kernels, use_triton
+from phalanx.ops.op import Kernels, Op, triton
 from phalanx.ops.quantized.gemm import add_fast_product_, fast_product
 from phalanx.ops.quantized.recipes import (
     Format,
@@ -38,11 +38,29 @@ from phalanx.ops.quantized.recipes import (
 )
 from phalanx.ops.quantized.rounding import Key, mixed, signs_of
 from phalanx.ops.quantized.scale_blocks import Blocks
+from phalanx.ops.quantized.stored import STORED
 
 Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
 TENSORS = ("activations", "weights", "gradients")
 X, W, DY = range(3)
 Accumulate = Literal["mixed", "fast", "precise"]
+
+
+QUANT = Op(
+    "quant",
+    "casts to FP8 with their scales",
+    "phalanx.ops.quantized.recipes",  # where casts are defined; the kernels fuse methods of WeightQuantizer
+    (),
+    (triton("phalanx.ops.quantized.quantize_kernel", shapes="not float64"),),
+)
+QUANT_EMULATED = Op(
+    "quant_emulated",
+    "casts of the emulated recipes mxfp8 and nvfp4",
+    "phalanx.ops.quantized.recipes",
+    (),
+    (triton("phalanx.ops.quantized.emulated", shapes="not float64; blocks along lines"),),
+    switches=("quant",),
+)
 
 
 class WeightQuantizer:
@@ -114,6 +132,11 @@ class WeightQuantizer:
     def by_triton(self, weight: Tensor) -> bool:
         return self._triton(weight)
 
+    def stored_by(self, weight: Tensor) -> Any:
+        """The implementation of STORED for what is kept of this weight."""
+        exact = self.recipe.emulated or weight.dtype == torch.float64
+        return STORED.choose("plain" if exact else self.kernels, weight)
+
     def quantized(self, weight: Tensor) -> tuple[Scaled, Scaled]:
         """Of the weight (out, in) for forward, and of its transpose (in, out) for the gradient of the input."""
         if self._quantized is None:
@@ -184,23 +207,19 @@ class WeightQuantizer:
 
     def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
         """The Triton implementation of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
-        if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64 or not use_triton(self.kernels, x):
+        if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64:
             return None
-        from phalanx.ops.quantized import emulated
-
-        return emulated
+        return QUANT_EMULATED.fast(self.kernels, x)
 
     def _takes(self, x: Source) -> bool:
-        from phalanx.ops.quantized.quantize_kernel import takes
-
-        return takes(x, self.recipe.tokens)
+        taken: bool = QUANT.implementations[0].load().takes(x, self.recipe.tokens)
+        return taken
 
     def _cast(
         self, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None
     ) -> tuple[Scaled, Scaled]:
         """As `both`, by Triton."""
-        from phalanx.ops.quantized import quantize_kernel as kernels
-
+        kernels = QUANT.implementations[0].load()
         recipe, format = self.recipe, self._format(which)
         first = second = None
         if self._given(which):
@@ -214,9 +233,10 @@ class WeightQuantizer:
             self._largest(second, which, cut == 0, True)
         else:
             mode = kernels.SQUARES if which == W else kernels.BLOCKS
-        return kernels.cast_both(
+        made: tuple[Scaled, Scaled] = kernels.cast_both(
             x, format, mode, first, second, turn, counts=None if self.counts is None else self.counts[which], into=into
         )
+        return made
 
     def _format(self, which: int) -> Format:
         return self.recipe.backward if which == DY else self.recipe.forward
@@ -230,7 +250,7 @@ class WeightQuantizer:
         return self.recipe.delayed and self.multiplier is not None and not self.current
 
     def _triton(self, x: Tensor) -> bool:
-        return not self.recipe.emulated and x.dtype != torch.float64 and use_triton(self.kernels, x)
+        return not self.recipe.emulated and x.dtype != torch.float64 and QUANT.fast(self.kernels, x) is not None
 
     def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
         """The largest amax, in place, of the ranks that hold other parts of what shares a scale: cut over tp, and,
@@ -268,8 +288,7 @@ class WeightQuantizer:
         """The transposed matrix in its own memory."""
         if not self._triton(q.scales):
             return q.transposed()
-        from phalanx.ops.quantized.quantize_kernel import transposed
-
+        transposed = QUANT.implementations[0].load().transposed
         return Scaled(transposed(q.quantized), q.scales.t().contiguous(), (q.block[1], q.block[0]))
 
 
@@ -473,7 +492,8 @@ def quantized_matmul_scatter(
 def use_quantized_gated_mlp(quantizers: tuple[WeightQuantizer, WeightQuantizer], kernels: Kernels, x: Tensor) -> bool:
     """Whether an MLP whose weights have these quantizers is one op: what it saves is saved, casts by Triton.
     `kernels`: of SwiGLU."""
-    return all(use_triton(quantizer.kernels, x) for quantizer in quantizers) and use_triton(kernels, x)
+    casts = all(QUANT.fast(quantizer.kernels, x) is not None for quantizer in quantizers)
+    return casts and GATED.fast(kernels, x) is not None
 
 
 def quantized_gated_mlp(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.ops.quantized.quantize_kernel import transposed
 from phalanx.ops.quantized.quantize_tile import abs_bits, count_losses, format_constants, store_quantized
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def _cast_run(
 
 
 def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: torch.dtype) -> None:
+    if not len(x):
+        return
     sizes, lines = _sizes(first, x, blocks)
     _largest[(_programs(x),)](
         x, bits, *sizes, LINES=lines, GROUP=GROUP, GROUPS=GROUPS, DTYPE=_triton_of(dtype), num_warps=WARPS
@@ -146,6 +149,8 @@ def cast_run_(
     counts: Tensor | None,
     bits: Tensor | None,
 ) -> None:
+    if not len(x):
+        return
     programs = _programs(x)
     sizes, lines = _sizes(first, x, blocks)
     _cast_run[(programs,)](
@@ -165,6 +170,10 @@ def cast_run_(
         num_warps=WARPS,
         **format_constants(format, x),
     )
+
+
+def turn_(out: Tensor, quantized: Tensor) -> None:
+    transposed(quantized, out)
 
 
 def _programs(x: Tensor) -> int:
