@@ -24,7 +24,8 @@ import torch
 from phalanx.base.placement import Placement
 from phalanx.bench.step import LR, batches_of, joined, long_enough, timed_steps
 from phalanx.comm.mesh import many_queues
-from phalanx.config.read import load_run, to_dict
+from phalanx.config.read import load_run
+from phalanx.config.write import to_dict
 from phalanx.engine.build import choices
 from phalanx.engine.step import train_step
 from phalanx.forecast.flops import step_flops

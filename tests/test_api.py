@@ -285,3 +285,12 @@ def test_a_guard_that_rolls_back_rewinds_the_batches(tmp_path):
     again = [step for step in seen if seen.count(step) > 1]
     assert seen[-1] == 10 and again[:2] == [5, 6] and sorted(losses(folder)) == list(range(1, 11))
     assert "rolled back to" in (folder / "log.txt").read_text()
+
+
+def test_training_imports_nothing_that_it_may_not_need():
+    """Reading configs (pydantic, ruamel), the report (jinja2) and a recompute budget (Triton) are paid by who uses
+    them."""
+    code = "import phalanx.training.main, sys; print(*{'jinja2', 'pydantic', 'ruamel', 'triton'} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -20,10 +20,11 @@ from phalanx.base import tree
 from phalanx.base.errors import ConfigError
 from phalanx.cli.main import cli
 from phalanx.cli.verbs import as_overrides
-from phalanx.config.read import load_run, read, save_run
+from phalanx.config.read import load_run, read
 from phalanx.config.run import Run
 from phalanx.config.schema import config_schema
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, VALUES
+from phalanx.config.write import save_run
 from tests.test_cli import CONFIG, ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("tiny_*.yaml"))

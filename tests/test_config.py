@@ -17,8 +17,9 @@ from phalanx.base import tree
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.config.check import Facts
 from phalanx.config.limits import check_limits
-from phalanx.config.read import explain, load_run, read, recipes, save_run, to_dict, to_yaml
+from phalanx.config.read import explain, load_run, read, recipes
 from phalanx.config.run import Run
+from phalanx.config.write import save_run, to_dict, to_yaml
 from phalanx.forecast import check as checks
 from phalanx.forecast.check import check, raise_problems
 

@@ -22,8 +22,8 @@ from phalanx.base.journal import Journal
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.config.read import save_run
 from phalanx.config.run import LogConfig, Run
+from phalanx.config.write import save_run
 from phalanx.observe.metrics import Counters, Reporter, Speed
 from phalanx.observe.step_line import FIRST_S, LATER_S, SOON_S, ConsolePace, short, step_line
 from phalanx.training import loop

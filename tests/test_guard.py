@@ -18,8 +18,9 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.config.read import load_run, to_dict
+from phalanx.config.read import load_run
 from phalanx.config.run import GuardConfig
+from phalanx.config.write import to_dict
 from phalanx.engine.guard import FLOOR, Guard
 from phalanx.engine.replicas import check_replicas, fold
 from phalanx.launch.local import start

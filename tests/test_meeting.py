@@ -23,8 +23,9 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.comm.axis import Axis
-from phalanx.config.read import load_run, to_yaml
+from phalanx.config.read import load_run
 from phalanx.config.run import Fp8Config, RampConfig, Run, token_count
+from phalanx.config.write import to_yaml
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.index import CorpusWriter
 from phalanx.engine.meeting import Identity, compare, identity, problems

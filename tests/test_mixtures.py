@@ -19,8 +19,9 @@ from phalanx.base.errors import ConfigError, DataError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.comm.mesh import Mesh
-from phalanx.config.read import explain, load_run, to_dict
+from phalanx.config.read import explain, load_run
 from phalanx.config.run import LogConfig, RampConfig, Run, TrainConfig
+from phalanx.config.write import to_dict
 from phalanx.data.check import check
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.index import Corpus, CorpusWriter

@@ -17,8 +17,9 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.config.check import Facts
-from phalanx.config.read import explain, load_run, read, save_run
+from phalanx.config.read import explain, load_run, read
 from phalanx.config.run import Run
+from phalanx.config.write import save_run
 from phalanx.forecast.check import check
 from phalanx.text.tokenizers import load_tokenizer
 from phalanx.training.main import train

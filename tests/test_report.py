@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.config.read import save_run
 from phalanx.config.run import LogConfig
+from phalanx.config.write import save_run
 from phalanx.observe.curves import LEFT, POINTS, Curve, Plot, draw, smoothed, ticks
 from phalanx.observe.report import what_was_set, write_report
 from phalanx.observe.starts import HIDDEN, read_starts, redacted

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError, create_model
-
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.registry import near
 from phalanx.base.tree import type_text
@@ -22,6 +20,8 @@ class NoFields:
 
 def made_of(config: type, at: str, given: Mapping[str, Any]) -> Any:
     """The dataclass `config` of these values. ConfigError with every problem. `at`: the key above them."""
+    from pydantic import ConfigDict, ValidationError, create_model  # start-up time: most runs have none of these
+
     known = {f.name: f for f in dataclasses.fields(config)}
     hint: Any = config
     section = create_model("Section", __config__=ConfigDict(strict=True, extra="forbid"), fields=(hint, ...))

@@ -80,6 +80,19 @@ class Choices:
     known: Callable[[], Mapping[str, type]]
 
 
+@dataclass(frozen=True)
+class FromText:
+    """Metadata of a field (`Annotated[int, FromText(read)]`) whose value is given to `read` before its type is checked,
+    so that it may be written as text."""
+
+    read: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core import core_schema  # start-up time: configs made in Python do without
+
+        return core_schema.no_info_before_validator_function(self.read, handler(source))
+
+
 def hints(cls: type) -> Mapping[str, Any]:
     """The type of each field, of one with Choices their union."""
     found = _hints_and_choices(cls)

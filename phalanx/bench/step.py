@@ -21,8 +21,9 @@ from phalanx.base.sizes import size_text
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.timing import Times
 from phalanx.comm.mesh import leave_world
-from phalanx.config.read import load_run, to_dict
+from phalanx.config.read import load_run
 from phalanx.config.run import Run
+from phalanx.config.write import to_dict
 from phalanx.data.loader import Prefetcher, train_loader
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.meeting import device_of, identity, join

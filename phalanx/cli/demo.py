@@ -77,7 +77,8 @@ def settings(gpu: bool, ranks: int) -> dict[str, Any]:
 @click.option("--dir", "folder", default="runs/demo", show_default=True, help="The run's folder.")
 @click.argument("overrides", nargs=-1)
 def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
-    from phalanx.config.read import load_run, save_run
+    from phalanx.config.read import load_run
+    from phalanx.config.write import save_run
     from phalanx.text.prepare import demo_data
 
     machine = describe_machine("auto")

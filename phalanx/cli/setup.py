@@ -15,8 +15,9 @@ from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli.torchrun import explain_end
 from phalanx.config.check import Facts
-from phalanx.config.read import COMMAND_LINE, Loaded, read, to_dict
+from phalanx.config.read import COMMAND_LINE, Loaded, read
 from phalanx.config.run import Run
+from phalanx.config.write import to_dict
 from phalanx.forecast.capacity import DoesNotFit
 from phalanx.forecast.check import check, raise_problems
 from phalanx.launch.env import describe_machine, read_placement

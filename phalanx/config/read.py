@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
-import io
 import json
 import os
 import re
@@ -35,7 +34,8 @@ from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, said_of
-from phalanx.config.validate import build, close_to, copied, families, near_keys, plain
+from phalanx.config.validate import build, close_to, copied, families, near_keys
+from phalanx.config.write import plain, to_dict
 from phalanx.models.registry import SEAM, load_family
 
 COMMAND_LINE, NOBODY = "command line", "the defaults"
@@ -172,25 +172,6 @@ def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
     except RegisteredTwice as error:
         return [Problem("model.family", name, f"must be one of a kind: {error}")]
     return []
-
-
-def to_dict(run: Run) -> dict[str, Any]:
-    """Plain values, every field written out; tuples become lists."""
-    return plain(dataclasses.asdict(run))
-
-
-def save_run(run: Run, path: str | Path) -> None:
-    """Write the resolved config; loading the file gives an equal Run."""
-    partial = Path(path).with_suffix(".partial")
-    partial.write_text(to_yaml(run), encoding="utf-8")
-    os.replace(partial, path)  # a run may be started from this very file, and killed here
-
-
-def to_yaml(run: Run) -> str:
-    yaml, out = YAML(typ="safe", pure=True), io.StringIO()
-    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
-    yaml.dump(to_dict(run), out)
-    return out.getvalue()
 
 
 def explain(key: str) -> str:

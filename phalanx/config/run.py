@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
-
 from phalanx.base import tree
 from phalanx.base.records import SEAM as SINK
 from phalanx.base.registry import lasting
@@ -37,7 +35,7 @@ def token_count(value: Any) -> Any:
     return int(number) if number == int(number) else value
 
 
-TokenCount = Annotated[int, BeforeValidator(token_count)]
+TokenCount = Annotated[int, tree.FromText(token_count)]
 
 BUDGET_AT = 6  # the step of a run (or of its continuation) whose time is told; the one before it warms the profiler up
 

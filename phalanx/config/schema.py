@@ -7,8 +7,6 @@ import json
 import typing
 from typing import Any
 
-from pydantic import BeforeValidator
-
 from phalanx.base import tree
 from phalanx.config.model_source import FROM
 from phalanx.config.run import Run
@@ -111,4 +109,4 @@ def describe_fields(place: dict[str, Any], cls: type) -> None:
 
 def is_read_from_text(hint: Any) -> bool:
     """Whether a value of another type is turned into this one before it is checked."""
-    return any(isinstance(m, BeforeValidator) for m in getattr(hint, "__metadata__", ()))
+    return any(isinstance(m, tree.FromText) for m in getattr(hint, "__metadata__", ()))

@@ -21,6 +21,7 @@ from phalanx.base.errors import Problem
 from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
+from phalanx.config.write import plain
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
@@ -335,9 +336,3 @@ def _repair(data: dict[str, Any], steps: list[str], broken: Problem, kind: str) 
 
 def copied(data: Any) -> Any:
     return {k: copied(v) for k, v in data.items()} if isinstance(data, Mapping) else data
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, (tuple, list)) else value

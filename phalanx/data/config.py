@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
-
 from phalanx.base.registry import lasting
+from phalanx.base.tree import FromText
 
 
 def words(value: Any) -> Any:
@@ -22,7 +21,7 @@ def words(value: Any) -> Any:
     return value
 
 
-Prefixes = Annotated[tuple[str, ...], BeforeValidator(words)]
+Prefixes = Annotated[tuple[str, ...], FromText(words)]
 
 
 def is_number(word: str) -> bool:

@@ -27,8 +27,8 @@ from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
 from phalanx.comm.mesh import Mesh, init_world, local_device
-from phalanx.config.read import to_dict
 from phalanx.config.run import Run
+from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig, is_number
 from phalanx.data.index import Corpus
 from phalanx.forecast.capacity import DoesNotFit

@@ -23,8 +23,8 @@ from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, leave_world
-from phalanx.config.read import to_dict
 from phalanx.config.run import Run, TrainConfig
+from phalanx.config.write import to_dict
 from phalanx.data.config import prefixes_and_weights
 from phalanx.data.files import TOKENIZER_FILES
 from phalanx.data.loader import Loader, valid_loaders, whole_loaders

@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
@@ -71,6 +70,10 @@ class _Trace(Recompute):
     of them alive."""
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import (
+            FlopCounterMode,  # it imports Triton: start-up time, needed by a budget alone
+        )
+
         super().__init__()
         self.counter, self.sent = FlopCounterMode(display=False), lambda: 0.0
         self.ran: list[_Ran] = []

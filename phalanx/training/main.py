@@ -31,8 +31,8 @@ from phalanx.checkpoint.trust import open_to_all
 from phalanx.comm.health.heartbeat import Heartbeat
 from phalanx.comm.mesh import leave_world
 from phalanx.config.model_source import keep
-from phalanx.config.read import save_run, to_dict
 from phalanx.config.run import Run, checkpoints_of
+from phalanx.config.write import save_run, to_dict
 from phalanx.data.background import BackgroundCheck
 from phalanx.data.loader import Loader
 from phalanx.engine.build import State, build, choices, init_weights
@@ -43,7 +43,6 @@ from phalanx.forecast.flops import flops_of, mfu_text
 from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
 from phalanx.observe.out_of_memory import reported
-from phalanx.observe.report import write_report
 from phalanx.observe.sinks import STEP_LINE, Sinks
 from phalanx.observe.starts import note_start
 from phalanx.observe.step_line import StepLines
@@ -232,6 +231,8 @@ def keep_config(run: Run, path: Path, log: Log) -> None:
 
 def report_at_the_end(folder: Path, log: Log) -> None:
     """A run that is done is done, whatever its report meets."""
+    from phalanx.observe.report import write_report  # jinja2 and ruamel: start-up time
+
     try:
         log.say(f"report {write_report(folder)}")
     except OSError as error:

@@ -24,8 +24,8 @@ from phalanx.base.log import Log
 from phalanx.base.version import VERSION
 from phalanx.checkpoint.hf import differences
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.config.read import to_dict
 from phalanx.config.run import Run
+from phalanx.config.write import to_dict
 from phalanx.data.loader import Loader
 from phalanx.data.sources import MockSource, Source
 

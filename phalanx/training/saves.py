@@ -19,8 +19,8 @@ from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import SaveOutcome, Saver
 from phalanx.comm.host import host_axis
 from phalanx.config.model_source import has_tokenizer, source_of
-from phalanx.config.read import to_dict
 from phalanx.config.run import checkpoints_of
+from phalanx.config.write import to_dict
 from phalanx.engine.build import State
 from phalanx.observe.metrics import Counters
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer

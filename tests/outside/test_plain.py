@@ -11,8 +11,9 @@ import pytest
 
 from phalanx.base.errors import CheckpointError, ConfigError
 from phalanx.checkpoint.hf import from_hf, read_folder
-from phalanx.config.read import load_run, to_dict
+from phalanx.config.read import load_run
 from phalanx.config.run import Run, TrainConfig
+from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import plan_text
