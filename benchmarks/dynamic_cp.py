@@ -202,7 +202,7 @@ def measure(
         ):  # the first compiles kernels and is not counted
             began = time.perf_counter()
             for group in groups:
-                losses.append(train_step(state, [replace(b, _derived={}) for b in group], 1e-4).loss)
+                losses.append(train_step(state, [replace(b, _made={}) for b in group], 1e-4).loss)
             wait(mesh.device)
             now = time.perf_counter()
             times = torch.tensor([now - began, now - options.began], dtype=torch.float64, device=mesh.device)

@@ -115,9 +115,9 @@ def test_spans_are_the_documents():
     runs = [(a, b) for a, b in itertools.pairwise(spans.offsets.tolist()) if b > a]
     assert runs == [(0, 2), (2, 3), (3, 6), (6, 7), (7, 8)] and len(spans.offsets) == 10 and not spans.whole
     assert spans.offsets.dtype == torch.int32 and spans.longest == 4
-    whole = spans_of(replace(batch, documents=None, _derived={}))
+    whole = spans_of(replace(batch, documents=None, _made={}))
     assert whole.offsets.tolist() == [0, 4, 8] and whole.whole
-    assert len(spans_of(replace(batch, most_documents=0, _derived={})).offsets) == 9  # not counted: one for each token
+    assert len(spans_of(replace(batch, most_documents=0, _made={})).offsets) == 9  # not counted: one for each token
 
 
 def test_room_for_documents_is_enough_and_seldom_grows():

@@ -28,7 +28,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.recompute import OPS, PRESETS, Recompute
 from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import Plan, make_blocks, num_blocks
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import Batch, PerBatch
 from tests.parity import MODELS, base_run, sample_batch
 from tests.test_plan import MODELS as WIDER
 from tests.weights import with_memory
@@ -367,3 +367,12 @@ def test_a_budget_in_a_layout(ranks):
     assert [r["losses"] for r in truth] == [r["losses"] for r in found] and [r["norms"] for r in truth] == [
         r["norms"] for r in found
     ]
+
+
+def test_what_is_made_of_a_batch_is_made_once_for_its_owner():
+    batch, one, other = sample_batch([0], False), PerBatch[list[int]](), PerBatch[list[int]]()
+    made = one.of(batch, lambda: [1], "by")
+    assert one.of(batch, lambda: [2], "by") is made and one.of(batch, lambda: [3], "else") == [3]
+    assert other.of(batch, lambda: [4], "by") == [4] and one.of(sample_batch([0], False), lambda: [5], "by") == [5]
+    batch.forget()
+    assert one.of(batch, lambda: [6], "by") == [6]

@@ -122,7 +122,7 @@ def rotary_with(positions: Callable[[Batch], torch.Tensor]) -> list[Change]:
     real = Rotary.table
 
     def table(self: Rotary, batch: Batch, dtype: torch.dtype) -> Any:
-        return real(self, replace(batch, positions=positions(batch), _derived={}), dtype)
+        return real(self, replace(batch, positions=positions(batch), _made={}), dtype)
 
     return [(Rotary, "table", table)]
 
@@ -355,7 +355,7 @@ def wider_window_over_the_cut() -> list[Change]:
 
 
 def documents_end_at_no_cut() -> list[Change]:
-    return masks(lambda batch, window: (replace(batch, documents=None, _derived={}), window))
+    return masks(lambda batch, window: (replace(batch, documents=None, _made={}), window))
 
 
 def keys_of_the_rank_on_the_other_side() -> list[Change]:

@@ -33,12 +33,13 @@ from phalanx.ops.experts.grouped import Later
 from phalanx.ops.experts.permute import PERMUTE
 from phalanx.ops.experts.route import BalanceSums, Choice
 from phalanx.ops.experts.router import Router
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import IGNORE, Batch, PerBatch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
 # Summed over tokens: nats of the router's probabilities, the losses, pairs that found no room with their expert, pairs
 # that found none on its rank (the step is then wrong, and done again), 1.
 TALLIED = ("entropy", "balance", "z", "dropped", "missing", "tokens")
+SHARES, LOSS_TOKENS = PerBatch[Tensor](), PerBatch[Tensor]()
 MISSING = TALLIED.index("missing") - len(TALLIED)
 
 
@@ -427,13 +428,13 @@ def shares_of_runs(batch: Batch) -> Tensor:
         )  # whole numbers: any order gives the same
         return tokens / tokens.sum().clamp_min(1)
 
-    return batch.derive("shares of runs", shares)
+    return SHARES.of(batch, shares)
 
 
 def loss_weight(batch: Batch) -> Tensor:
     """() what the mean loss of this micro-batch counts in the gradient: its tokens with a loss, over those of the
     global batch."""
-    tokens = batch.derive("tokens with a loss", lambda: (batch.uncut.labels != IGNORE).sum())
+    tokens = LOSS_TOKENS.of(batch, lambda: (batch.uncut.labels != IGNORE).sum())
     return tokens if batch.loss_seed is None else tokens * batch.loss_seed
 
 

@@ -20,7 +20,9 @@ from phalanx.nn.linear import ReplicatedLinear
 from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.moe import Attach
 from phalanx.nn.norm import RMSNorm
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import IGNORE, Batch, PerBatch
+
+SHIFTED = PerBatch[tuple[Tensor, Tensor]]()
 
 
 class Depth(Module):
@@ -69,7 +71,7 @@ class MultiTokenPrediction(Block):
         share = unit * (self.weight / len(self.depths))
         state, loss = h, h.new_zeros((), dtype=torch.float32)
         for k, depth in enumerate(self.depths, 1):
-            tokens, labels = batch.derive(("ahead", k), partial(shifted, batch, k))
+            tokens, labels = SHIFTED.of(batch, partial(shifted, batch, k), k)
             state = self._hidden(depth, state, self.embed(tokens), batch)
             further = batch.with_loss(labels, None if batch.loss_seed is None else share)
             loss = loss + self.head.loss(state, further)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import Rotation
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import Batch, PerBatch
+
+TABLES = PerBatch[tuple[Tensor, Tensor]]()
 
 
 class Rotary:
@@ -27,4 +29,4 @@ class Rotary:
     def table(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin (T, dim / 2) of the batch's positions, times the scaling's factor."""
         inv, factor = self.frequencies(batch.seq_length, batch.positions.device)
-        return batch.derive(("rotary", self.rotation, dtype), lambda: rotary_table(batch.positions, inv, dtype, factor))
+        return TABLES.of(batch, lambda: rotary_table(batch.positions, inv, dtype, factor), self.rotation, dtype)

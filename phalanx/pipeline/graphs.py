@@ -295,7 +295,7 @@ class Graphs(Eager):
                 for f in fields(batch)
                 if isinstance(getattr(batch, f.name), Tensor)
             }
-            slot = _Slot(replace(batch, **{**tensors, "loss_seed": self._seed, "_derived": {}}), self.device.pool())
+            slot = _Slot(replace(batch, **{**tensors, "loss_seed": self._seed, "_made": {}}), self.device.pool())
             self._slots.setdefault(kind, []).append(slot)
             return kind, slot
         slot = free.pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,30 @@ def room_for_documents(count: int, tokens: int) -> int:
 def usual_documents(tokens: int) -> int:
     """Documents of 512 tokens each."""
     return max(1, tokens // 512)
+
+
+Made = TypeVar("Made")
+
+
+class PerBatch(Generic[Made]):
+    """Something that is made of a batch once, for all layers that need it: a rotary table, a mask. Whoever makes it
+    owns it: `TABLE = PerBatch[Tensor]()`. The batch keeps it until it forgets."""
+
+    def of(self, batch: Batch, make: Callable[[], Made], *by: Hashable) -> Made:
+        """What `make` makes of the batch, made once for each `by`."""
+        made, key = batch._made, (self, *by)
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+
+NUM_REAL = PerBatch[Tensor]()
+SEQUENCE_NUMBERS = PerBatch[Tensor]()
+PLACES = PerBatch[Tensor]()
+PIECES = PerBatch["tuple[Batch, ...]"]()
+UNCUT = PerBatch["Batch"]()
+AMONG = PerBatch["Batch"]()
+PLACES_OF_BALANCED = PerBatch[Tensor]()
 
 
 @dataclass(frozen=True)
@@ -95,34 +119,29 @@ class Batch:
     balanced: Tensor | None = None
     shared: tuple[SharedDocument, ...] = ()
     piece: bool = False
-    _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def derive(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` makes of this batch, made once: every layer uses the same rotary table or mask."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]
+    _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """By owner (PerBatch)."""
 
     def forget(self) -> None:
-        """Free what was derived; done when the last block of this rank is through with the batch."""
-        self._derived.clear()
+        """Free what was made of it; done when the last block of this rank is through with the batch."""
+        self._made.clear()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds: its own and what was derived."""
+        """All that it holds: its own and what was made of it."""
         own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
-        made = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
+        made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
         return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
 
     @property
     def derived_bytes(self) -> int:
-        tensors = [t for made in self._derived.values() for t in (made if isinstance(made, tuple) else (made,))]
+        tensors = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
         return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
 
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
         """The same tokens with other labels (T,) and another gradient of their summed loss; what was derived is not
         shared."""
-        return replace(self, labels=labels, loss_seed=seed, _derived={})
+        return replace(self, labels=labels, loss_seed=seed, _made={})
 
     @property
     def _rows(self) -> list[str]:
@@ -132,7 +151,7 @@ class Batch:
     def num_real(self) -> Tensor | int:
         """Tokens of the whole micro-batch that are not padding."""
         whole = self.uncut.real
-        return self.all_tokens if whole is None else self.derive("real tokens", lambda: whole.sum())
+        return self.all_tokens if whole is None else NUM_REAL.of(self, whole.sum)
 
     @property
     def runs(self) -> tuple[Tensor, int]:
@@ -140,8 +159,8 @@ class Batch:
         and how many there may be."""
         if self.documents is not None:
             return self.documents, self.room_for_documents
-        number = self.derive(
-            "sequences", lambda: self.take(torch.arange(self.all_tokens, device=self.tokens.device) // self.seq_length)
+        number = SEQUENCE_NUMBERS.of(
+            self, lambda: self.take(torch.arange(self.all_tokens, device=self.tokens.device) // self.seq_length)
         )
         return number, self.num_sequences
 
@@ -172,8 +191,8 @@ class Batch:
     @property
     def places(self) -> Tensor:
         """(T,) place of each token in its sequence (positions restart at documents; places do not)."""
-        return self.derive(
-            "places",
+        return PLACES.of(
+            self,
             lambda: self.take(torch.arange(self.seq_length, device=self.tokens.device).repeat(self.num_sequences)),
         )
 
@@ -246,7 +265,7 @@ class Batch:
     def pieces(self) -> tuple[Batch, ...]:
         """What attention of a dealt batch is computed over, in the order of its tokens: this part of each shared
         document, and what is all here."""
-        return self.derive("pieces", self._make_pieces)
+        return PIECES.of(self, self._make_pieces)
 
     def _make_pieces(self) -> tuple[Batch, ...]:
         pieces, at = [], 0
@@ -267,9 +286,7 @@ class Batch:
         if self.whole is None:
             return self
         rows: dict[str, Any] = dict(zip(self._rows, self.whole))
-        return self.derive(
-            "uncut", lambda: replace(self, **rows, part=WHOLE, whole=None, balanced=None, shared=(), _derived={})
-        )
+        return UNCUT.of(self, lambda: replace(self, **rows, part=WHOLE, whole=None, balanced=None, shared=(), _made={}))
 
     def among(self, run: int) -> Batch:
         """The batch of the part that this one and its neighbours, `run` of them, are together; what it derives is
@@ -277,15 +294,13 @@ class Batch:
         if run == 1 or self.whole is None:
             return self
         return (
-            self.uncut
-            if run == self.part.count
-            else self.derive(("among", run), lambda: self._another(self.part.among(run)))
+            self.uncut if run == self.part.count else AMONG.of(self, lambda: self._another(self.part.among(run)), run)
         )
 
     def _another(self, part: SequenceShard) -> Batch:
         """Another part of the same sequences."""
         taken: dict[str, Any] = dict(zip(self._rows, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
-        return replace(self, **taken, part=part, _derived={})
+        return replace(self, **taken, part=part, _made={})
 
     def take(self, x: Tensor, part: SequenceShard | None = None) -> Tensor:
         """This part (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
@@ -305,7 +320,7 @@ class Batch:
         a dealt batch: all parts."""
         if self.balanced is not None:
             whole = torch.cat([piece[:size] for piece, size in zip(pieces, self._sizes(self.part.count))])
-            return whole[self.derive("places of dealt", lambda: torch.argsort(self.balanced))]  # type: ignore[arg-type]
+            return whole[PLACES_OF_BALANCED.of(self, self.balanced.argsort)]
         first, second = list[Tensor](), list[Tensor]()
         for part, piece in zip(parts, pieces):
             runs = [len(run) for run in part.runs(self.seq_length)]
@@ -324,4 +339,4 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved, _derived={})
+        return replace(self, **moved, _made={})

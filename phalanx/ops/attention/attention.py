@@ -21,7 +21,7 @@ from phalanx.base.rng import keep_mask
 from phalanx.ops.attention.flash import flash_attention, spans_of, use_flash, use_torch_flash
 from phalanx.ops.attention.sinks import attention_with_sinks
 from phalanx.ops.op import Kernels
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import Batch, PerBatch
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Kind:
 
 
 CAUSAL = Kind()
+MASKS, BLOCK_MASKS = PerBatch[Tensor](), PerBatch[Tensor]()
 
 
 def attention(
@@ -102,7 +103,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind, window
     k, v = (
         torch.cat((F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), t), -2).flatten(0, 1) for t in (k, v)
     )  # the block before, its own
-    mask = batch.derive(("attention mask in blocks", window, q.dtype), lambda: _make_block_mask(batch, window, q.dtype))
+    mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, q.dtype), window, q.dtype)
     out = _attend(q.flatten(0, 1), k, v, mask, kind.scale, sinks)
     return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
 
@@ -147,7 +148,7 @@ def attention_with_dropout(
 def _mask(batch: Batch, window: int | None, dtype: torch.dtype) -> Tensor:
     """(sequences or 1, 1, L, S) for the L queries that are here of each sequence and all S keys: 0 where query i may
     read key j (j <= i, i - j < window, and the same document), -inf elsewhere."""
-    return batch.derive(("attention mask", window, dtype), lambda: _additive(_visible(batch, window), dtype))
+    return MASKS.of(batch, lambda: _additive(_visible(batch, window), dtype), window, dtype)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

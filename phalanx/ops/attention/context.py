@@ -34,7 +34,7 @@ from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.experts.exchange import gather, swap
 from phalanx.ops.op import Case, Kernels, Op, triton
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import Batch, PerBatch
 from phalanx.sequence.shard import SequenceShard
 
 Form = Literal["ring", "allgather"]
@@ -208,14 +208,16 @@ def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
     return slice(ends[first], ends[last + 1])
 
 
+MASKS_BY_SOURCE = PerBatch[tuple[Tensor, Tensor]]()
+SEGMENTS_BY_SOURCE = PerBatch[tuple[Tensor, Tensor, Tensor]]()
+
+
 def mask_of(
     batch: Batch, source: SequenceShard, block: QueryKeyBlock, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
     queries) read nothing."""
-    return batch.derive(
-        ("mask of a block", source, window, dtype), lambda: _make_mask(batch, source, block, window, dtype)
-    )
+    return MASKS_BY_SOURCE.of(batch, lambda: _make_mask(batch, source, block, window, dtype), source, window, dtype)
 
 
 def _make_mask(
@@ -244,9 +246,7 @@ def segments_of(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tu
     another part's keys a block has those alone that are before all of its queries (zig-zag): only in this part's own
     block is anything inside a document hidden.
     """
-    of_queries, of_keys, blind = batch.derive(
-        ("segments of a block", source), lambda: _find_segments(batch, source, block)
-    )
+    of_queries, of_keys, blind = SEGMENTS_BY_SOURCE.of(batch, lambda: _find_segments(batch, source, block), source)
     sizes = (block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
     return Segments(of_queries, of_keys, *sizes), blind
 

@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import Implementation, Kernels, Op, Package
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import Batch, PerBatch
 
 aten = torch.ops.aten
 # on lengths: with 1 and shared keys torch's kernels believe that every span has exactly one query, and fail where one
@@ -89,9 +89,12 @@ class Spans:
     whole: bool
 
 
+SPANS = PerBatch[Spans]()
+
+
 def spans_of(batch: Batch) -> Spans:
     """The sequences of a batch, or its documents."""
-    return batch.derive("spans", lambda: _find_spans(batch))
+    return SPANS.of(batch, lambda: _find_spans(batch))
 
 
 def _find_spans(batch: Batch) -> Spans:
