@@ -8,8 +8,9 @@
     px.train(run)
 
 and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
-and `@px.optimizer` for optimizers, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
-`@px.source` for samples, `px.Callback` for programs that listen.
+and `@px.optimizer` for optimizers, `px.TokenObjective`, `px.SequenceObjective` and `@px.objective` for losses,
+`px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and `@px.source` for samples, `px.Callback` for
+programs that listen.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from phalanx.config.run import Run
     from phalanx.data.own_source import DataSource, SourceStart, source
     from phalanx.models.family import Family
+    from phalanx.nn.objective import SequenceObjective, TokenObjective, objective
+    from phalanx.ops.dense.token_loss import LogitStats
     from phalanx.ops.optimizer.state import Moment
     from phalanx.optim.config import OptimConfig
     from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
@@ -34,6 +37,7 @@ PUBLIC = {
     "Callback": "phalanx.training.callbacks",
     "DataSource": "phalanx.data.own_source",
     "Family": "phalanx.models.family",
+    "LogitStats": "phalanx.ops.dense.token_loss",
     "Moment": "phalanx.ops.optimizer.state",
     "OptimConfig": "phalanx.optim.config",
     "Optimizer": "phalanx.optim.optimizer",
@@ -41,11 +45,14 @@ PUBLIC = {
     "Record": "phalanx.base.records",
     "Row": "phalanx.base.records",
     "Run": "phalanx.config.run",
+    "SequenceObjective": "phalanx.nn.objective",
     "Sink": "phalanx.base.records",
     "SinkStart": "phalanx.base.records",
     "SourceStart": "phalanx.data.own_source",
+    "TokenObjective": "phalanx.nn.objective",
     "check": "phalanx.api",
     "load": "phalanx.api",
+    "objective": "phalanx.nn.objective",
     "optimizer": "phalanx.optim.optimizer",
     "plan": "phalanx.api",
     "session": "phalanx.api",
@@ -57,6 +64,7 @@ __all__ = [
     "Callback",
     "DataSource",
     "Family",
+    "LogitStats",
     "Moment",
     "OptimConfig",
     "Optimizer",
@@ -64,12 +72,15 @@ __all__ = [
     "Record",
     "Row",
     "Run",
+    "SequenceObjective",
     "Sink",
     "SinkStart",
     "SourceStart",
+    "TokenObjective",
     "__version__",
     "check",
     "load",
+    "objective",
     "optimizer",
     "plan",
     "session",

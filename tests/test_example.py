@@ -51,9 +51,9 @@ def started(script: Path, *words: str, ranks: int = 1) -> list[str]:
     return outputs
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder: Path, name: str = "loss") -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row[name] for row in rows if name in row]
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp"])
@@ -67,6 +67,18 @@ def test_own_loop(tmp_path, layout):
     assert losses(tmp_path / "two") == pytest.approx(alone, abs=5e-5) and "done step=20" in first and not other
     started(SCRIPT, f"dir={tmp_path}/alone", f"layout.{layout}=2", "train.steps=22", ranks=2)
     assert len(losses(tmp_path / "alone")) == 22
+
+
+def test_custom_loss(tmp_path):
+    """The z-loss is in the loss, which falls, and is that of one process."""
+    script = EXAMPLES / "custom_loss.py"
+    [said] = started(script, f"dir={tmp_path}/alone")
+    alone, nll, log_z = (losses(tmp_path / "alone", name) for name in ("loss", "task/nll", "task/log_z"))
+    assert len(alone) == 20 and alone[-1] < alone[0] - 0.2 and "done step=20" in said and "log_z=" in said
+    assert alone == pytest.approx([n + 0.01 * z * z for n, z in zip(nll, log_z)], abs=0.02)  # the square of the mean
+    started(script, f"dir={tmp_path}/two", "layout.tp=2", ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(alone, abs=5e-5)
+    assert "name: __main__:ZLoss" in (tmp_path / "alone/config.yaml").read_text()
 
 
 def test_example_is_short():

@@ -88,7 +88,7 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     fields = [key for key in fields if section != "model" or key.owner is type(base.model)] or [
         k for k in tree.keys(Run) if k.path == section
     ]
-    fields = [key for key in fields if key.path != "optim.name"]  # another one would need another class
+    fields = [key for key in fields if key.path not in ("optim.name", "task.name")]  # others need other classes
     key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
     if key.path == "model.family":

@@ -399,7 +399,7 @@ def balance_of_this_rank() -> list[Change]:
 
 
 def balance_weighs_the_part() -> list[Change]:
-    def weight(batch: Batch) -> torch.Tensor:
+    def weight(batch: Batch, objective: Any) -> torch.Tensor:
         tokens = (batch.labels != IGNORE).sum() * batch.part.count
         return tokens if batch.loss_seed is None else tokens * batch.loss_seed
 

@@ -15,13 +15,13 @@ import importlib
 import inspect
 import pkgutil
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from phalanx.base.errors import PhalanxError, Problem
+from phalanx.base.errors import ConfigError, PhalanxError, Problem
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -68,6 +68,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
             }
         ),
+        "objective": MappingProxyType({"pretrain": "phalanx.engine.objectives.pretrain:Pretrain"}),
     }
 )
 """Our own, by seam and name: `module:NAME`."""
@@ -161,6 +162,28 @@ def names(seam: str) -> tuple[str, ...]:
 def configs(seam: str) -> tuple[type, ...]:
     """The config dataclasses of our own of a seam, each once."""
     return tuple(dict.fromkeys(find(seam, name).Config for name in BUILT_IN[seam]))
+
+
+Section = TypeVar("Section")
+
+
+def completed(section: str, config: Section, base: type, find_named: Callable[[str], Any]) -> Section:
+    """The section with the fields of what its `name` names, at their defaults where only shared ones (those of `base`)
+    are given; the name is one by which other processes find it too. ConfigError if there is none of that name, or the
+    fields are those of another."""
+    name: str = config.name  # type: ignore[attr-defined]
+    try:
+        cls = find_named(name).Config
+    except NotFound as error:
+        raise ConfigError([error.problem(f"{section}.name", name)]) from error
+    seam: str = vars(base)["seam"]
+    lasting = name if name in BUILT_IN[seam] else path_of(seam, name)
+    if type(config) is not cls and type(config) is not base:
+        rule = f"takes the fields of {cls.__name__}, not of {type(config).__name__}: set the name of its {seam}"
+        raise ConfigError([Problem(f"{section}.name", name, rule)])
+    if type(config) is cls and name == lasting:
+        return config
+    return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | {"name": lasting})  # type: ignore[arg-type]
 
 
 def registered(seam: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profil
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
+from phalanx.nn.objective import SequenceObjective, find_objective
 from phalanx.nn.recompute import OPS as RECOMPUTED
 from phalanx.ops.attention.flash import flash_fits
 from phalanx.ops.dense.gated_mlp import gated_mlp_fits
@@ -94,6 +95,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
         *check_batch(run, facts),
         *check_device(run, facts),
         *check_optim(run.optim, steps=run.train.last_step),
+        *check_task(run),
         *check_data(run.data, evaluates=evaluates, files=facts.files),
         *check_checkpoint(run.checkpoint, files=facts.files),
         *check_log(run, facts),
@@ -115,6 +117,24 @@ def check_train(run: Run) -> list[Problem]:
     if c.eval_interval is None:
         found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
     return found + check_loss_scale(run) + check_recompute(run)
+
+
+def check_task(run: Run) -> list[Problem]:
+    """The objective's own rules, and what it needs of model and data."""
+    kind, config = find_objective(run.task.name), run.task
+    found = kind.check(config)
+    if not issubclass(kind, SequenceObjective):
+        return found
+    if kind.needs_reference:
+        rule = "needs a reference model beside the one that is trained, which comes with fine-tuning"
+        found.append(problem("task", config, "name", rule, {}, ()))
+    if run.model.predict_layers:
+        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        found.append(problem("task", config, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
+    if not run.data.inside_documents:
+        rule = "must be true with an objective that compares documents"
+        found.append(problem("data", run.data, "document_attention", rule, {"task.name": config.name}, (True,)))
+    return found
 
 
 def check_length(run: Run) -> list[Problem]:

@@ -17,6 +17,7 @@ SECTIONS = {
     "model": "what is computed: family and sizes, with Hugging Face's field names",
     "train": "how long, batches, precision, seed, evaluation",
     "layout": "where: tensor, pipeline, context and expert parallelism, sharding (ZeRO 0-3, FSDP)",
+    "task": "what is minimised: the objective and its own fields",
     "optim": "optimizer and learning-rate schedule",
     "data": "token files or text, mixture, split, validation sets, tokenizer",
     "checkpoint": "when to save, what to keep, where to start",

@@ -146,7 +146,7 @@ def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
 
 def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Where a config may name code of a package: the key, the name, and what a person types after `key=`."""
-    for key in ("model.family", "optim.name", "data.source"):
+    for key in ("model.family", "optim.name", "task.name", "data.source"):
         section, name = key.split(".")
         values = data.get(section)
         value = values.get(name) if isinstance(values, Mapping) else None

@@ -18,6 +18,7 @@ from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import configs
+from phalanx.nn.objective import TaskConfig, completed_task
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import completed
 
@@ -247,6 +248,7 @@ class Run:
     model: Annotated[ModelConfig, tree.Choices(configs)]
     train: TrainConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     optim: OptimConfig = field(default_factory=lambda: completed(OptimConfig()))
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -263,6 +265,7 @@ class Run:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "optim", completed(self.optim))
+        object.__setattr__(self, "task", completed_task(self.task))
 
 
 def checkpoints_of(run: Run) -> Path:

@@ -10,9 +10,7 @@ from typing import Any
 from phalanx.base import tree
 from phalanx.config.model_source import FROM
 from phalanx.config.run import Run
-from phalanx.config.validate import families, run_schema
-from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import find_optimizer
+from phalanx.config.validate import NAMED, families, named_sections, run_schema
 
 MEANING = " ".join(FROM.splitlines()[1].split())
 
@@ -23,8 +21,7 @@ def schema_text() -> str:
 
 def config_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of a YAML config."""
-    optim: Any = find_optimizer(OptimConfig.name).Config
-    made = run_schema(optim).model_json_schema(mode="validation")
+    made = run_schema(named_sections({})[0]).model_json_schema(mode="validation")
     for name, family in families().items():  # of another package its type is any text
         says = made["$defs"][family.__name__]["properties"]["family"]
         if "const" not in says and "enum" not in says:
@@ -34,7 +31,7 @@ def config_schema() -> dict[str, Any]:
         if place is not None:
             describe_fields(place, cls)
     allow_folders(made)
-    allow_optimizers(made)
+    allow_named(made)
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Phalanx config",
@@ -68,11 +65,11 @@ def allow_folders(made: dict[str, Any]) -> None:
     made["else"] = {"required": ["model"], "properties": {"model": {"anyOf": [whole, {"required": ["from"]}]}}}
 
 
-def allow_optimizers(made: dict[str, Any]) -> None:
-    """The optimizer of a package of the user's adds keys that are not known here."""
-    ours = made["properties"]["optim"]
+def allow_named(made: dict[str, Any]) -> None:
+    """An optimizer or objective of a package of the user's adds keys that are not known here."""
     foreign = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
-    made["properties"]["optim"] = {"anyOf": [ours, foreign]}
+    for section in NAMED:
+        made["properties"][section] = {"anyOf": [made["properties"][section], foreign]}
 
 
 def sections_of(cls: type) -> list[type]:

@@ -11,7 +11,8 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError, create_model
@@ -22,9 +23,14 @@ from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
 from phalanx.config.write import plain
+from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
+# sections whose fields follow from a `name` in them: what all have, and how the rest is found
+NAMED: Mapping[str, tuple[Any, Callable[[str], Any]]] = MappingProxyType(
+    {"optim": (OptimConfig, find_optimizer), "task": (TaskConfig, find_objective)}
+)
 NO_MODEL = (
     "is required: a family and its sizes (model.family=llama model.hidden_size=64 ...; `phalanx explain "
     "model` lists them).\n"
@@ -33,10 +39,10 @@ NO_MODEL = (
 )
 
 
-def run_schema(optim: type) -> type[BaseModel]:
-    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `optim`: what
-    stands in its section."""
-    return _run_schema(optim, tuple(families().items()))
+def run_schema(named: Mapping[str, type]) -> type[BaseModel]:
+    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `named`: the
+    classes of the sections in NAMED."""
+    return _run_schema(tuple(named.items()), tuple(families().items()))
 
 
 def families() -> Mapping[str, type]:
@@ -53,10 +59,11 @@ def _family(section: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _run_schema(optim: type, known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
+def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
+    hints = {**tree.hints(Run), **dict(named)}
     for f in dataclasses.fields(Run):
-        hint = optim if f.name == "optim" else tree.hints(Run)[f.name]
+        hint = hints[f.name]
         if f.name == "model":
             tagged = tuple(Annotated[cls, Tag(name)] for name, cls in known)
             hint = Annotated[typing.Union[tagged], Discriminator(_family)]  # noqa: UP007 - of a tuple there is no other way
@@ -69,44 +76,43 @@ def _run_schema(optim: type, known: tuple[tuple[str, type], ...]) -> type[BaseMo
 def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[str]]:
     """A Run from plain values. With problems: a repaired Run (or None), every problem, and the fields that were
     repaired."""
-    optim, nameless = _optimizer_of(data)
-    run, errors = (None, []) if nameless else _validate(data, optim)
-    if nameless:  # without its optimizer nobody knows which keys the section has
-        data = {**data, "optim": {k: v for k, v in data["optim"].items() if k in tree.field_names(OptimConfig)}}
-        del data["optim"]["name"]
-        errors = _validate(data, optim)[1]
+    named, nameless = named_sections(data)
+    run, errors = (None, []) if nameless else _validate(data, named)
+    if nameless:  # without what they name nobody knows which keys the sections have
+        for section in (p.field.partition(".")[0] for p in nameless):
+            shared = set(tree.field_names(NAMED[section][0])) - {"name"}
+            data = {**data, section: {k: v for k, v in data[section].items() if k in shared}}
+        errors = _validate(data, named)[1]
     errors += _bools_for_numbers(data)
     if not errors and not nameless:
         return run, [], frozenset()
-    problems = [_problem(data, e, optim) for e in errors]
+    problems = [_problem(data, e, named) for e in errors]
     repaired = copied(data)
     for error, broken in zip(errors, problems):
-        _repair(repaired, _steps(error["loc"], optim)[0], broken, error["type"])
+        _repair(repaired, _steps(error["loc"], named)[0], broken, error["type"])
     problems = nameless + problems
-    return _validate(repaired, optim)[0], problems, frozenset(p.field for p in problems)
+    return _validate(repaired, named)[0], problems, frozenset(p.field for p in problems)
 
 
-def _optimizer_of(data: dict[str, Any]) -> tuple[type[OptimConfig], list[Problem]]:
-    """The class of the section `optim`, which the optimizer that it names brings along; a name that leads nowhere is a
-    problem."""
-    default = OptimConfig.name
-    section = data.get("optim")
-    name = section.get("name", default) if isinstance(section, dict) else default
-    if not isinstance(name, str):
-        return find_optimizer(default).Config, []
+def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Problem]]:
+    """The classes of the sections in NAMED, which what they name brings along; names that lead nowhere are problems."""
+    classes, problems = dict[str, type](), []
+    for section, (base, find) in NAMED.items():
+        given = data.get(section)
+        name = given.get("name", base.name) if isinstance(given, dict) else base.name
+        try:
+            classes[section] = find(name if isinstance(name, str) else base.name).Config
+        except NotFound as error:
+            classes[section] = find(base.name).Config
+            found, said = error.problem(f"{section}.name", name), said_of(name)
+            problems.append(dataclasses.replace(found, rule=f"{found.rule}; {said}" if said else found.rule))
+    return classes, problems
+
+
+def _validate(data: dict[str, Any], named: Mapping[str, type]) -> tuple[Run | None, list[Any]]:
     try:
-        return find_optimizer(name).Config, []
-    except NotFound as error:
-        found, said = error.problem("optim.name", name), said_of(name)
-        rule = f"{found.rule}; {said}" if said else found.rule
-        return find_optimizer(default).Config, [dataclasses.replace(found, rule=rule)]
-
-
-def _validate(data: dict[str, Any], optim: type[OptimConfig]) -> tuple[Run | None, list[Any]]:
-    try:
-        section: Any = optim  # mypy takes no class of a dataclass for hashable
         # through JSON, because pydantic's strict mode takes lists for tuples only there
-        made = run_schema(section).model_validate_json(json.dumps(data))
+        made = run_schema(named).model_validate_json(json.dumps(data))
     except ValidationError as error:
         return None, error.errors(include_url=False)
     return Run(**{name: getattr(made, name) for name in tree.field_names(Run)}), []
@@ -128,9 +134,9 @@ def _bools_for_numbers(data: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], Any, type]:
-    """pydantic's location -> (steps of the path, type expected there, class of the section, `optim` for that of the
-    optimizer). Tags of unions are left out."""
+def _steps(loc: tuple[Any, ...], named: Mapping[str, type]) -> tuple[list[str], Any, type]:
+    """pydantic's location -> (steps of the path, type expected there, class of the section, in `named` for those in
+    NAMED). Tags of unions are left out."""
     steps: list[str] = []
     hint: Any = Run
     owner: type = Run
@@ -144,7 +150,7 @@ def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], A
         steps.append(str(step))
         if options:
             owner = options[0]
-            hint = optim if owner is Run and step == "optim" else tree.hints(owner).get(str(step))
+            hint = (named if owner is Run and step in named else tree.hints(owner)).get(str(step))
         else:
             args = [a for m in tree.members(hint) for a in typing.get_args(m) if a is not ...]
             hint = args[-1] if args else None
@@ -153,8 +159,8 @@ def _steps(loc: tuple[Any, ...], optim: type[OptimConfig]) -> tuple[list[str], A
     return steps, hint, owner
 
 
-def _problem(data: dict[str, Any], error: Any, optim: type[OptimConfig]) -> Problem:
-    steps, hint, owner = _steps(error["loc"], optim)
+def _problem(data: dict[str, Any], error: Any, named: Mapping[str, type]) -> Problem:
+    steps, hint, owner = _steps(error["loc"], named)
     path, kind, value = ".".join(steps), error["type"], error["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return _unknown(path, value, owner)
@@ -215,11 +221,11 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
             tuple(dict.fromkeys(k.path for k in elsewhere)),
         )
     others = [k.owner for k in tree.keys(Run) if k.path == path and k.owner is not owner]
-    if others and issubclass(owner, OptimConfig):
-        known = (n for n in BUILT_IN[OptimConfig.seam] if find_optimizer(n).Config in others)
-        return Problem(
-            path, value, f"is a key of optim only with name {', '.join(known)}", {}, near_keys(name, section, owner)
-        )
+    if others and section in NAMED:
+        base, find = NAMED[section]
+        known = (n for n in BUILT_IN[base.seam] if find(n).Config in others)
+        rule = f"is a key of {section} only with name {', '.join(known)}"
+        return Problem(path, value, rule, {}, near_keys(name, section, owner))
     if others:
         with_it = ", ".join(f'"{n}"' for n, c in families().items() if c in others)
         return Problem(

@@ -25,6 +25,7 @@ from phalanx.engine.guard import Guard
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.layout.shards import Sharding
+from phalanx.nn.head import Head, metric_names
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
@@ -43,8 +44,9 @@ from phalanx.schedule.actions import Backward, Instruction, Ready
 @dataclass
 class State:
     """What a rank trains with. `plan` is the final one, on which all ranks have `agreed`. `routed`: its layers with
-    experts. `ahead`: its block that predicts further tokens, if any. `programs` caches the instruction lists by
-    (number of micro-batches, backward or not). `before_update` is called before weights or state change: a copy of
+    experts. `mtp`: its block of multi-token prediction, if any. `metrics`: names of what the objective logs, and
+    `heads`: those here that count it. `programs` caches the instruction lists by (number of micro-batches, backward
+    or not). `before_update` is called before weights or state change: a copy of
     them may be under way."""
 
     plan: Plan
@@ -59,6 +61,8 @@ class State:
     agreed: Agreed
     routed: tuple[MoE, ...] = ()
     mtp: tuple[MultiTokenPrediction, ...] = ()
+    metrics: tuple[str, ...] = ()
+    heads: tuple[Head, ...] = ()
     fp8: Fp8State | None = None  # of runs in low precision (train.fp8)
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
     before_update: Callable[[], None] = lambda: None
@@ -160,7 +164,25 @@ def build(plan: Plan, mesh: Mesh) -> State:
         handlers[Backward] = backward_in_order(stages, buffers)
     mesh.warm_up()
     routed, mtp = routed_layers(blocks, mesh.device), mtp_blocks(blocks, mesh.device)
-    return State(plan, mesh, blocks, buffers, optimizer, scaler, guard, stages, handlers, agreed, routed, mtp, fp8)
+    metrics = metric_names(plan.objective)
+    heads = counting_heads(blocks, len(metrics), mesh.device)
+    return State(
+        plan,
+        mesh,
+        blocks,
+        buffers,
+        optimizer,
+        scaler,
+        guard,
+        stages,
+        handlers,
+        agreed,
+        routed,
+        mtp,
+        metrics,
+        heads,
+        fp8,
+    )
 
 
 def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimizer:
@@ -229,6 +251,14 @@ def mtp_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device)
     for block in found:
         block.tally = torch.zeros((), dtype=torch.float64, device=device)
     return found
+
+
+def counting_heads(blocks: dict[tuple[int, int], list[Block]], count: int, device: torch.device) -> tuple[Head, ...]:
+    """The heads that are here, each with a tally at zero for the objective's metrics, if it has any."""
+    found = tuple(m for segment in blocks.values() for block in segment for m in block.modules() if isinstance(m, Head))
+    for head in found if count else ():
+        head.tally = torch.zeros(count, dtype=torch.float64, device=device)
+    return found if count else ()
 
 
 def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:

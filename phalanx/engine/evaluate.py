@@ -19,33 +19,38 @@ from phalanx.sequence.batch import IGNORE, Batch
 MICRO_BATCHES = 16  # of one forward-only schedule
 
 
-Forward = Callable[[list[Batch]], tuple[Tensor, Tensor]]
-"""Summed loss and number of tokens, over all ranks, of this rank's micro-batches."""
+Forward = Callable[[list[Batch]], Tensor]
+"""(2 + K,) float64 sums over all ranks, given this rank's micro-batches: loss, number of tokens, K metrics."""
 
 
 def evaluate(state: State, loaders: dict[str, Loader]) -> dict[str, float]:
-    """Set name -> mean loss per token over the first train.eval_samples samples, or all samples of a smaller set."""
+    """Set name -> mean loss (per token, or what else the objective divides by) over the first train.eval_samples
+    samples, or all samples of a smaller set; `SET/METRIC` -> mean of what else the objective logs."""
     state.buffers.ready()
 
-    def forward(batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    def forward(batches: list[Batch]) -> Tensor:
         return evaluate_step(state, batches)
 
     run, mesh = state.plan.run, state.mesh
     sums = {name: summed(run, mesh, loader, eval_samples(run, loader), forward) for name, loader in loaders.items()}
-    return {name: (total[0] / total[1]).item() for name, total in sums.items()}
+    found: dict[str, float] = {}
+    for name, total in sums.items():
+        loss, *metrics = (total[[0, *range(2, len(total))]] / total[1]).tolist()
+        found |= {name: loss, **{f"{name}/{metric}": value for metric, value in zip(state.metrics, metrics)}}
+    return found
 
 
 def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -> Tensor:
-    """(2,) float64: summed loss, and tokens that have one, of the first `limit` samples."""
+    """(2 + K,) float64 sums, as of `forward`, over the first `limit` samples."""
     size = run.train.micro_batch
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     per_round = size * mesh.dp.size * MICRO_BATCHES
     for first in range(0, limit, per_round):
         count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))
         mine = first + mesh.dp.index * micro * size
         batches = [_batch(loader, mine + i * size, size, limit).cut(mesh.part).to(mesh.device) for i in range(micro)]
-        total += torch.stack(forward(batches))
+        total = total + forward(batches)
     return total
 
 

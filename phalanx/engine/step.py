@@ -3,8 +3,8 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,22 +15,23 @@ from phalanx.engine.guard import NOT_FINITE
 from phalanx.engine.shadow import begin_history, gradient_distance, reference
 from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import Batch
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Device scalars of one step, equal on all ranks.
 
-    loss       mean per token with a loss
+    loss       mean of the objective: per token with a loss, or what else it divides by
     grad_norm  of the whole model, before clipping
     skipped    why nothing was updated (guard.REASONS), 0 if it was
-    tokens     tokens with a loss in the global batch
+    tokens     what it is divided by: tokens with a loss in the global batch, or what else the objective counts
     stop       how many ranks were asked to stop
     routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
     mtp_loss   mean loss per token of multi-token prediction, if there is such a block
     fp8        (L, 3, 5) what FP8 casts lost, as Fp8State.totals, of all ranks; None without train.fp8
     gradient_distance  (L, 2) of steps with a shadow, as shadow.gradient_distance
+    metrics    () means of what else the objective logs, by name
     """
 
     loss: Tensor
@@ -42,6 +43,7 @@ class StepResult:
     mtp_loss: Tensor | None = None
     fp8: Tensor | None = None
     gradient_distance: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def train_step(
@@ -61,7 +63,7 @@ def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
 
 
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
-    """Sum the gradients of all micro-batches and reduce them; the number of valid tokens."""
+    """Sum the gradients of all micro-batches and reduce them; what the sums are divided by (count_tokens)."""
     tokens = count_tokens(state, batches)
     if state.fp8 is not None and state.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
@@ -75,6 +77,7 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
     for block in state.mtp:
         block.tally.zero_()  # type: ignore[union-attr]
+    zero_metrics(state)
     state.buffers.begin(len(batches))
     if state.fp8 is not None:
         state.fp8.begin()
@@ -82,6 +85,11 @@ def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> 
     execute(state.program(len(batches)), state.handlers)
     state.stages.end()
     state.buffers.finish()
+
+
+def zero_metrics(state: State) -> None:
+    for head in state.heads:
+        head.tally.zero_()  # type: ignore[union-attr]
 
 
 def lacked_room(state: State) -> bool:
@@ -94,8 +102,9 @@ def lacked_room(state: State) -> bool:
 
 
 def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
-    """() float64: tokens with a loss in the whole global batch."""
-    mine = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().double()
+    """() float64: what the sums over the global batch are divided by: tokens with a loss, or what else the objective
+    counts."""
+    mine = torch.stack([state.plan.objective.divisor(b) for b in batches]).sum().double()
     return state.mesh.data.all_reduce(mine).wait()
 
 
@@ -136,17 +145,19 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
         totals.routing,
         totals.mtp_loss / (depths * tokens) if depths else None,
         totals.fp8,
+        metrics=dict(zip(state.metrics, totals.metrics / tokens)),
     )
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks know at the end of a step: () float64 summed loss, number of ranks that were asked to stop, summed
-    loss of multi-token prediction; routing and fp8 as of StepResult."""
+    loss of multi-token prediction; (K,) summed metrics of the objective; routing and fp8 as of StepResult."""
 
     loss: Tensor
     stop: Tensor
     mtp_loss: Tensor
+    metrics: Tensor
     routing: Tensor | None = None
     fp8: Tensor | None = None
 
@@ -163,22 +174,25 @@ def reduce_step_totals(state: State, stop: bool = False) -> StepTotals:
         model.num_hidden_layers + model.predict_layers,
         model.routed_experts + len(TALLIED) if model.routed_experts else 0,
     )
-    parts = state.mesh.data.size
     lost = torch.zeros(0, dtype=torch.float64, device=device) if state.fp8 is None else state.fp8.totals()
-    totals = torch.zeros(2 + parts + layers * width + lost.numel(), dtype=torch.float64, device=device)
-    totals[0:1].fill_(float(stop))
-    losses, routing = totals[2 : 2 + parts], totals[2 + parts : 2 + parts + layers * width].view(layers, width)
-    totals[2 + parts + layers * width :] = lost.flatten()
+    sizes = (1, 1, state.mesh.data.size, layers * width, lost.numel(), len(state.metrics))
+    totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    stops, mtp_loss, losses, routing, fp8, metrics = totals.split(sizes)
+    stops.fill_(float(stop))
+    fp8.copy_(lost.flatten())
+    routing = routing.view(layers, width)
     if state.mesh.at.tp == 0:
-        totals[1:2] += sum(block.tally for block in state.mtp)  # type: ignore[misc]
+        mtp_loss += sum(block.tally for block in state.mtp)  # type: ignore[misc]
         losses[state.mesh.data.index].copy_(state.stages.loss_sum)
+        for head in state.heads:
+            metrics += head.tally
     for layer in state.routed:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
     state.mesh.world.all_reduce(totals).wait()
-    fp8 = None if state.fp8 is None else totals[2 + parts + layers * width :].view(lost.shape)
     loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.grid.cp)))
-    return StepTotals(loss, totals[0], totals[1], routing if width else None, fp8)
+    of_fp8 = None if state.fp8 is None else fp8.view(lost.shape)
+    return StepTotals(loss, stops[0], mtp_loss[0], metrics, routing if width else None, of_fp8)
 
 
 def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
@@ -188,17 +202,19 @@ def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate_step(state: State, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """(summed loss, tokens) over all data-parallel ranks of forward-only micro-batches."""
+def evaluate_step(state: State, batches: Sequence[Batch]) -> Tensor:
+    """(2 + K,) float64 over all data-parallel ranks of forward-only micro-batches: summed loss, what it is divided by
+    (tokens), and the sums of the objective's metrics."""
     state.train(False)
     tokens = count_tokens(state, batches)
+    zero_metrics(state)
     if state.fp8 is not None:
         state.fp8.begin()
     state.stages.begin(batches, seed=None)
     execute(state.program(len(batches), backward=False), state.handlers)
     state.stages.end()
     state.train(True)
-    loss = loss_and_stops(state)[0]
+    totals = reduce_step_totals(state)
     if state.fp8 is not None:
         state.fp8.amax.zero_()  # no history of evaluations
-    return loss, tokens
+    return torch.cat((torch.stack((totals.loss, tokens)), totals.metrics))

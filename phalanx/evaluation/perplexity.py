@@ -32,6 +32,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
+from phalanx.nn.objective import TaskConfig
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
 from phalanx.planning.plan import Plan, storing_all
@@ -70,7 +71,7 @@ def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
     """The config that a checkpoint was made with, or for a Hugging Face folder one of its model. weights: the folder
     of tensors."""
     if weights.name == "weights" and (weights.parent / NAME).is_file():
-        config = dict(parse(weights.parent).config)
+        config = {name: section for name, section in parse(weights.parent).config.items() if name != "task"}
         if config:  # an evaluation writes to no sink of the run's
             return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
     model = model_config_from_hf(weights)
@@ -94,7 +95,8 @@ def for_evaluation(run: Run, world: int) -> Run:
 
 
 def forward_only(run: Run) -> Run:
-    """How it is computed: nothing is sharded, recomputed, captured or in low precision, and experts take all tokens."""
+    """How it is computed: by cross entropy, whatever the objective; nothing is sharded, recomputed, captured or in low
+    precision, and experts take all tokens."""
     layout = replace(
         run.layout,
         sharding=0,
@@ -106,7 +108,7 @@ def forward_only(run: Run) -> Run:
         dispatch="alltoall",
     )
     train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
-    return replace(run, layout=layout, train=train)
+    return replace(run, task=TaskConfig(), layout=layout, train=train)
 
 
 # ---- what ranks do -------------------------------------------------------------------------------
@@ -134,8 +136,8 @@ class ForwardOnly:
         load_weights(weights, buffers, mesh)
 
     @torch.no_grad()
-    def __call__(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """Summed loss, and tokens that have one, over all ranks."""
+    def __call__(self, batches: list[Batch]) -> Tensor:
+        """(2,) float64: summed loss, and tokens that have one, over all ranks."""
         mesh, stages = self.mesh, self.stages
         mine = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().double()
         tokens = mesh.data.all_reduce(mine).wait()
@@ -146,7 +148,7 @@ class ForwardOnly:
         if mesh.at.tp == 0:
             losses[mesh.data.index].copy_(stages.loss_sum)
         mesh.world.all_reduce(losses).wait()
-        return pairwise_sum(pairwise_sum(losses.view(-1, mesh.grid.cp))), tokens
+        return torch.stack((pairwise_sum(pairwise_sum(losses.view(-1, mesh.grid.cp))), tokens))
 
     def _program(self, count: int, stages: Stages) -> list[Any]:
         known = stages.handlers()

@@ -4,7 +4,7 @@ ranks."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from textwrap import wrap
 
@@ -20,6 +20,7 @@ from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env
+from phalanx.nn.objective import TaskConfig
 from phalanx.planning.order import total_samples
 from phalanx.planning.plan import Plan, fp8_names, global_numel, make_blocks
 from phalanx.schedule.draw import draw
@@ -82,6 +83,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
     rows = {
         "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width "
         f"{run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
+        **({"task": task_text(run.task)} if run.task != TaskConfig() else {}),
         "parameters": f"{num_parameters(plan):,}"
         + (f", {frozen:,} of them frozen" if (frozen := num_frozen(plan)) else ""),
         "ranks": f"{grid.world:,} = {grid.text}, sharding level {sharding_text(run)}{expert_view(run, grid)}",
@@ -97,6 +99,13 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
         "FLOP of the run": f"{flops.per_token * samples * train.seq_length:.4g}",
     }
     return "\n".join(f"{name:<16}{text}" for name, text in rows.items())
+
+
+def task_text(config: TaskConfig) -> str:
+    """The objective and its fields."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    own = ", ".join(f"{name}={value}" for name, value in values.items() if name != "name")
+    return f"{config.name}{f' ({own})' if own else ''}"
 
 
 def fp8_text(run: Run) -> str:

@@ -14,6 +14,7 @@ from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.nn.linear_method import LinearMethods
+from phalanx.nn.objective import Objective, pretraining
 from phalanx.nn.recompute import Recompute
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.exchange import Dispatch
@@ -24,7 +25,8 @@ from phalanx.ops.op import Kernels, Op
 class Env:
     """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and
     the head, `mtp_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
-    `sources` is that of ops.experts.exchange; `linears` chooses the method of each linear (None: all are plain)."""
+    `sources` is that of ops.experts.exchange; `linears` chooses the method of each linear (None: all are plain);
+    `objective` is what the head's loss is."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -41,6 +43,7 @@ class Env:
     linears: LinearMethods | None = None
     cp_attention: Form = "ring"
     freeze: tuple[str, ...] = ()
+    objective: Objective = field(default_factory=pretraining, compare=False)
     recompute: Recompute = field(default_factory=Recompute, compare=False, repr=False)
 
     @property

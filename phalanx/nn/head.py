@@ -1,22 +1,75 @@
-"""The language-model head: vocabulary-parallel logits and cross entropy, with a forward-only mode for generation."""
+"""The language-model head: vocabulary-parallel logits and the objective's loss of them, with a forward-only mode for
+generation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.embedding import vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
+from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
+from phalanx.nn.sequence_groups import groups_of
 from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits
+from phalanx.ops.dense.token_loss import (
+    LogitStats,
+    TokenTask,
+    VocabularyShard,
+    linear_token_loss,
+    token_losses,
+    vocabulary_logits,
+    widened,
+)
 from phalanx.sequence.batch import Batch
+
+TokenFunction = Callable[[LogitStats], Tensor]
+
+
+def no_metrics(logits: LogitStats) -> dict[str, Tensor]:
+    return {}
+
+
+class _WithValue(Function):
+    """The gradients of `x` () under another value, which has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.dtype = x.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dvalue.to(ctx.dtype), None
+
+
+def metric_names(objective: Objective) -> tuple[str, ...]:
+    """Of the values that an objective logs: it is asked, with one token or group. TypeError if it does not answer as it
+    should."""
+    one = torch.zeros(1, dtype=torch.float64)
+    if isinstance(objective, SequenceObjective):
+        found: Any = objective.metrics(torch.zeros(1, objective.sequences_per_sample, dtype=torch.float64))
+    elif isinstance(objective, TokenObjective):
+        found = objective.metrics(LogitStats(one, one, lambda: one))
+    if not isinstance(found, dict) or any(not isinstance(v, Tensor) or v.shape != (1,) for v in found.values()):
+        kind = type(objective)
+        rule = "must return a dict of tensors, a value for each token or group"
+        raise TypeError(f"metrics of {kind.__module__}:{kind.__qualname__} {rule}, not {found!r}")
+    return tuple(found)
 
 
 class Head(Module):
-    """`weight` may be handed in: the input embedding's, when both are tied and on one rank."""
+    """`weight` may be handed in: the input embedding's, when both are tied and on one rank.
+
+    tally (K,) float64 adds up the sums of the objective's K metrics over micro-batches; made by whoever trains.
+    """
 
     def __init__(
         self,
@@ -30,30 +83,106 @@ class Head(Module):
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)
-        self.first, self.count, self.vocab = first, stop - first, vocab
+        self.shard = VocabularyShard(first, stop - first, vocab)
         self.weight = (
             weight
             if weight is not None
             else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
         )
+        self.tally: Tensor | None = None
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """Logits (tokens, ids) in at least fp32 -> those that count, element by element: for families that cap them."""
+        return logits
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
-        """x (T / tp, D) -> summed cross entropy of the batch's labels, the same on every tp rank."""
-        seed = batch.loss_seed if self.training and not batch.late else None
-        return linear_cross_entropy(
-            x, self.weight, batch.labels, self.first, self.count, self.env.tp, seed, self.env.kernels_for(LOSS)
+        """x (T / tp, D) -> summed loss of the objective, the same on every tp rank."""
+        objective = self.env.objective
+        if isinstance(objective, SequenceObjective):
+            return self._sequence_loss(x, batch, objective)
+        if not isinstance(objective, TokenObjective) or type(objective).metrics is TokenObjective.metrics:
+            return self.token_loss(x, batch)
+        sums = self._sums(
+            x, batch, self._task(batch, objective.weights(batch), objective.token_loss, objective.metrics)
         )
+        self._count([sums[1:].detach()])
+        return sums[0]
+
+    def token_loss(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T / tp, D) -> summed loss of an objective per token, without its metrics."""
+        objective: Any = self.env.objective
+        weights = objective.weights(batch)
+        if objective.token_loss is cross_entropy:
+            return self._cross_entropy(x, batch, weights)
+        return self._sums(x, batch, self._task(batch, weights, objective.token_loss))[0]
+
+    def vocabulary_logits(self, x: Tensor) -> Tensor:
+        """x (T / tp, D) -> (T, ids of this rank) logits with gradients, for losses that need all of them."""
+        return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp)))
+
+    def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
+        if self._transform is not None:
+            return self._sums(x, batch, self._task(batch, weights))[0]
+        shard, kernels = self.shard, self.env.kernels_for(LOSS)
+        return linear_cross_entropy(
+            x, self.weight, batch.labels, shard.first, shard.count, self.env.tp, self._seed(batch), kernels, weights
+        )
+
+    def _sequence_loss(self, x: Tensor, batch: Batch, objective: SequenceObjective) -> Tensor:
+        """A first pass gives log-probabilities. How the loss changes with them scales each token's in the second."""
+        groups, kernels = groups_of(batch, objective.sequences_per_sample), self.env.kernels_for(LOSS)
+        losses = token_losses(x, self.weight, self.shard, self.env.tp, self._task(batch), kernels)
+        weights = objective.weights(batch)
+        policy = groups.sums(-losses if weights is None else -losses * weights, self.env.axes.cp)
+        with torch.enable_grad():
+            of_groups = objective.loss(policy.requires_grad_())
+            if of_groups.shape != groups.there.shape:
+                shapes = f"{[*groups.there.shape]}, and has shape {[*of_groups.shape]}"
+                raise TypeError(f"loss of {type(objective).__qualname__} must be one value for each group, {shapes}")
+            (slopes,) = torch.autograd.grad(torch.where(groups.there, of_groups, 0).sum(), policy)
+        with torch.no_grad():
+            self._count([groups.total(v).double().view(1) for v in objective.metrics(policy.detach()).values()])
+            total = groups.total(of_groups.detach())
+        if not torch.is_grad_enabled():
+            return total
+        slopes = -groups.of_tokens(slopes) if weights is None else -groups.of_tokens(slopes) * weights
+        return _WithValue.apply(self._cross_entropy(x, batch, slopes), total)
+
+    def _task(
+        self,
+        batch: Batch,
+        weights: Tensor | None = None,
+        loss: TokenFunction = cross_entropy,
+        metrics: Callable[[LogitStats], dict[str, Tensor]] = no_metrics,
+    ) -> TokenTask:
+        return TokenTask(batch.labels, weights, loss, metrics, self._transform)
+
+    @property
+    def _transform(self) -> Callable[[Tensor], Tensor] | None:
+        return None if type(self).transform is Head.transform else self.transform
+
+    def _sums(self, x: Tensor, batch: Batch, task: TokenTask) -> Tensor:
+        return linear_token_loss(x, self.weight, self.shard, self.env.tp, task, self._seed(batch))
+
+    def _seed(self, batch: Batch) -> Tensor | None:
+        """The gradient of the summed loss, where gradients are made in forward."""
+        return batch.loss_seed if self.training and not batch.late else None
+
+    def _count(self, sums: list[Tensor]) -> None:
+        if self.tally is not None and sums:
+            self.tally += torch.cat(sums)
 
     @torch.no_grad()
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         """Full logits (len(rows), vocab) of a few tokens, for generation; rows are places in the whole micro-batch."""
         tp = self.env.tp
-        mine = local_logits(tp.all_gather(x).wait()[rows], self.weight, self.count)
+        mine = local_logits(tp.all_gather(x).wait()[rows], self.weight, self.shard.count)
         parts = tp.all_gather(mine.unsqueeze(0)).wait()
-        return torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, cut(self.vocab, tp.size))], -1)
+        whole = torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, cut(self.shard.size, tp.size))], -1)
+        return self.transform(whole)
 
     def flops(self, seq_length: int) -> float:
-        return 2.0 * self.vocab * self.weight.shape[1]
+        return 2.0 * self.shard.size * self.weight.shape[1]
 
     def loss_flops(self, seq_length: int) -> float:
         return self.flops(seq_length)

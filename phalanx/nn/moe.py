@@ -23,6 +23,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.linear import GroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
 from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.nn.objective import Objective
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.activation import GATED, gated_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
@@ -33,13 +34,13 @@ from phalanx.ops.experts.grouped import Later
 from phalanx.ops.experts.permute import PERMUTE
 from phalanx.ops.experts.route import BalanceSums, Choice
 from phalanx.ops.experts.router import Router
-from phalanx.sequence.batch import IGNORE, Batch, PerBatch
+from phalanx.sequence.batch import Batch, PerBatch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
 # Summed over tokens: nats of the router's probabilities, the losses, pairs that found no room with their expert, pairs
 # that found none on its rank (the step is then wrong, and done again), 1.
 TALLIED = ("entropy", "balance", "z", "dropped", "missing", "tokens")
-SHARES, LOSS_TOKENS = PerBatch[Tensor](), PerBatch[Tensor]()
+SHARES, LOSS_PARTS = PerBatch[Tensor](), PerBatch[Tensor]()
 MISSING = TALLIED.index("missing") - len(TALLIED)
 
 
@@ -378,7 +379,10 @@ class MoE(Module):
             means = torch.stack([ops.entropy(choice, real), balance * tokens, z * batch.num_real])
             sums = torch.cat((means.double(), lost.double()))
         return Attach.apply(
-            y, b.aux * balance + b.z * z, loss_weight(batch), partial(self._count, counts, sums, tokens)
+            y,
+            b.aux * balance + b.z * z,
+            loss_weight(batch, self.env.objective),
+            partial(self._count, counts, sums, tokens),
         )
 
     def _balance_loss(self, choice: Choice, batch: Batch) -> Tensor:
@@ -392,7 +396,7 @@ class MoE(Module):
         if self.load is not None:
             counts = self.load.to(counts.dtype).unsqueeze(0)
         losses = ops.balance_loss(local, BalanceSums(counts, scores, tokens.squeeze(1)))
-        return losses @ shares_of_runs(batch).to(losses.dtype) if by_sequence else losses.sum()
+        return losses @ shares_of_runs(batch, self.env.objective).to(losses.dtype) if by_sequence else losses.sum()
 
     def _count(self, counts: Tensor, sums: Tensor, tokens: int | Tensor) -> None:
         if self.tally is not None:
@@ -416,26 +420,28 @@ def spread(choice: Choice, count: int) -> Tensor:
     return weights.new_zeros(len(weights), count + 1).scatter(1, choice.experts_TK, weights)[:, :count]
 
 
-def shares_of_runs(batch: Batch) -> Tensor:
-    """(S,) float64: what each sequence (or document) counts in the micro-batch's loss: its tokens with a loss, over
-    those of all."""
+def shares_of_runs(batch: Batch, objective: Objective) -> Tensor:
+    """(S,) float64: what each sequence (or document) counts in the micro-batch's loss: the weights of its tokens with a
+    loss, over those of all."""
 
     def shares() -> Tensor:
         number, runs = batch.uncut.runs
+        counted, weights = batch.uncut.labelled.double(), objective.weights(batch.uncut)
         tokens = torch.zeros(runs, dtype=torch.float64, device=number.device)
-        tokens.scatter_add_(
-            0, number, (batch.uncut.labels != IGNORE).double()
-        )  # whole numbers: any order gives the same
-        return tokens / tokens.sum().clamp_min(1)
+        if weights is None:
+            tokens.scatter_add_(0, number, counted)  # whole numbers: any order gives the same
+        else:
+            tokens.index_put_((number,), weights.double().masked_fill(counted == 0, 0), accumulate=True)
+        return tokens / tokens.sum().clamp_min(1 if weights is None else 1e-300)
 
     return SHARES.of(batch, shares)
 
 
-def loss_weight(batch: Batch) -> Tensor:
-    """() what the mean loss of this micro-batch counts in the gradient: its tokens with a loss, over those of the
-    global batch."""
-    tokens = LOSS_TOKENS.of(batch, lambda: (batch.uncut.labels != IGNORE).sum())
-    return tokens if batch.loss_seed is None else tokens * batch.loss_seed
+def loss_weight(batch: Batch, objective: Objective) -> Tensor:
+    """() what the mean loss of this micro-batch counts in the gradient: its part of the global batch's divisor (tokens
+    with a loss)."""
+    part = LOSS_PARTS.of(batch, lambda: objective.divisor(batch.uncut))
+    return part if batch.loss_seed is None else part * batch.loss_seed
 
 
 class Attach(Function):

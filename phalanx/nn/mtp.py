@@ -51,8 +51,9 @@ class Depth(Module):
 class MultiTokenPrediction(Block):
     """x -> norm(x), the model's last norm; in training its backward starts that of the losses of all depths too.
 
-    The losses are summed over tokens, times weight / number of depths, and divided by the tokens with a main loss,
-    as all of the gradient is: a depth's mean over all positions (equation 24), of which the last k have no loss.
+    The losses, those of the objective, are summed over tokens, times weight / number of depths, and divided by what
+    the main loss is divided by, as all of the gradient is: a depth's mean over all positions (equation 24), of which
+    the last k have no loss.
     `tally` () float64 adds up the depths' summed losses over micro-batches; made by whoever trains.
     """
 
@@ -74,7 +75,7 @@ class MultiTokenPrediction(Block):
             tokens, labels = SHIFTED.of(batch, partial(shifted, batch, k), k)
             state = self._hidden(depth, state, self.embed(tokens), batch)
             further = batch.with_loss(labels, None if batch.loss_seed is None else share)
-            loss = loss + self.head.loss(state, further)
+            loss = loss + self.head.token_loss(state, further)
         return Attach.apply(h, loss, share, partial(self._count, loss.detach()))
 
     def _hidden(self, depth: nn.Module, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:

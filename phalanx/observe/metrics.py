@@ -66,6 +66,9 @@ class Pending:
         packed = torch.cat(
             [packed, *(t.flatten().double() for t in (result.fp8, result.gradient_distance) if t is not None)]
         )
+        self._metrics = {name: len(packed) + i for i, name in enumerate(result.metrics)}
+        if result.metrics:
+            packed = torch.cat((packed, torch.stack([*result.metrics.values()]).double()))
         self._host = packed
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -94,7 +97,13 @@ class Pending:
 
     def gradient_distance(self) -> list[list[float]] | None:
         """(cosine, relative error) of each linear's gradient, after `read`; None of a step without a shadow."""
-        return None if self._distance is None else self._host[self._distance_at :].view(self._distance).tolist()
+        if self._distance is None:
+            return None
+        return self._host[self._distance_at :][: self._distance.numel()].view(self._distance).tolist()
+
+    def metrics(self) -> dict[str, float]:
+        """Means of what else the objective logs, by name, after `read`."""
+        return {name: self._host[at].item() for name, at in self._metrics.items()}
 
 
 @dataclass
@@ -219,6 +228,7 @@ class Reporter:
             **self._fp8_values(pending),
             **({records.SLOW: {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
             **({} if mtp_loss is None else {records.MTP_LOSS: mtp_loss}),
+            **{records.task_metric(name): value for name, value in pending.metrics().items()},
             **({} if routing is None else {records.EXPERTS: routing}),
         }
 

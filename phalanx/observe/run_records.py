@@ -37,6 +37,14 @@ SLOW = Record("slow", "times the others' time", "table", "max", _slow_scalars)
 EXPERTS = Record("experts", kind="table", scalars=routing_scalars)
 
 
+METRIC = "task/"
+
+
+def task_metric(name: str) -> Record:
+    """Of what an objective logs beside its loss."""
+    return Record(f"{METRIC}{name}", reduction="mean")
+
+
 def valid_loss(name: str) -> Record:
     """Of a validation set."""
     return Record(f"valid/{name}", "nats per token")

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.base.log import Log
 from phalanx.base.records import Row, Sink
 from phalanx.observe.routing import routing_text
-from phalanx.observe.run_records import LOSS
+from phalanx.observe.run_records import LOSS, METRIC
 
 WIDTH = 120  # columns of a step line, at most
 SOON_S, LATER_S = 2.0, 10.0  # between two step lines on a terminal: in the first minute, and from then on
@@ -50,6 +50,7 @@ def _fields(v: dict[str, Any], gpu: bool, ranks: int) -> list[tuple[int, str]]:
         fields.append((1, f"skipped={v['skipped']}"))
     if "mtp_loss" in v:
         fields.append((3, f"mtp_loss={v['mtp_loss']:.4f}"))
+    fields += [(3, f"{name.removeprefix(METRIC)}={v[name]:.4g}") for name in v if name.startswith(METRIC)]
     if "fp8_lost" in v:
         fields.append((5, f"fp8_lost={v['fp8_lost']:.3g}@{v['fp8_worst'].rsplit(' ', 1)[-1].removeprefix('model.')}"))
     if "experts" in v:

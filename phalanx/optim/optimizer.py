@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from phalanx.base.errors import ConfigError, Problem
-from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, register
+from phalanx.base import registry
+from phalanx.base.errors import Problem
+from phalanx.base.registry import NotFound, find, register
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
 
@@ -149,17 +150,5 @@ def _wrong_with(cls: type[Optimizer]) -> list[str]:
 
 
 def completed(config: OptimConfig) -> OptimConfig:
-    """The config with the fields of the optimizer that it names, at their defaults where only shared ones are given;
-    the name is one by which other processes find it too. ConfigError if there is none of that name, or the fields are
-    those of another."""
-    try:
-        cls = find_optimizer(config.name).Config
-    except NotFound as error:
-        raise ConfigError([error.problem("optim.name", config.name)]) from error
-    name = config.name if config.name in BUILT_IN[SEAM] else path_of(SEAM, config.name)
-    if type(config) is not cls and type(config) is not OptimConfig:
-        rule = f"takes the fields of {cls.__name__}, not of {type(config).__name__}: set the name of its optimizer"
-        raise ConfigError([Problem("optim.name", config.name, rule)])
-    if type(config) is cls and config.name == name:
-        return config
-    return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | {"name": name})
+    """As base.registry.completed, of the `optim` section."""
+    return registry.completed("optim", config, OptimConfig, find_optimizer)

@@ -22,6 +22,7 @@ from phalanx.models.registry import family_of
 from phalanx.nn.env import Env
 from phalanx.nn.fp8 import Fp8Linears
 from phalanx.nn.module import Block
+from phalanx.nn.objective import Objective, make_objective
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
@@ -152,6 +153,10 @@ class Plan:
     stages: tuple[range, ...]
     segments: tuple[tuple[range, ...], ...]
     recomputed: tuple[frozenset[str], ...]
+
+    @cached_property
+    def objective(self) -> Objective:
+        return make_objective(self.run.task)
 
     @property
     def schedule_name(self) -> str:
@@ -360,6 +365,7 @@ class Plan:
             sources=self.sources,
             cp_attention=self.cp_attention,
             freeze=tuple(train.freeze),
+            objective=self.objective,
         )
 
     def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:

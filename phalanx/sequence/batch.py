@@ -144,6 +144,11 @@ class Batch:
         return replace(self, labels=labels, loss_seed=seed, _made={})
 
     @property
+    def labelled(self) -> Tensor:
+        """(T,) whether each token has a label."""
+        return self.labels != IGNORE
+
+    @property
     def _rows(self) -> list[str]:
         return [name for name in ROWS if getattr(self, name) is not None]
 

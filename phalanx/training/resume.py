@@ -46,6 +46,7 @@ CLASSES: tuple[tuple[str, Class], ...] = (
     ("train.*", "may change"),
     ("layout.*", "may change"),
     ("optim.*", "may change"),
+    ("task.*", "may change"),
     ("data.*", "recorded"),
     ("checkpoint.*", "recorded"),
     ("log.*", "recorded"),

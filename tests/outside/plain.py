@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from phalanx.layout.param import Init
 from phalanx.models.decoder import attention, decoder_blocks, make_head
@@ -24,8 +23,7 @@ from phalanx.nn.head import Head
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.norm import RMSNorm
-from phalanx.ops.dense.matmul import gather_matmul
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +74,6 @@ class PlainLayer(Block):
         return x + self.mlp_norm(self.mlp(x))
 
 
-class CrossEntropy(Function):
-    """Summed cross entropy of logits (T, rows) of this rank's part of the vocabulary."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, tp: Any) -> Tensor:
-        here = (labels >= first) & (labels < first + logits.shape[1])
-        rows = torch.where(here, labels - first, 0)
-        label = torch.where(here, logits.gather(1, rows.unsqueeze(-1))[:, 0], 0)
-        parts = tp.all_gather(torch.stack((torch.logsumexp(logits, -1), label)).unsqueeze(0)).wait()
-        total, valid = torch.logsumexp(parts[:, 0], 0), labels != IGNORE
-        ctx.save_for_backward(logits, rows, here, valid, total)
-        return torch.where(valid, total - parts[:, 1].sum(0), 0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, rows, here, valid, total = ctx.saved_tensors
-        d = torch.exp(logits - total.unsqueeze(-1))
-        d.scatter_add_(1, rows.unsqueeze(-1), -here.unsqueeze(-1).to(d.dtype))
-        return d * (dloss * valid).unsqueeze(-1), None, None, None
-
-
 class CappedHead(Head):
     """The head with cap * tanh(logits / cap) for logits."""
 
@@ -104,20 +81,8 @@ class CappedHead(Head):
         super().__init__(*arguments)
         self.cap = cap
 
-    def capped(self, logits: Tensor) -> Tensor:
+    def transform(self, logits: Tensor) -> Tensor:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-    def loss(self, x: Tensor, batch: Batch) -> Tensor:
-        logits = gather_matmul(x, self.weight, self.env.tp)[:, : self.count]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return CrossEntropy.apply(self.capped(wide), batch.labels, self.first, self.env.tp)
-
-    @torch.no_grad()
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.capped(super().logits(x, rows))
-
-    def loss_flops(self, seq_length: int) -> float:
-        return 0.0  # forward makes no gradients
 
 
 def blocks(config: PlainConfig, env: Env) -> Sequence[BlockMaker]:

@@ -52,14 +52,14 @@ def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, s
     return logits.copy_(d * scale.unsqueeze(-1))
 
 
-def _chunks(tokens: int, rows: int, elements: int) -> list[slice]:
+def chunks_of(tokens: int, rows: int, elements: int) -> list[slice]:
     """Runs of tokens of about equal length, each of at most so many logits."""
     most = max(1, elements // max(1, rows))
     step = -(-tokens // max(1, -(-tokens // most)))
     return [slice(a, min(a + step, tokens)) for a in range(0, tokens, max(1, step))]
 
 
-class _Grads:
+class HeadGrads:
     """Gathers the gradients of all tokens (T, D) and of the weight from those of the logits, chunk by chunk."""
 
     def __init__(self, x_all: Tensor, weight: Tensor, needed: tuple[bool, ...]):
@@ -90,15 +90,17 @@ class _LinearCrossEntropy(Function):
         tp: Axis,
         seed: Tensor | None,
         by: Any,
+        weights: Tensor | None,
     ) -> Tensor:  # type: ignore[override]
         x_all = tp.all_gather(x).wait()
         here = (labels >= first) & (labels < first + count)
         rows, valid = torch.where(here, labels - first, 0), labels != IGNORE
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        scale = None if seed is None else (seed * valid).to(wide)
+        counted = valid if weights is None else torch.where(valid, weights.to(wide), 0)
+        scale = None if seed is None else (seed * counted).to(wide)
         lse, label_logit = (torch.empty(len(labels), dtype=wide, device=x.device) for _ in range(2))
-        grads = _Grads(x_all, weight, ctx.needs_input_grad)
-        for c in _chunks(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
+        grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
+        for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
             logits = x_all[c] @ weight.t()
             everyone = tp.all_gather(by.softmax_stats(logits, rows[c], here[c], count).unsqueeze(0)).wait()
             lse[c], label_logit[c] = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
@@ -106,23 +108,24 @@ class _LinearCrossEntropy(Function):
                 grads.add(by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], count), c)
         ctx.weight, ctx.count, ctx.tp, ctx.by, ctx.done = weight, count, tp, by, seed is not None
         if seed is None:
-            ctx.save_for_backward(x, rows, here, valid, lse)
+            ctx.save_for_backward(x, rows, here, counted, lse)
         else:
             ctx.grads = grads.results(tp)
-        return torch.where(valid, lse - label_logit, 0).sum()
+        losses = lse - label_logit
+        return torch.where(valid, losses if weights is None else losses * counted, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.done:
-            return *ctx.grads, *(None,) * 6
-        (x, rows, here, valid, lse), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
+            return *ctx.grads, *(None,) * 7
+        (x, rows, here, counted, lse), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
         x_all = tp.all_gather(x).wait()
-        scale = (dloss * valid).to(lse.dtype)
-        grads = _Grads(x_all, weight, ctx.needs_input_grad)
-        for c in _chunks(len(rows), weight.shape[0], ctx.by.CHUNK_ELEMENTS):
+        scale = (dloss * counted).to(lse.dtype)
+        grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
+        for c in chunks_of(len(rows), weight.shape[0], ctx.by.CHUNK_ELEMENTS):
             d = ctx.by.softmax_gradient_(x_all[c] @ weight.t(), rows[c], here[c], lse[c], scale[c], ctx.count)
             grads.add(d, c)
-        return *grads.results(tp), *(None,) * 6
+        return *grads.results(tp), *(None,) * 7
 
 
 def linear_cross_entropy(
@@ -134,6 +137,7 @@ def linear_cross_entropy(
     tp: Axis,
     seed: Tensor | None = None,
     kernels: Kernels = "auto",
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross entropy of x W^T against labels: a scalar, the same on every tp rank.
 
@@ -141,10 +145,10 @@ def linear_cross_entropy(
     labels (T,) of all tokens, IGNORE where there is no loss. `seed` (): the gradient that backward will be given for
     the returned sum, if
     known: then the gradients are made here, the weight's is added at once, and backward does not look at what it is
-    given.
+    given. `weights` (T,): what each token's loss counts; None: 1.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, LOSS.choose(kernels, x))
+    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, LOSS.choose(kernels, x), weights)
 
 
 def _case(x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0) -> Tensor:

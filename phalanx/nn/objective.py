@@ -1,0 +1,197 @@
+"""The Objective protocol: what a file must say to add a loss. Per token (TokenObjective), or over groups of sequences
+such as pairs (SequenceObjective).
+
+How logits are made, cut over ranks and differentiated is no concern of it (nn/head.py). Torch is not imported here: a
+config that names an objective is read without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from phalanx.base.errors import Problem
+from phalanx.base.registry import NotFound, completed, find, register
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from torch import Tensor
+
+    from phalanx.ops.dense.token_loss import LogitStats
+    from phalanx.sequence.batch import Batch
+
+SEAM = "objective"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """The `task` section: the objective, and beside its name the objective's own fields."""
+
+    seam: ClassVar[str] = SEAM  # whose members add fields (base/registry.py)
+
+    name: str = "pretrain"
+    """What is minimised: pretrain (cross entropy of the next token), or an objective of your own as
+    PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+
+
+class Objective(ABC):
+    """What is minimised. Derive from TokenObjective or SequenceObjective, and name it with `@objective("name")` or by
+    `module:NAME`.
+
+    Config      a frozen dataclass of its fields in the `task` section
+    """
+
+    Config: ClassVar[Any] = TaskConfig  # of a subclass: its dataclass, with `name` beside its fields
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "Config" in vars(cls):
+            cls.Config = section_of(cls.Config)
+
+    def __init__(self, config: TaskConfig):
+        self.config: Any = config
+
+    @classmethod
+    def check(cls, config: Any) -> list[Problem]:
+        """What is wrong with the fields of `Config`."""
+        return []
+
+    def weights(self, batch: Batch) -> Tensor | None:
+        """(T,) what each token's loss counts (over sequences: its log-probability); None: 1. Tokens without a label
+        have no loss, whatever their weight. In multi-token prediction `batch` has the labels of one depth."""
+        return None
+
+    @abstractmethod
+    def divisor(self, batch: Batch) -> Tensor:
+        """() what these tokens add to the number that the step's summed loss and metrics are divided by; the sum over
+        all micro-batches and ranks is known before the first forward."""
+
+
+class TokenObjective(Objective):
+    """A loss per token, from statistics of its logits: the head makes its gradients in one pass, in chunks of tokens.
+
+    All values are (T,) of some of a micro-batch's tokens, equal on all tp ranks, in at least fp32. Functions must work
+    token by token: which tokens come together depends on the layout. Do not ask the device for values (`item`,
+    `if tensor`): that makes the host wait.
+    """
+
+    @abstractmethod
+    def token_loss(self, logits: LogitStats) -> Tensor:
+        """(T,) loss of each token, differentiable."""
+
+    def metrics(self, logits: LogitStats) -> dict[str, Tensor]:
+        """Further values (T,) by name; the log has their weighted means over the step."""
+        return {}
+
+    def divisor(self, batch: Batch) -> Tensor:
+        """The sum of the weights of tokens with a label."""
+        weights, labelled = self.weights(batch), batch.labelled
+        return (labelled if weights is None else weights.double().masked_fill(~labelled, 0)).sum()
+
+
+class SequenceObjective(Objective):
+    """A loss over groups of sequences (pairs), from the summed log-probabilities of each one's labels.
+
+    The sequences of a group are documents that follow each other in a sample's window (data.document_attention): the
+    first `sequences_per_sample`, the next, and so on. Documents that are left over at the end of a window, and groups
+    in which one has no labels, have no loss. A group is in one micro-batch, so no rank sees half of it; sums over cp
+    are made before `loss` is called. Logits are computed twice: for the log-probabilities, and for the gradients.
+
+    sequences_per_sample   sequences of a group; n below. P groups
+    needs_reference        also compares with a reference model; refused until models can stand side by side
+    """
+
+    sequences_per_sample: ClassVar[int] = 2
+    needs_reference: ClassVar[bool] = False
+
+    @abstractmethod
+    def loss(self, policy_P2: Tensor) -> Tensor:
+        """(P, n) float64 log-probabilities -> (P,) losses, each of its own group. Groups that are not there are zeros,
+        and their losses are left out."""
+
+    def metrics(self, policy_P2: Tensor) -> dict[str, Tensor]:
+        """Further values (P,) by name; the log has their means over the step's groups."""
+        return {}
+
+    def divisor(self, batch: Batch) -> Tensor:
+        """The number of groups, on one of the ranks that share them."""
+        from phalanx.nn.sequence_groups import groups_of  # start-up time: it imports torch
+
+        return groups_of(batch, self.sequences_per_sample).count
+
+
+def cross_entropy(logits: LogitStats) -> Tensor:
+    """(T,) negative log-probability of each token's label. An objective with this as `token_loss` runs the fused op."""
+    return logits.log_z - logits.target
+
+
+# ---- the section of an objective
+
+
+@cache
+def section_of(config: type) -> type:
+    """The `task` section of an objective whose own fields are those of the dataclass `config`."""
+    if config is TaskConfig or issubclass(config, TaskConfig):
+        return config
+    if not is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"{config.__qualname__} must be a frozen dataclass: @dataclass(frozen=True, kw_only=True)")
+    if "name" in {f.name for f in fields(config)}:
+        raise TypeError(f"{config.__qualname__} has a field `name`, which is that of the objective: call it otherwise")
+
+    def reduced(section: Any) -> tuple[Any, ...]:  # for pickle, which finds classes by their place in a module
+        return _section, (config, {f.name: getattr(section, f.name) for f in fields(section)})
+
+    made = make_dataclass(
+        config.__name__, [], bases=(config, TaskConfig), frozen=True, kw_only=True, namespace={"__reduce__": reduced}
+    )
+    made.__module__, made.__doc__ = config.__module__, config.__doc__
+    return made
+
+
+def _section(config: type, values: Mapping[str, Any]) -> Any:
+    return section_of(config)(**values)
+
+
+def completed_task(config: TaskConfig) -> TaskConfig:
+    """As base.registry.completed, of the `task` section."""
+    return completed("task", config, TaskConfig, find_objective)
+
+
+# ---- by name
+
+T = TypeVar("T", bound=type[Objective])
+
+
+def objective(name: str) -> Callable[[T], T]:
+    """Name an Objective, so that `task.name` may be that name wherever its module has been imported."""
+
+    def named(cls: T) -> T:
+        register(SEAM, name, cls)
+        return cls
+
+    return named
+
+
+def find_objective(name: str) -> type[Objective]:
+    """The objective that `task.name` means. NotFound says what is wrong with it."""
+    found = find(SEAM, name)
+    kinds = [k for k in (TokenObjective, SequenceObjective) if isinstance(found, type) and issubclass(found, k)]
+    if len(kinds) != 1:
+        where = getattr(found, "__qualname__", type(found).__name__)
+        rule = "must be derived from phalanx.TokenObjective or from phalanx.SequenceObjective"
+        raise NotFound(f"is no Objective: {where} {rule}")
+    return find(SEAM, name, kinds[0])
+
+
+def make_objective(config: TaskConfig) -> Objective:
+    """The objective of a `task` section."""
+    made: Objective = find_objective(config.name)(config)
+    return made
+
+
+@cache
+def pretraining() -> Objective:
+    """Cross entropy of the next token: what a model is trained for where nothing else is said."""
+    return make_objective(TaskConfig())

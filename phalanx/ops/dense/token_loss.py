@@ -1,0 +1,207 @@
+"""Losses per token of vocabulary-parallel logits: statistics of logits with gradients, and a head that turns any loss
+of these statistics into gradients in one pass, a chunk of tokens at a time.
+
+With z = logsumexp(logits), t = the label's logit and m = the logits' mean, a loss f(z, t, m) has the gradient
+df/dz softmax + df/dt onehot + df/dm / V. Each rank has its own rows of the vocabulary; z, t and m are the same on all.
+This is the reference for any loss; cross entropy alone has faster ones (cross_entropy.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.dense.cross_entropy import LOSS, HeadGrads, chunks_of, softmax_stats
+from phalanx.ops.dense.matmul import gather_matmul
+from phalanx.ops.op import Kernels
+from phalanx.sequence.batch import IGNORE
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The ids first .. first + count - 1 of a vocabulary of `size`, which this tp rank has."""
+
+    first: int
+    count: int
+    size: int
+
+    def rows_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(T,) the row of each label, 0 of those elsewhere, and whether it is here."""
+        here = (labels >= self.first) & (labels < self.first + self.count)
+        return torch.where(here, labels - self.first, 0), here
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In at least fp32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class LogitStats:
+    """Of T tokens' logits over the whole vocabulary, equal on all tp ranks, in at least fp32:
+
+    log_z    (T,) logarithm of the sum of exp(logit)
+    target   (T,) logit of the token's label; 0 where it has none
+    mean     (T,) mean logit; computed when it is read
+    """
+
+    def __init__(self, log_z: Tensor, target: Tensor, make_mean: Callable[[], Tensor]):
+        self.log_z, self.target, self._make_mean = log_z, target, make_mean
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self._make_mean()
+
+    def detach(self) -> LogitStats:
+        """The same without gradients."""
+        return LogitStats(self.log_z.detach(), self.target.detach(), lambda: self.mean.detach())
+
+
+class _LogitStats(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, here: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        everyone = tp.all_gather(softmax_stats(logits, rows, here, logits.shape[1]).unsqueeze(0)).wait()
+        log_z, target = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
+        ctx.save_for_backward(logits, rows, here, log_z)
+        return log_z, target
+
+    @staticmethod
+    def backward(ctx: Any, dlog_z: Tensor, dtarget: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, rows, here, log_z = ctx.saved_tensors
+        d = torch.exp(logits - log_z.unsqueeze(-1)) * dlog_z.unsqueeze(-1)
+        if d.shape[1]:  # a rank may have no ids
+            d.scatter_add_(1, rows.unsqueeze(-1), (dtarget * here).unsqueeze(-1))
+        return d, None, None, None
+
+
+class _MeanLogit(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, size: int, tp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.shape, ctx.size = logits.shape, size
+        return tp.all_reduce(logits.sum(-1)).wait() / size
+
+    @staticmethod
+    def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (dmean / ctx.size).unsqueeze(-1).expand(ctx.shape), None, None
+
+
+def logit_stats(logits: Tensor, labels: Tensor, shard: VocabularyShard, tp: Axis) -> LogitStats:
+    """Statistics with gradients of this rank's logits (T, shard.count), which are widened to fp32; labels (T,)."""
+    wide, (rows, here) = widened(logits), shard.rows_of(labels)
+    log_z, target = _LogitStats.apply(wide, rows, here, tp)
+    return LogitStats(log_z, target, lambda: _MeanLogit.apply(wide, shard.size, tp))
+
+
+def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis) -> Tensor:
+    """x (T / tp, D) of each rank, weight (rows, D) -> this rank's logits (T, shard.count), with gradients."""
+    return gather_matmul(x, weight, tp)[:, : shard.count]
+
+
+@dataclass(frozen=True)
+class TokenTask:
+    """What is made of the logits of T tokens.
+
+    labels      (T,) IGNORE where there is no loss
+    weights     (T,) what each token counts; None: 1
+    loss        statistics of some tokens -> (those tokens,) losses
+    metrics     the same -> further values by name
+    transform   (tokens, ids) logits of this rank in at least fp32 -> those that count, element by element; None: equal
+    """
+
+    labels: Tensor
+    weights: Tensor | None
+    loss: Callable[[LogitStats], Tensor]
+    metrics: Callable[[LogitStats], Mapping[str, Tensor]]
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def sums(self, logits: Tensor, tokens: slice, shard: VocabularyShard, tp: Axis) -> Tensor:
+        """(1 + K,) of this rank's logits (tokens, ids): the summed loss, with gradients, and the sums of K metrics."""
+        logits = logits if self.transform is None else self.transform(widened(logits))
+        stats = logit_stats(logits, self.labels[tokens], shard, tp)
+        values = {"token_loss": self.loss(stats)}
+        with torch.no_grad():
+            values |= self.metrics(stats.detach())
+        return torch.stack([self._sum(name, value, tokens) for name, value in values.items()])
+
+    def _sum(self, name: str, value: Tensor, tokens: slice) -> Tensor:
+        labels = self.labels[tokens]
+        if value.shape != labels.shape:
+            raise TypeError(
+                f"{name} must be one value for each of {len(labels)} tokens, and has shape {[*value.shape]}"
+            )
+        if self.weights is not None:
+            value = value * self.weights[tokens]
+        return torch.where(labels != IGNORE, value, 0).sum()
+
+
+class _LinearTokenLoss(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None
+    ) -> Tensor:
+        ctx.weight, ctx.shard, ctx.tp, ctx.task, ctx.done = weight, shard, tp, task, seed is not None
+        sums, grads = _LinearTokenLoss.work(ctx, x, seed)
+        if seed is None:
+            ctx.save_for_backward(x)
+        else:
+            ctx.grads = grads
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.done:
+            return *ctx.grads, *(None,) * 4
+        (x,) = ctx.saved_tensors
+        return *_LinearTokenLoss.work(ctx, x, dsums[0])[1], *(None,) * 4
+
+    @staticmethod
+    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+        """The sums, and with a `seed` the gradients of x and of the weight."""
+        weight, shard, tp, task = ctx.weight, ctx.shard, ctx.tp, ctx.task
+        x_all = tp.all_gather(x).wait()
+        grads, sums = HeadGrads(x_all, weight, ctx.needs_input_grad), []
+        for c in chunks_of(len(task.labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
+            logits = x_all[c] @ weight.t()
+            with torch.set_grad_enabled(seed is not None):
+                found = task.sums(logits.requires_grad_(seed is not None)[:, : shard.count], c, shard, tp)
+                scaled = found[0] if seed is None else found[0] * seed
+            sums.append(found.detach())
+            if seed is not None:
+                (d,) = torch.autograd.grad(scaled, logits)
+                grads.add(d, c)
+        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None, None)
+
+
+def linear_token_loss(
+    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None = None
+) -> Tensor:
+    """(1 + K,) over all tokens, the same on every tp rank: the summed loss of a task, and the sums of its K metrics.
+
+    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. `seed` as of
+    linear_cross_entropy. Only the loss has gradients.
+    """
+    seed = seed if torch.is_grad_enabled() else None
+    return _LinearTokenLoss.apply(x, weight, shard, tp, task, seed)
+
+
+@torch.no_grad()
+def token_losses(
+    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, kernels: Kernels = "auto"
+) -> Tensor:
+    """(T,) cross entropy of each label of a task, 0 where there is none; x and weight as of linear_token_loss. Without
+    gradients."""
+    by, labels = LOSS.choose(kernels, x), task.labels
+    x_all, (rows, here), found = tp.all_gather(x).wait(), shard.rows_of(labels), []
+    for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
+        logits = x_all[c] @ weight.t()
+        logits = logits if task.transform is None else task.transform(widened(logits))
+        stats = by.softmax_stats(logits, rows[c], here[c], shard.count)
+        everyone = tp.all_gather(stats.unsqueeze(0)).wait()
+        found.append(torch.logsumexp(everyone[:, 0], 0) - everyone[:, 1].sum(0))
+    return torch.where(labels != IGNORE, torch.cat(found), 0)
