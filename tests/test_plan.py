@@ -42,6 +42,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
 from phalanx.observe.out_of_memory import held
+from phalanx.planning import plan as planning
 from phalanx.planning.plan import make_blocks, num_blocks
 from phalanx.schedule.actions import Backward, Fetch, Forward, Offload
 from phalanx.sequence.batch import Batch
@@ -765,3 +766,19 @@ def test_graphs_take_pools_where_memory_allows():
     assert "pools of micro-batches in flight, if a tenth stays free" in plan_text(
         several.run, 2
     ) and "pools" not in plan_text(run, 1)
+
+
+def test_a_plan_makes_blocks_once_to_decide(monkeypatch):
+    """However many programs and forecasts are asked for, the blocks of each pipeline rank are made once for them."""
+    run = load_run("tiny-llama", ["layout.pp=2", "layout.sharding=3", "train.cuda_graphs=on"])
+    plan, made, real = make_plan(run, 4), [], planning.make_blocks
+    uses = block_uses(plan)
+    monkeypatch.setattr(planning, "make_blocks", lambda *values: (made.append(values[2]), real(*values))[1])
+    for size in (2, 4):
+        plan.programs(size)
+        plan.programs(size, backward=False)
+        rank_uses(plan, size, uses)
+    assert [list(numbers) for numbers in made] == [
+        [b for s in plan.stages_of(pp) for b in plan.stages[s]] for pp in (0, 1)
+    ]
+    assert plan.slots and all(rank.buckets for rank in plan.ranks)

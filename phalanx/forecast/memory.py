@@ -236,8 +236,7 @@ def _rank_use(
     plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: ScheduleTrace, program: Program, num_micro_batches: int
 ) -> RankUse:
     run, kind, grid = plan.run, precision(plan.run.train.precision), plan.grid
-    blocks_here = plan.blocks_of(Coords(pp=pp))
-    buckets, _ = plan.buckets_of(blocks_here)
+    buckets, quantizers = plan.ranks[pp].buckets, plan.ranks[pp].quantized
     passing = passing_bytes(plan, buckets, program.lists[pp], kind)
     of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
@@ -251,14 +250,7 @@ def _rank_use(
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
         shared += 4 * plan.expert_exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
-    lows = [
-        (p.quantizer, p.spec)
-        for segment in blocks_here.values()
-        for b in segment
-        for p in b.parameters()
-        if isinstance(p.quantizer, WeightQuantizer)
-    ]
-    quantized = 2 * sum(prod(spec.shape) for _, spec in lows if not spec.coded)
+    quantized = 2 * sum(prod(spec.shape) for _, spec in quantizers if not spec.coded)
     held = bucket_bytes(
         buckets,
         kind.compute.itemsize,
@@ -268,7 +260,7 @@ def _rank_use(
         state_bytes(run.optim, kind.master.itemsize),
     )
     held["weights"] += staying_values(plan, buckets, kind)
-    shadow = shadow_bytes(plan, buckets, (spec for _, spec in lows), kind)
+    shadow = shadow_bytes(plan, buckets, (spec for _, spec in quantizers), kind)
     for name, nbytes in placed_bytes(plan, pp, kind).items():
         held[name] += nbytes
     if (
@@ -296,7 +288,7 @@ def _rank_use(
     }
     for name, nbytes in passing.items():
         memory[name] += nbytes
-    for_scales = scale_sends(plan, ((fp8, spec) for fp8, spec in lows if spec.coded))
+    for_scales = scale_sends(plan, ((fp8, spec) for fp8, spec in quantizers if spec.coded))
     sent = {
         "ep": for_scales["ep"] + num_micro_batches * sum(blocks[b].sent["ep"] for b in mine),
         "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),

@@ -143,6 +143,20 @@ def global_numel(spec: ParamSpec) -> int:
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """What the blocks of one pipeline rank (at tp rank 0) decide, as values.
+
+    buckets    its flat buffers
+    quantized  weights in low precision, each use of them once: how they are quantized, and their spec
+    early      (stage, segment) pairs whose forward adds to gradients, as a head's does
+    """
+
+    buckets: tuple[Bucket, ...]
+    quantized: tuple[tuple[WeightQuantizer, ParamSpec], ...]
+    early: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The decisions of a run. `stages[s]` are block numbers, `segments[s]` groups of them that share a bucket.
     `again[b]` names the ops (nn.recompute.OPS) of block b that are made again in backward."""
@@ -392,6 +406,18 @@ class Plan:
         specs = [(p.spec, u) for p, u in zip(params, users)]
         return make_buckets(specs, self.grid), params
 
+    @cached_property
+    def ranks(self) -> tuple[RankPlan, ...]:
+        """Of every pipeline rank: the one place where blocks are made to decide something."""
+        return tuple(self._rank_plan(self.blocks_of(Coords(pp=pp))) for pp in range(self.grid.pp))
+
+    def _rank_plan(self, blocks: dict[tuple[int, int], list[Block]]) -> RankPlan:
+        buckets, _ = self.buckets_of(blocks)
+        uses = ((p.quantizer, p.spec) for segment in blocks.values() for b in segment for p in b.parameters())
+        quantized = tuple((quantizer, spec) for quantizer, spec in uses if isinstance(quantizer, WeightQuantizer))
+        early = frozenset(at for at, segment in blocks.items() if not all(b.recomputable for b in segment))
+        return RankPlan(tuple(buckets), quantized, early)
+
     def replicas(self, tp: int) -> set[Replica]:
         """Every replica axis of all pipeline ranks with this tp coordinate."""
         blocks = (
@@ -421,10 +447,10 @@ class Plan:
         if not self.fixed_slots:
             return ()
         programs = [self._lowered(m, True, self.run.layout.prefetch) for m in sorted(self.step_sizes)]
-        numel = [
-            {b.id: b.numel for b in self.buckets_of(self.blocks_of(Coords(pp=pp)))[0]} for pp in range(self.grid.pp)
-        ]
-        return tuple(make_slots([p.lists[pp] for p in programs], numel[pp]) for pp in range(self.grid.pp))
+        return tuple(
+            make_slots([p.lists[pp] for p in programs], {b.id: b.numel for b in rank.buckets})
+            for pp, rank in enumerate(self.ranks)
+        )
 
     @property
     def step_sizes(self) -> set[int]:
@@ -444,25 +470,13 @@ class Plan:
         return program
 
     def _lowered(self, num_micro_batches: int, backward: bool, bucket_prefetch: int) -> Program:
-        blocks = [self.blocks_of(Coords(pp=pp)) for pp in range(self.grid.pp)]
-        buckets = [self.buckets_of(of_rank)[0] for of_rank in blocks]
-        early = {
-            where
-            for of_rank in blocks
-            for where, segment in of_rank.items()
-            if not all(block.recomputable for block in segment)
-        }
-        users, flows = (
-            [{b.id: b.users for b in of} for of in buckets],
-            [{b.id: self.flow(b) for b in of} for of in buckets],
-        )
         layout = self.run.layout
         return lower(
             self.schedule(num_micro_batches, backward),
             self.segments_per_stage,
-            users,
-            flows_of_rank=flows,
-            early=early,
+            [{b.id: b.users for b in rank.buckets} for rank in self.ranks],
+            flows_of_rank=[{b.id: self.flow(b) for b in rank.buckets} for rank in self.ranks],
+            early=set[tuple[int, int]]().union(*(rank.early for rank in self.ranks)),
             bucket_prefetch=bucket_prefetch,
             keep=not layout.reshard_after_forward,
             offloaded=self.offloaded_segments,
