@@ -17,7 +17,8 @@ from functools import partial
 import torch
 
 from phalanx.bench.timing import measure
-from phalanx.ops.attention.attention import Kind, attention
+from phalanx.ops.attention.attention import attention
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
 from phalanx.ops.op import unusable
 from phalanx.sequence.batch import Batch, room_for_documents
@@ -62,7 +63,7 @@ def row(
     with_sinks: bool,
 ) -> str:
     device = torch.device("cuda")
-    batch, kind = batch_of(tokens, mean), Kind(window)
+    batch, kind = batch_of(tokens, mean), AttentionKind(window=window, sinks=with_sinks)
     drawn = [
         torch.randn(1, h, tokens, w, device=device).bfloat16()
         for h, w in ((heads, wide_k), (kv_heads, wide_k), (kv_heads, wide_v))

@@ -50,7 +50,8 @@ from phalanx.observe.step_budget import (
     comm_row,
     read_budget,
 )
-from phalanx.ops.attention.attention import Kind, attention
+from phalanx.ops.attention.attention import attention
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.planning.plan import make_blocks
 from phalanx.training.main import train
 from phalanx.verifying.compare import step_batches
@@ -434,7 +435,7 @@ def test_flop_of_attention_with_a_window_and_values_of_their_own_width(config):
     """Truth: keys counted query by query, the query's own as half, 2 FLOP a feature of key and value."""
     q, k, v = (torch.empty(3, heads, 32, width) for heads, width in ((4, 6), (2, 6), (2, 10)))
     keys = sum(min(i + 0.5, 5) for i in range(32))
-    call = OpCall("attention", attention, (q, k, v, None, Kind(window=5)), {})
+    call = OpCall("attention", attention, (q, k, v, None, AttentionKind(window=5)), {})
     assert forward_flop(call, small(config), lambda: None) == pytest.approx(3 * 4 * keys * 2 * (6 + 10), rel=1e-12)
 
 

@@ -25,7 +25,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.ops.attention import attention as whole
 from phalanx.ops.attention import backends, context, join_kernel
-from phalanx.ops.attention.attention import Kind
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 from tests.parity import base_run, random_weights, sample_batch, step_batches
@@ -160,7 +160,7 @@ def test_what_packed_parts_read():
     assert len(set(pairs_read(sample_batch([5, 6], documents=False), SequenceShard(0, 4)))) == 1
 
 
-KINDS = {"causal": Kind(), "window": Kind(window=5), "scaled": Kind(scale=0.3)}
+KINDS = {"causal": AttentionKind(), "window": AttentionKind(window=5), "scaled": AttentionKind(scale=0.3)}
 
 
 def attention_on_ranks(
@@ -168,7 +168,7 @@ def attention_on_ranks(
     world: int,
     ulysses: int,
     form: str,
-    kind: Kind,
+    kind: AttentionKind,
     value: int,
     sinks: bool,
     documents: bool,
@@ -181,7 +181,7 @@ def attention_on_ranks(
     mine = [t.to(dtype) for t in inputs]
     q, k, v = (batch.take(t).unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for t in mine[:3])
     s = mine[3].requires_grad_() if sinks else None
-    out = context.attention(q, k, v, batch, mesh.model, form, kind, s)
+    out = context.attention(q, k, v, batch, mesh.model, form, replace(kind, sinks=sinks), s)
     out.backward(batch.take(dout).to(dtype))
     flat = [t.grad.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     return [t.detach().double() for t in (out, *flat)] + ([s.grad.double()] if sinks else [])
@@ -226,7 +226,7 @@ def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, d
     batch, inputs, dout = attention_inputs(value, sinks, documents)
     q, k, v = (t.unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for t in inputs[:3])
     s = inputs[3].requires_grad_() if sinks else None
-    out = whole.attention(q, k, v, batch, KINDS[kind], s)
+    out = whole.attention(q, k, v, batch, replace(KINDS[kind], sinks=sinks), s)
     out.backward(dout)
     truth = [out.detach(), *(t.grad.transpose(1, 2).flatten(0, 1) for t in (q, k, v))]
     for dtype, bound in ((torch.float64, 1e-12), (torch.bfloat16, 0.04)):
@@ -376,7 +376,8 @@ def attention_twice(rank: int, world: int, ulysses: int, form: str) -> list[np.n
     for factor in (1.0, 3.0):
         other = [torch.where(changed.view(-1, 1, 1), t * factor, t) for t in inputs[:3]]
         q, k, v = (mine.take(t).unflatten(0, (2, -1)).transpose(1, 2) for t in other)
-        found.append(context.attention(q, k, v, mine, mesh.model, form, Kind(window=7), inputs[3]).numpy())
+        kind = AttentionKind(window=7, sinks=True)
+        found.append(context.attention(q, k, v, mine, mesh.model, form, kind, inputs[3]).numpy())
     return found
 
 

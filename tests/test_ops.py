@@ -19,7 +19,8 @@ from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import Allocations
 from phalanx.ops.attention import backends
 from phalanx.ops.attention import sinks as sink_ops
-from phalanx.ops.attention.attention import CAUSAL, Kind, attention, attention_with_dropout
+from phalanx.ops.attention.attention import attention, attention_with_dropout
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind
 from phalanx.ops.dense import cross_entropy
 from phalanx.ops.dense.activation import gelu, swiglu
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
@@ -112,7 +113,7 @@ def plain_attention(
     batch: Batch,
     keep: Tensor | None = None,
     p: float = 0.0,
-    kind: Kind = CAUSAL,
+    kind: AttentionKind = CAUSAL,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T scale) v token by token; `keep` (sequences, heads, S, S); a sink is one more score, whose value
@@ -123,14 +124,17 @@ def plain_attention(
         s, i = divmod(t, length)
         sees = [
             s * length + j
-            for j in range(i + 1)
+            for j in range(i + 1 if kind.direction == "causal" else length)
             if batch.documents is None or batch.documents[s * length + j] == batch.documents[t]
         ]
-        sees = [j for j in sees if kind.window is None or t - j < kind.window]
+        sees = [j for j in sees if kind.window is None or abs(t - j) < kind.window]
+        sees = [j for j in sees if kind.chunk is None or j % length // kind.chunk == i // kind.chunk]
         out = []
         for h in range(heads):
             g = h // (heads // kv_heads)
             scores = torch.stack([qkv[t, h] @ qkv[j, heads + g] for j in sees]) * scale
+            if kind.soft_cap is not None:
+                scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
             more = [] if sinks is None else [sinks[h : h + 1]]
             probs = torch.softmax(torch.cat([scores, *more]), 0)[: len(sees)]
             if keep is not None:
@@ -168,7 +172,7 @@ def plain_norm_rope(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def attend(
-    x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: Kind = CAUSAL, sinks: Tensor | None = None
+    x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: AttentionKind = CAUSAL, sinks: Tensor | None = None
 ) -> Tensor:
     return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, kind, sinks)
 
@@ -177,10 +181,10 @@ def attending(heads: int, kv_heads: int, name: str, width: int, sinks: bool = Fa
     """Attention of one kind; documents and odd lengths come with the batch, a global of this module."""
 
     def op(x: Tensor, s: Tensor | None = None) -> Tensor:
-        return attend(x, heads, kv_heads, globals()[name], Kind(**kind), s)
+        return attend(x, heads, kv_heads, globals()[name], AttentionKind(sinks=sinks, **kind), s)
 
     def plain(x: Tensor, s: Tensor | None = None) -> Tensor:
-        return plain_attention(x, heads, kv_heads, globals()[name], kind=Kind(**kind), sinks=s)
+        return plain_attention(x, heads, kv_heads, globals()[name], kind=AttentionKind(**kind), sinks=s)
 
     shapes = ((globals()[name].num_tokens, heads + 2 * kv_heads, width), *([(heads,)] if sinks else []))
     return Op(op, plain, shapes, (1,) if sinks else ())
@@ -264,6 +268,13 @@ OPS = {
     "attention, window of 1": attending(2, 2, "UNIFORM", 3, window=1),
     "attention, window, blocks": attending(4, 2, "ODD", 2, window=2, scale=0.3),
     "attention, window, blocks, documents": attending(4, 2, "ODD_PACKED", 2, window=3),
+    "attention, soft cap": attending(4, 2, "UNIFORM", 3, soft_cap=0.7, scale=0.9),
+    "attention, soft cap, documents, window": attending(4, 2, "ODD_PACKED", 2, soft_cap=1.5, window=3),
+    "attention, soft cap, sinks": attending(4, 2, "UNIFORM", 3, sinks=True, soft_cap=0.7),
+    "attention, both directions": attending(2, 1, "UNIFORM", 3, direction="both"),
+    "attention, both directions, documents, window": attending(4, 2, "PACKED", 2, direction="both", window=2),
+    "attention, chunks": attending(4, 2, "ODD", 2, chunk=3),
+    "attention, chunks, both directions, documents": attending(2, 2, "ODD_PACKED", 2, chunk=3, direction="both"),
     "attention, sinks": attending(4, 2, "UNIFORM", 3, sinks=True),
     "attention, sinks, documents": attending(6, 2, "PACKED", 2, sinks=True, scale=0.8),
     "attention, sinks, window": attending(2, 2, "UNIFORM", 3, sinks=True, window=4),
@@ -413,9 +424,11 @@ def test_long_windows_make_no_square():
     long = make_batch(1, 300, [t // 70 for t in range(300)])
     x = normal(300, 4, 2)
     with Allocations() as seen:
-        found = attend(x, 2, 1, long, Kind(window=16))
+        found = attend(x, 2, 1, long, AttentionKind(window=16))
     assert seen.peak < 300 * 300 * 8 / 3
-    torch.testing.assert_close(found, plain_attention(x, 2, 1, long, kind=Kind(window=16)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found, plain_attention(x, 2, 1, long, kind=AttentionKind(window=16)), rtol=1e-12, atol=1e-12
+    )
 
 
 P = 0.25

@@ -34,7 +34,7 @@ from phalanx.engine.step import update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
 from phalanx.nn.linear import Linear
-from phalanx.ops.attention.attention import CAUSAL, Kind
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind
 from phalanx.planning.plan import Plan, make_blocks, num_blocks, without_layout
 from phalanx.sequence.batch import Batch
 
@@ -319,7 +319,7 @@ def forward_flop(call: OpCall, run: Run, forward: Callable[[], Any]) -> float:
     the window."""
     if "attention" in call.name:
         q, _, v, *others = call.args
-        kind = next((a for a in others if isinstance(a, Kind)), CAUSAL)
+        kind = next((a for a in others if isinstance(a, AttentionKind)), CAUSAL)
         return 2.0 * q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * kind.keys_per_query(q.shape[2])
     if call.name == "gated_mlp":  # not torch's GEMMs
         return 2.0 * len(call.args[0]) * run.layout.tp * (call.args[1].numel() + call.args[2].numel())

@@ -23,7 +23,7 @@ from phalanx.nn.moe import Balance
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.attention.attention import Kind
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.router import Router
 from phalanx.sequence.batch import Batch
@@ -120,8 +120,11 @@ def attention(config: DecoderConfig, env: Env, layer: int, **more: Any) -> Atten
         c.initializer_range,
         Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
         layer=layer,
-        kind=Kind(window=c.window(layer)),
-        **{"bias": "all" if c.attention_bias else "none", **more},
+        **{
+            "bias": "all" if c.attention_bias else "none",
+            "kind": AttentionKind(window=c.window(layer)),
+            **more,
+        },
     )
 
 

@@ -142,7 +142,7 @@ def blocks(config: DeepseekV3Config, env: Env) -> Sequence[BlockMaker]:
 
 def attention(config: DeepseekV3Config, env: Env, layer: int) -> LatentAttention:
     from phalanx.nn.mla import LatentAttention, LatentSizes
-    from phalanx.ops.attention.attention import Kind
+    from phalanx.ops.attention.kind import AttentionKind
     from phalanx.ops.dense.rope_scaling import Rotation
 
     c = config
@@ -156,7 +156,7 @@ def attention(config: DeepseekV3Config, env: Env, layer: int) -> LatentAttention
         sizes,
         c.initializer_range,
         rotation,
-        Kind(scale=score_scale(c)),
+        AttentionKind(scale=score_scale(c)),
         c.rope_interleave,
     )
 

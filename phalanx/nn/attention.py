@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -14,9 +14,9 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.module import Module, OutputRows, bias_spec
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
-from phalanx.ops.attention import attention as ops
 from phalanx.ops.attention import context
 from phalanx.ops.attention.flash import ATTENTION
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
@@ -45,12 +45,20 @@ class Heads:
         return Heads(q0, q1, k, k + 1, (Replica("tp", tuple(range(k * ranks_per_head, (k + 1) * ranks_per_head))),))
 
 
+def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionKind:
+    """The kind. UnsupportedAttention if nothing that could run a layer here has all of it."""
+    cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
+    refuse_unsupported(kind, context.backends_for(env.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
+    return kind
+
+
 class Attention(Module):
     """qkv -> norm of heads (if any) -> rotary (if any) -> causal attention, in a window or with sinks if so asked ->
     output projection.
 
     names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
     c_attn).
+    kind: what is read and how; `sinks` decides whether it has some.
     bias: which projections have one. sinks: global name of a logit per query head that joins the softmax.
     head_norm: names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon.
     """
@@ -73,14 +81,15 @@ class Attention(Module):
         dropout: float = 0.0,
         layer: int = 0,
         head_norm: tuple[str, str, float] | None = None,
-        kind: ops.Kind = ops.CAUSAL,
+        kind: AttentionKind = CAUSAL,
         sinks: str | None = None,
     ):
         super().__init__(env)
         own = Heads.of(env, heads, kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, dropout, layer
-        self.rotary, self.kind = None if rotation is None else Rotary(rotation), kind
+        self.rotary = None if rotation is None else Rotary(rotation)
+        self.kind = supported(replace(kind, sinks=sinks is not None), env, dropout)
         rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
         self.qkv = ColumnLinear(env, rows, width, Init("normal", std), transposed=transposed, bias=bias != "none")
         features = own.q0 * head_dim, own.q1 * head_dim

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.param import Init
+from phalanx.nn.attention import supported
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.module import Module, OutputRows
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
-from phalanx.ops.attention import attention as ops
 from phalanx.ops.attention import context
 from phalanx.ops.attention.flash import ATTENTION
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.rope import turn
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.exchange import gather
@@ -72,13 +73,13 @@ class LatentAttention(Module):
         sizes: LatentSizes,
         std: float,
         rotation: Rotation,
-        kind: ops.Kind,
+        kind: AttentionKind,
         interleaved: bool = True,
     ):
         super().__init__(env)
         first, last = env.cut(heads)
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
-        self.rotary, self.kind, self.interleaved = Rotary(rotation), kind, interleaved
+        self.rotary, self.kind, self.interleaved = Rotary(rotation), supported(kind, env), interleaved
         init, s = Init("normal", std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
         q_down = [OutputRows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []

@@ -26,8 +26,8 @@ from phalanx.layout.grid import Grid
 from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import read_budget
 from phalanx.ops.attention import attention as plain_attention
-from phalanx.ops.attention.attention import Kind
 from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
 from phalanx.ops.dense.embedding import embedding
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
@@ -152,7 +152,7 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
                 for i, shape in enumerate(((2 * length, 12, 64), (8,)))
             )
             s.grad_dtype, s.grad = (torch.float64 if kind == torch.float64 else torch.float32), None
-            y = attend(x, 8, 2, make_batch(2, length).to(place), Kind(window=window), s)
+            y = attend(x, 8, 2, make_batch(2, length).to(place), AttentionKind(window=window, sinks=True), s)
             y.backward(normal(*y.shape, seed=99, dtype=dtype).to(place).to(kind))
             found.append((y.detach(), x.grad, s.grad))
         return f"{max(within(f'sinks {i}', b, a, 4 * ROUNDINGS[dtype]) for i, (a, b) in enumerate(zip(*found))):.1e}"
@@ -231,7 +231,7 @@ def flash_check(
         numbers = (starts.long().cumsum(0) - 1).to(device) if documents else None
         batch = Batch(*(torch.zeros(n, dtype=torch.int64, device=device) for _ in range(4)), count, each, numbers)
         batch = replace(batch, most_documents=0 if numbers is None else room_for_documents(int(numbers[-1]) + 1, n))
-        kind, (wide_k, wide_v), found = plain_attention.Kind(window), widths, []
+        kind, (wide_k, wide_v), found = AttentionKind(window=window, sinks=sinks), widths, []
         for wide in (True, False):
             drawn = [normal(n, heads + 2 * kv_heads, wide_k, dtype=dtype), normal(heads, seed=2, dtype=dtype)]
             packed, logits = ((t.double() if wide else t).to(device).requires_grad_() for t in drawn)

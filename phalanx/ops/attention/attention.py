@@ -11,36 +11,21 @@ layer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.base.rng import keep_mask
-from phalanx.ops.attention.flash import flash_attention, spans_of, use_flash, use_torch_flash
+from phalanx.ops.attention.backends import repeated
+from phalanx.ops.attention.flash import flash_attention, own_precision, spans_of, use_flash, use_torch_flash
+from phalanx.ops.attention.kind import CAUSAL, AttentionBackend, AttentionKind, UnsupportedAttention, refuse_unsupported
 from phalanx.ops.attention.sinks import attention_with_sinks
 from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import Batch, PerBatch
 
-
-@dataclass(frozen=True)
-class Kind:
-    """How a layer attends. `window`: a query reads itself and the window - 1 tokens before it (None: all before it;
-    Beltagy et al., "Longformer", 2020). `scale` of the scores (None: 1 / sqrt(K))."""
-
-    window: int | None = None
-    scale: float | None = None
-
-    def keys_per_query(self, length: int) -> float:
-        """Mean number of keys that a query reads, for FLOPs: length / 2 without a window (the diagonal counted as
-        half)."""
-        w = length if self.window is None else min(self.window, length)
-        return w - w * w / (2 * length) if length else 0.0
-
-
-CAUSAL = Kind()
-MASKS, BLOCK_MASKS = PerBatch[Tensor](), PerBatch[Tensor]()
+MASKS, BLOCK_MASKS, VISIBLE = PerBatch[Tensor](), PerBatch[Tensor](), PerBatch[Tensor]()
 
 
 def attention(
@@ -48,7 +33,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     batch: Batch,
-    kind: Kind = CAUSAL,
+    kind: AttentionKind = CAUSAL,
     sinks: Tensor | None = None,
     kernels: Kernels = "plain",
 ) -> Tensor:
@@ -59,25 +44,82 @@ def attention(
     (bf16 and fp16 on GPUs); else one mask per micro-batch, of S * S elements (times sequences with documents), or T
     * 2 * window where that is smaller, and then a copy of k and v twice as long.
     """
+    if kind.sinks != (sinks is not None):
+        raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
     window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
-    flash_attn = use_flash(kernels, q, v)
-    no_dense = (
-        batch.documents is not None or window is not None or batch.piece
-    )  # lengths that hardly come again: cuDNN prepares itself for each
-    if flash_attn or (no_dense and use_torch_flash(kernels, q, v)):
-        return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, flash_attn)
+    no_dense = batch.documents is not None or window is not None or bool(batch.piece)  # cuDNN prepares for each length
+    return choose(kind, q, v, no_dense, kernels).call(q, k, v, batch, kind, window, sinks)
+
+
+def choose(kind: AttentionKind, q: Tensor, v: Tensor, no_dense: bool, kernels: Kernels) -> AttentionBackend:
+    """The backend that is to run: the first that has all of the kind and runs here."""
+    for backend in BACKENDS:
+        if kind.features <= backend.supports and backend.runs(kernels, q, v, no_dense):
+            return backend
+    refuse_unsupported(kind, BACKENDS)
+    raise UnsupportedAttention(f"no backend of attention runs {q.dtype} heads of {q.shape[-1]} on {q.device}")
+
+
+def _by_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    kind: AttentionKind,
+    window: int | None,
+    sinks: Tensor | None,
+    flash_attn: bool = True,
+) -> Tensor:
+    return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, flash_attn)
+
+
+def _by_torch(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """scaled_dot_product_attention; with a mask where something is hidden beside what is later."""
     if window is not None and 2 * window < batch.seq_length:
-        out = _in_blocks(q, k, v, batch, kind, window, sinks)
+        out = _in_blocks(q, k, v, batch, kind.scale, window, sinks)
     else:
-        out = _attend(
-            q,
-            k,
-            v,
-            None if batch.documents is None and window is None else _mask(batch, window, q.dtype),
-            kind.scale,
-            sinks,
-        )
+        mask = None if batch.documents is None and window is None else _mask(batch, window, q.dtype)
+        out = _attend(q, k, v, mask, kind.scale, sinks)
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
+
+
+def _by_formula(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """The definition, which makes the square of scores: what no kernel here has."""
+    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores / math.sqrt(q.shape[-1]) if kind.scale is None else scores * kind.scale
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+    hidden = (window, kind.direction, kind.chunk)
+    visible = VISIBLE.of(batch, lambda: _visible(batch, *hidden), *hidden)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        more = own_precision(sinks).to(scores.dtype).view(-1, 1, 1).expand(len(q), -1, scores.shape[2], 1)
+        scores = torch.cat((scores, more), -1)
+    probabilities = torch.softmax(scores, -1)[..., : k.shape[2]]
+    return (probabilities.to(v.dtype) @ v).transpose(1, 2).reshape(batch.num_tokens, -1)
+
+
+MASKED = frozenset(("window", "sinks", "scale"))
+FLASH_ATTN_BACKEND = AttentionBackend(
+    "flash-attn", MASKED, lambda kernels, q, v, no_dense: use_flash(kernels, q, v), _by_flash
+)
+BACKENDS = (
+    FLASH_ATTN_BACKEND,
+    AttentionBackend(
+        "torch-flash",
+        MASKED,
+        lambda kernels, q, v, no_dense: no_dense and use_torch_flash(kernels, q, v),
+        partial(_by_flash, flash_attn=False),
+    ),
+    AttentionBackend("torch", MASKED, lambda *_: True, _by_torch),
+    AttentionBackend("formula", MASKED | {"direction", "chunk", "soft_cap"}, lambda *_: True, _by_formula),
+)
+"""The preferred one first. `torch` runs everywhere."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
@@ -89,7 +131,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     )
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind, window: int, sinks: Tensor | None) -> Tensor:
+def _in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float | None, window: int, sinks: Tensor | None
+) -> Tensor:
     """Queries in blocks of `window` tokens, each with its own and the block before as keys: no square of the
     sequence is made.
 
@@ -104,7 +148,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: Kind, window
         torch.cat((F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), t), -2).flatten(0, 1) for t in (k, v)
     )  # the block before, its own
     mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, q.dtype), window, q.dtype)
-    out = _attend(q.flatten(0, 1), k, v, mask, kind.scale, sinks)
+    out = _attend(q.flatten(0, 1), k, v, mask, scale, sinks)
     return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
 
 
@@ -155,7 +199,7 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
-def _visible(batch: Batch, window: int | None) -> Tensor:
+def _visible(batch: Batch, window: int | None, direction: str = "causal", chunk: int | None = None) -> Tensor:
     if batch.balanced is not None:
         keys = torch.arange(batch.all_tokens, device=batch.tokens.device)
         return ((keys <= batch.take(keys).unsqueeze(-1)) & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0]))[
@@ -163,9 +207,11 @@ def _visible(batch: Batch, window: int | None) -> Tensor:
         ]
     keys = torch.arange(batch.seq_length, device=batch.tokens.device)
     queries = torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
-    seen = keys <= queries
+    seen = keys <= queries if direction == "causal" else torch.ones_like(keys <= queries)
     if window is not None:
-        seen &= queries - keys < window
+        seen &= (queries - keys).abs() < window
+    if chunk is not None:
+        seen &= queries // chunk == keys // chunk
     if batch.documents is None or batch.uncut.documents is None:
         return seen[None, None]
     of_queries, of_keys = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, batch.uncut.documents))

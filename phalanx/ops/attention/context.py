@@ -27,9 +27,10 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.attention import attention as whole
-from phalanx.ops.attention.attention import CAUSAL, Kind
+from phalanx.ops.attention.attention import BACKENDS, FLASH_ATTN_BACKEND, MASKED
 from phalanx.ops.attention.backends import Segments, choose_backend, segments_backend
 from phalanx.ops.attention.flash import use_flash, use_torch_flash
+from phalanx.ops.attention.kind import CAUSAL, AttentionBackend, AttentionKind, refuse_unsupported
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.experts.exchange import gather, swap
@@ -51,7 +52,7 @@ def attention(
     batch: Batch,
     axes: ModelAxes,
     form: Form = "ring",
-    kind: Kind = CAUSAL,
+    kind: AttentionKind = CAUSAL,
     sinks: Tensor | None = None,
     kernels: Kernels = "plain",
     keep: Callable[..., Tensor] = _at_once,
@@ -59,6 +60,8 @@ def attention(
     """As ops.attention.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike ->
     (T, heads * V). `keep` runs what lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k,
     v)."""
+    if not kind.features <= MASKED and (batch.balanced is not None or axes.keys.size > 1):
+        refuse_unsupported(kind, backends_for(form, True, 0.0, kernels))
     if batch.balanced is not None:
         return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels, keep)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
@@ -75,6 +78,20 @@ def attention(
     return to_tokens(out, batch, axes.heads)
 
 
+def backends_for(form: Form, keys_are_cut: bool, dropout: float, kernels: Kernels) -> tuple[AttentionBackend, ...]:
+    """What could run a layer's attention, known when it is built. `keys_are_cut`: ranks of context parallelism read
+    each other's keys."""
+    if dropout > 0:
+        return (AttentionBackend("attention with dropout", frozenset(), _always, attention_with_dropout),)
+    if keys_are_cut:
+        return (AttentionBackend(f"context parallelism by {form}", MASKED, _always, attention),)
+    return (FLASH_ATTN_BACKEND,) if kernels == "optional" else BACKENDS
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
 def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]:
     """(T, heads * V) and dtype of what attention makes."""
     return (((q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]), q.dtype),)
@@ -87,7 +104,7 @@ def _of_pieces(
     batch: Batch,
     axes: ModelAxes,
     form: Form,
-    kind: Kind,
+    kind: AttentionKind,
     sinks: Tensor | None,
     kernels: Kernels,
     keep: Callable[..., Tensor],

@@ -145,7 +145,7 @@ def _by_flash_attn(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if sinks is not None:
-        how["learnable_sink"] = _InFp32.apply(sinks)
+        how["learnable_sink"] = own_precision(sinks)
     if window is not None:
         how["window_size"] = (window - 1, 0)
     if spans.whole:
@@ -159,13 +159,19 @@ def _by_flash_attn(
     return flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), **ends, **how)[0]
 
 
+def own_precision(x: Tensor) -> Tensor:
+    """A parameter in at least fp32, whose gradient is added up so as well."""
+    made: Tensor = _InFp32.apply(x)
+    return made
+
+
 class _InFp32(Function):
-    """A parameter in fp32, whose gradient is added up in fp32 as well."""
+    """A parameter in at least fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         ctx.x = x
-        return x.float()
+        return x.clone() if x.dtype == torch.float64 else x.float()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor | None:  # type: ignore[override]
