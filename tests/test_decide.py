@@ -68,7 +68,7 @@ def test_push_only_where_every_group_has_memory(groups):
     everyone = [opened(GPU, experts=groups[rank // 4]) for rank in range(8)]
     agreed = decide(moe_plan(), everyone)
     wanted = "push" if groups == (ON, ON) else "alltoall"
-    assert agreed.plan.dispatch == wanted and (agreed.memory[EXPERTS] == ON) == (wanted == "push")
+    assert agreed.plan.experts.dispatch == wanted and (agreed.memory[EXPERTS] == ON) == (wanted == "push")
     assert agreed.graphs == ("on" if wanted == "push" else NO_GRAPHS_SIZES)
     if len(set(groups)) > 1:
         assert ranks_text(r for r in range(8) if groups[r // 4] != ON) in agreed.memory[EXPERTS]
@@ -197,7 +197,7 @@ def two_groups(rank: int, world: int, run, reason: str) -> tuple:
     for step in range(2):
         tokens = accumulate(state, step_batches(run, state.mesh, step, False))
         losses.append(update(state, tokens, 1e-2).loss.item())
-    return losses, state.plan.dispatch, choices(state)
+    return losses, state.plan.experts.dispatch, choices(state)
 
 
 @pytest.mark.trust(

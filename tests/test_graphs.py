@@ -308,7 +308,7 @@ def test_ranks_that_exchange_tokens_capture_the_same_micro_batches(ranks):
     assert ranks.run("tests.test_graphs:captured", 2, seldom, True) == [{1}, {1}]
     layouts = (dict(ep=2), dict(ep=2, tp=2), dict(etp=4, cp=2), dict(sharding=1))
     runs = (replace(base_run("mixtral", global_batch=4), layout=LayoutConfig(**layout)) for layout in layouts)
-    assert [make_plan(run, 4).mixes_batches for run in runs] == [True, False, True, False]
+    assert [make_plan(run, 4).experts.mixes_batches for run in runs] == [True, False, True, False]
 
 
 def turns_of_memory(rank: int, world: int) -> bool:

@@ -254,7 +254,7 @@ def test_who_pushes_without_being_told(ranks):
         (dict(ep=8, etp=2), "auto", "alltoall"),
     ):
         chosen = replace(run, layout=LayoutConfig(**layout), train=replace(run.train, device=device))
-        assert make_plan(chosen, layout["ep"] * layout.get("etp", 1)).dispatch == dispatch
+        assert make_plan(chosen, layout["ep"] * layout.get("etp", 1)).experts.dispatch == dispatch
     said = ranks.run("tests.test_push:said", 4, replace(run, layout=LayoutConfig(ep=4)))
     assert all(text.endswith("tokens to experts by alltoall") for text in said)
     said = ranks.run("tests.test_push:said", 4, replace(run, layout=LayoutConfig(ep=4, dispatch="push")))

@@ -119,7 +119,7 @@ def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
     refused = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
     if refused:
         raise ConfigError(refused)
-    if plan.dispatch == "push" and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
+    if plan.experts.dispatch == "push" and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
         plan = plan.by_all_to_all()
     plan = with_kernels(plan, everyone)
     triton = all_run_triton(plan, everyone)
@@ -145,7 +145,7 @@ def insisted(plan: Plan, name: str, said: str) -> Problem | None:
     if said in (ON, "off"):
         return None
     rule = f"needs memory that all ranks of {name} share ({said.removeprefix('off: ')})"
-    if name == EXPERTS and plan.dispatch == "push":
+    if name == EXPERTS and plan.experts.dispatch == "push":
         others = ("auto", "allgather", "alltoall")
         return Problem("layout.dispatch", layout.dispatch, rule, {}, others) if layout.dispatch == "push" else None
     key = {TP: "tp_overlap", EXPERTS: "ep_overlap"}.get(name, "dp_overlap")
@@ -201,7 +201,7 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> s
         return "" if wanted == "on" else "off"
     if plan.offloaded:
         return NO_GRAPHS_OFFLOAD
-    if plan.waits_for_sizes:
+    if plan.experts.waits_for_sizes:
         return NO_GRAPHS_SIZES
     if counts_rows(plan, triton):
         return NO_GRAPHS_ROWS
@@ -219,7 +219,7 @@ def smallest(everyone: Iterable[LocalFacts]) -> int:
 def uncaptured_ops(plan: Plan, triton: bool) -> frozenset[str]:
     """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where
     the host waits for the device."""
-    experts = plan.waits_for_sizes or counts_rows(plan, triton)
+    experts = plan.experts.waits_for_sizes or counts_rows(plan, triton)
     return frozenset(
         name for name, uncaptured in (("attention", plan.grid.dynamic), ("experts", experts)) if uncaptured
     )

@@ -221,8 +221,8 @@ def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]
     """Open the memory that this rank shares with neighbours; by use, what came of it here."""
     layout, opened = plan.run.layout, dict[str, str]()
     modes: dict[str, Mode] = {"allgather": layout.ep_overlap, "push": "on" if layout.dispatch == "push" else "auto"}
-    if plan.run.model.routed_experts and plan.dispatch in modes:
-        opened[EXPERTS] = mesh.overlap(mesh.model.experts, modes[plan.dispatch], plan.expert_exchange_bytes)
+    if plan.run.model.routed_experts and plan.experts.dispatch in modes:
+        opened[EXPERTS] = mesh.overlap(mesh.model.experts, modes[plan.experts.dispatch], plan.experts.exchange_bytes)
     opened[TP] = mesh.overlap(mesh.tp, layout.tp_overlap, plan.exchange_bytes)
     shared = share_memory(buckets, mesh, precision(plan.run.train.precision), plan.sharding, layout.dp_copies)
     return opened | {str(axis): said for axis, said in shared.items()}
@@ -265,7 +265,9 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
     """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
     plan, between, recompute = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.recompute
     hosts = (
-        mesh.prepare_hosts() if plan.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic) else None
+        mesh.prepare_hosts()
+        if plan.experts.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic)
+        else None
     )
     if plan.grid.pp > 1:
         mesh.prepare_pp_hosts()
@@ -285,10 +287,10 @@ def choices(state: State) -> str:
     plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
     optional = optional_kernels_chosen(state.plan, mesh.device) if agreed.triton else ""
     graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
-    dispatch = f"; tokens to experts by {state.plan.dispatch}" if state.routed else ""
+    dispatch = f"; tokens to experts by {state.plan.experts.dispatch}" if state.routed else ""
     beside = agreed.memory.get(EXPERTS)
     if beside is not None and mesh.model.experts.size > 1:
-        by_messages = state.plan.dispatch == "alltoall"
+        by_messages = state.plan.experts.dispatch == "alltoall"
         dispatch += (
             (f" (no push: {beside.removeprefix('off: ')})" if beside != "off" else "")
             if by_messages

@@ -68,7 +68,7 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     if state.fp8 is not None and state.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
     forward_backward(state, batches, tokens)
-    if state.plan.room_may_lack and lacked_room(state):
+    if state.plan.experts.room_may_lack and lacked_room(state):
         with state.by_all_to_all():
             forward_backward(state, batches, tokens)
     return tokens

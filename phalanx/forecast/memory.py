@@ -247,8 +247,8 @@ def _rank_use(
     batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
     layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
-    if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.exchanges_in_memory:
-        shared += 4 * plan.expert_exchange_bytes
+    if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.experts.in_memory:
+        shared += 4 * plan.experts.exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
     quantized = 2 * sum(prod(spec.shape) for _, spec in quantizers if not spec.coded)
     held = bucket_bytes(

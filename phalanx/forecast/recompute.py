@@ -176,7 +176,7 @@ def traced(plan: Plan, number: int) -> Traced:
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]
     with dry.known, saved_tensors_hooks(trace.save, lambda t: t), trace.counter, FusedAttention():
         dry.forward(leaves(dry.new_input()))
-    trace.only_filled(plan.rows_filled)
+    trace.only_filled(plan.experts.rows_filled)
     each: dict[str, list[Price]] = {}
     for ran in trace.ran:
         each.setdefault(ran.name, []).append(ran.price)

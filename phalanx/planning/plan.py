@@ -26,9 +26,9 @@ from phalanx.nn.objective import Objective, make_objective
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
-from phalanx.ops.experts.exchange import Dispatch, room_for
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
@@ -36,8 +36,6 @@ from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
-
-ONE_HOST = 8  # GPUs that share memory, as far as can be known before they meet
 
 
 def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Block]:
@@ -266,20 +264,10 @@ class Plan:
         """Of a micro-batch, on the ranks that have the largest part of it."""
         return self.run.train.micro_batch * SequenceShard(0, self.grid.cp).most(self.run.train.seq_length)
 
-    @property
-    def dispatch(self) -> Dispatch:
-        """How tokens get to their experts; on ranks that turn out to share no memory, an automatic push becomes
-        all-to-all (`build`).
-
-        Of T tokens over n ranks all-gather sends (n - 1) T, from before the router; push sends (n - 1) T (1 - C(E -
-        E/ep, K) / C(E, K)), from after it: little less while n <= K.
-        """
-        layout, ranks = self.run.layout, self.run.layout.ep * self.run.layout.etp
-        if layout.dispatch != "auto":
-            return layout.dispatch
-        if ranks <= getattr(self.run.model, "num_experts_per_tok", 0):
-            return "allgather"
-        return "push" if ranks <= ONE_HOST and self.run.train.device != "cpu" else "alltoall"
+    @cached_property
+    def experts(self) -> ExpertsPlan:
+        """How tokens get to their experts."""
+        return experts_plan(self.run, self.grid, self.most_tokens, self.exchange_bytes)
 
     def by_all_to_all(self) -> Plan:
         """The same with tokens going to their experts by all-to-all."""
@@ -298,61 +286,10 @@ class Plan:
         return chosen
 
     @property
-    def room_may_lack(self) -> bool:
-        """Whether an expert rank could get more tokens than layout.expert_room allows it."""
-        run, grid = self.run, self.grid
-        if not run.model.routed_experts or self.dispatch == "alltoall":
-            return False
-        given, worst = room_for(
-            self._tokens_of_experts,
-            run.model.num_experts_per_tok,  # type: ignore[attr-defined]
-            grid.ep,
-            run.model.routed_experts // grid.ep,
-            run.layout.expert_room,
-        )
-        return given < worst
-
-    @property
-    def _tokens_of_experts(self) -> int:
-        """Of a micro-batch, those that the ranks of a layer's experts have together."""
-        return self.most_tokens // self.grid.tp * self.grid.ep * self.grid.etp
-
-    @property
-    def rows_filled(self) -> float:
-        """The part of the rows that an expert rank has room for which is computed while the load is even: kernels go
-        no further."""
-        run, grid = self.run, self.grid
-        if not run.model.routed_experts or self.dispatch == "alltoall":
-            return 1.0
-        tokens, slots = self._tokens_of_experts, run.model.num_experts_per_tok  # type: ignore[attr-defined]
-        given, _ = room_for(tokens, slots, grid.ep, run.model.routed_experts // grid.ep, run.layout.expert_room)
-        return min(1.0, tokens * slots / grid.ep / given)
-
-    @property
-    def exchanges_in_memory(self) -> bool:
-        """Whether tokens get to their experts through memory that the ranks share, where they do (GPUs of one host)."""
-        return self.dispatch == "push" or (self.dispatch == "allgather" and self.run.layout.ep_overlap != "off")
-
-    @property
-    def waits_for_sizes(self) -> bool:
-        """Whether the host waits, in every layer with experts, for the number of tokens that go to each rank."""
-        return self.run.model.routed_experts > 0 and self.dispatch == "alltoall"
-
-    @property
-    def mixes_batches(self) -> bool:
-        """Whether ranks with different micro-batches exchange tokens in layers with experts."""
-        return self.run.model.routed_experts > 0 and self.grid.ep * self.grid.etp > self.grid.cp * self.grid.tp
-
-    @property
     def buckets_come_and_go(self) -> bool:
         """Whether weights or gradients are whole only while they are needed."""
         axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
         return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
-
-    @property
-    def expert_exchange_bytes(self) -> int:
-        """Of a micro-batch's activations of one rank, gathered over ep and etp."""
-        return self.exchange_bytes // self.grid.tp * self.grid.ep * self.grid.etp
 
     @property
     def mtp_stage(self) -> int | None:
@@ -374,7 +311,7 @@ class Plan:
             linears=fp8_linears(self.run),
             kernels=train.kernels,
             plain_ops=tuple(train.plain_ops),
-            dispatch=self.dispatch,
+            dispatch=self.experts.dispatch,
             expert_room=self.run.layout.expert_room,
             sources=self.sources,
             cp_attention=self.cp_attention,

@@ -324,7 +324,7 @@ def small_expert_view(given: RunOnRanks, layout: LayoutConfig, stage: int) -> La
         if stage % (ep * etp) == 0
     ]
     ep, etp = max(views, key=lambda view: likeness(*view))
-    match given.plan.dispatch:
+    match given.plan.experts.dispatch:
         case "alltoall":
             return replace(
                 layout, ep=ep, etp=etp, dispatch="alltoall", expert_room=LayoutConfig.expert_room, ep_overlap="auto"
