@@ -32,6 +32,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
 from phalanx.nn.module import Block
+from phalanx.nn.mtp import shifted
 from phalanx.nn.objective import TaskConfig, find_objective, make_objective
 from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import make_blocks, num_blocks
@@ -195,6 +196,23 @@ def test_smoothing_is_that_of_torch(seeded, monkeypatch):
         same(found, truth)
         nll = F.cross_entropy(logits, batch.labels, ignore_index=IGNORE, reduction="sum")
         torch.testing.assert_close(head.tally, torch.stack((nll, z.sum())).detach())
+
+
+def test_multi_token_prediction_takes_the_same_loss():
+    """Truth: torch's, of the state of each depth and the labels further on."""
+    blocks, batch = blocks_of("deepseek_v3-mtp", TASKS["smoothing"]), parity.sample_batch([3, 4], documents=False)
+    mtp, states = blocks[-2], []
+    mtp.tally = torch.zeros((), dtype=torch.float64)
+    for depth in mtp.depths:
+        depth.register_forward_hook(lambda module, given, state: states.append(state.detach()))
+    summed(blocks, batch).backward()
+    expected = torch.zeros((), dtype=torch.float64)
+    for k, state in enumerate(states, 1):
+        logits, (_, labels) = logits_of(state, mtp.head).detach(), shifted(batch, k)
+        expected += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=0.3)
+        expected += 0.02 * torch.logsumexp(logits, -1)[labels != IGNORE].square().sum()
+    assert len(states) == 2
+    torch.testing.assert_close(mtp.tally, expected)
 
 
 def test_weights_of_tokens():
