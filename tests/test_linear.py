@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.layout.param import Init
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.fp8 import FP8, Fp8Linears
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.linear_method import PLAIN
@@ -56,7 +56,7 @@ def test_parameters_of_a_layer_lie_in_memory_with_weights_before_biases():
 def test_a_method_is_chosen_for_each_linear():
     """Truth: the names that train.fp8 takes: layer 1 of layers 0 to 2 without output projections."""
     fp8 = Fp8Linears(RECIPES["tensorwise"], range(1, 2), ("*o_proj*",))
-    env = Env(linears=fp8)
+    env = Env(weights=WeightRules(linears=fp8))
     for layer, method in ((0, PLAIN), (1, FP8), (2, PLAIN)):
         at, init = f"model.layers.{layer}.self_attn", Init("normal", 0.02)
         rows = [OutputRows(f"{at}.{name}_proj.weight", 64, 0, 64) for name in "qkv"]
@@ -72,7 +72,7 @@ def test_a_method_is_chosen_for_each_linear():
 
 def test_a_linear_is_a_matmul_and_names_its_bias_like_its_matrix():
     x = torch.randn(4, 6, dtype=torch.float64)
-    env, init = Env(dtype=torch.float64), Init("normal", 0.02)
+    env, init = Env(weights=WeightRules(dtype=torch.float64)), Init("normal", 0.02)
     column = ColumnLinear(env, [OutputRows("up.weight", 8, 0, 8)], 6, init, bias=True)
     row = RowLinear(env, "down.weight", 5, 8, (0, 8), init, bias=True)
     assert column.bias.spec.name == "up.bias" and row.bias.spec.name == "down.bias"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis
 from phalanx.layout.grid import Grid
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
 from phalanx.planning.plan import make_blocks, num_blocks
@@ -53,7 +53,7 @@ CASES = [
 def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
     """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move
     there."""
-    needs_nothing(MODELS[model], Env(dtype=torch.float32), documents, recompute)
+    needs_nothing(MODELS[model], Env(weights=WeightRules(dtype=torch.float32)), documents, recompute)
 
 
 @pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
@@ -62,7 +62,7 @@ def test_experts_elsewhere_need_nothing_from_the_host(model, dispatch, recompute
     """Over axes that only count: the host learns no number of tokens."""
     axes = ModelAxes(ep=DryAxis("ep", 4), experts=DryAxis("ep x etp", 4))
     needs_nothing(
-        MODELS[model], Env(grid=Grid(dp=4, ep=4), axes=axes, dtype=torch.float32, dispatch=dispatch), False, recompute
+        MODELS[model], Env(grid=Grid(dp=4, ep=4), axes=axes, ops=OpChoices(dispatch=dispatch)), False, recompute
     )
     assert axes.experts.sent["push" if dispatch == "push" else "reduce_scatter"] > 0
 

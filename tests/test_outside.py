@@ -14,7 +14,7 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords
 from phalanx.layout.param import Init
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.module import OutputRows
 from phalanx.planning.plan import Plan, make_blocks
@@ -31,7 +31,8 @@ def adapted(rank: int, world: int, name: str, *given: Any) -> Any:
     plain = Plan.env
 
     def env(plan: Plan, at: Coords, axes: ModelAxes | None = None) -> Env:
-        return replace(plain(plan, at, axes), linears=LowRankLinears(RANK))
+        made = plain(plan, at, axes)
+        return replace(made, weights=replace(made.weights, linears=LowRankLinears(RANK)))
 
     with mock.patch.object(Plan, "env", env):
         return WORKERS[name](rank, world, *given)
@@ -39,7 +40,7 @@ def adapted(rank: int, world: int, name: str, *given: Any) -> Any:
 
 def test_the_method_adds_its_product():
     """Truth: x W^T + x A^T B^T, of a matrix whose outputs are cut over tp, and of one whose inputs are."""
-    env, init = Env(dtype=torch.float64, linears=LowRankLinears(RANK)), Init("normal", 0.02)
+    env, init = Env(weights=WeightRules(dtype=torch.float64, linears=LowRankLinears(RANK))), Init("normal", 0.02)
     for linear in (
         ColumnLinear(env, [OutputRows("up.weight", 8, 0, 8)], 6, init),
         RowLinear(env, "down.weight", 8, 6, (0, 6), init),
@@ -80,7 +81,7 @@ def test_an_adapter_is_saved_under_one_layout_and_loaded_under_another(ranks, tm
 
 
 def test_a_glob_chooses_the_linears_of_an_adapter():
-    env = Env(linears=LowRankLinears(RANK, "*o_proj*"))
+    env = Env(weights=WeightRules(linears=LowRankLinears(RANK, "*o_proj*")))
     (layer,) = make_blocks(parity.MODELS["llama"], env, [1])
     assert isinstance(layer.attention.out.method, LowRank) and layer.attention.qkv.is_plain and layer.mlp.down.is_plain
     assert [p.spec.name for p in layer.parameters() if ".lora_" in p.spec.name] == [

@@ -29,7 +29,7 @@ from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.head import Head
 from phalanx.nn.module import Block
 from phalanx.nn.mtp import shifted
@@ -130,7 +130,7 @@ def test_gradients_made_in_backward_are_the_same(ranks, name):
 
 
 def blocks_of(model: str, config: TaskConfig) -> list[Block]:
-    env = Env(dtype=torch.float64, objective=make_objective(config))
+    env = Env(weights=WeightRules(dtype=torch.float64), objective=make_objective(config))
     blocks = make_blocks(parity.MODELS[model], env, range(num_blocks(parity.MODELS[model])))
     for number, block in enumerate(blocks):
         with_memory(block)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
@@ -38,3 +40,7 @@ def test_a_module_names_itself_when_a_parameter_has_no_spec():
     module.weight = nn.Parameter(torch.zeros(2))
     with pytest.raises(TypeError, match=r"Module has a parameter without a spec: make it with self\.param"):
         list(module.parameters())
+
+
+def test_an_env_has_at_most_eight_fields():
+    assert len(fields(Env)) <= 8

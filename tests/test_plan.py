@@ -38,7 +38,7 @@ from phalanx.models.llama import LlamaConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.nn.dry_run import Allocations, FusedAttention, KnownShapes, measure
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
 from phalanx.observe.out_of_memory import held
@@ -451,7 +451,7 @@ def test_bytes_agree_with_a_real_step(ranks, name):
 @pytest.mark.parametrize("family", MODELS)
 def test_measured_on_meta_as_on_a_device(family, recompute):
     """The same block on the meta device and with real tensors, whose attention is a real fused kernel."""
-    env, recomputed = Env(dtype=torch.float32), frozenset(PRESETS[recompute])
+    env, recomputed = Env(weights=WeightRules(dtype=torch.float32)), frozenset(PRESETS[recompute])
 
     def kept(device: str) -> int:
         (block,) = make_blocks(MODELS[family], env, range(1, 2))

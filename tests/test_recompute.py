@@ -23,7 +23,7 @@ from phalanx.forecast.recompute import Option, Price, cheapest, options, traced
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.dry_run import Allocations, FusedAttention, measure
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import OPS, PRESETS, Recompute
 from phalanx.nn.run_block import run_block
@@ -38,7 +38,7 @@ FAMILIES = [name for name in MODELS if name not in ("llama-tied", "deepseek_v3-m
 
 def blocks_of(model: str) -> list[Block]:
     """All blocks of a small model in float64, with random weights."""
-    blocks = make_blocks(MODELS[model], Env(dtype=torch.float64), range(num_blocks(MODELS[model])))
+    blocks = make_blocks(MODELS[model], Env(weights=WeightRules(dtype=torch.float64)), range(num_blocks(MODELS[model])))
     source, done = torch.Generator().manual_seed(1), set()
     for block in blocks:
         with_memory(block)
@@ -166,7 +166,7 @@ def test_memory_used_anew_is_not_mistaken_for_what_was_dropped():
 def kept_bytes(family: str, recomputed: frozenset[str], device: str) -> int:
     """What a layer keeps for its backward: tensors alive after its forward on a real device, or as the plan measures
     it on meta."""
-    (block,) = make_blocks(WIDER[family], Env(dtype=torch.float32), range(1, 2))
+    (block,) = make_blocks(WIDER[family], Env(weights=WeightRules(dtype=torch.float32)), range(1, 2))
     block.recomputed = recomputed
     if device == "cpu":
         with_memory(block)

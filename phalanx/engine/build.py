@@ -94,7 +94,7 @@ class State:
         finally:
             self.stages.runner = runner
             for layer, tally, rows in zip(self.routed, tallies, missing):
-                layer.dispatch = layer.env.dispatch
+                layer.dispatch = layer.env.ops.dispatch
                 tally[MISSING] += rows  # for the log
 
     def train(self, mode: bool = True) -> None:

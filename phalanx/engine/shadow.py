@@ -39,7 +39,7 @@ def begin_history(state: State, forward_backward: Callable[[], None]) -> None:
     with state.fp8.measuring(), aside(state):
         # as in the step itself: all-to-all weighs elsewhere, so its amaxes are others; rows without room only miss here
         for layer in state.routed:
-            layer.dispatch = layer.env.dispatch
+            layer.dispatch = layer.env.ops.dispatch
         forward_backward()
     state.fp8.settle(state.mesh.world)
 

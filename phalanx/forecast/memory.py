@@ -152,9 +152,9 @@ class DryBlock:
             DryAxis("cp keys", grid.cp // grid.ulysses, keys),
             DryAxis("tp x cp", grid.tp * grid.cp),
         )
-        env = replace(
-            plan.env(Coords(), axes), kernels="plain", recompute=recompute or Recompute()
-        )  # kernels cannot run here; they need no more than their twins
+        env = plan.env(Coords(), axes)
+        plain = replace(env.ops, kernels="plain")  # kernels cannot run here; they need no more memory than these
+        env = replace(env, ops=plain, recompute=recompute or Recompute())
         (block,) = plan.make_blocks(env, range(number, number + 1))
         given, last = plan.border(number) if number else (), number == len(plan.facts) - 1
         dry = DryBlock(block, batch, axes, given, None if last else plan.border(number + 1))
@@ -169,7 +169,7 @@ class DryBlock:
         """What the block before passes on; nothing where this is the first."""
         tp = self.axes.tp.size
         return {spec.name: spec.empty(self.batch, tp, "meta") for spec in self.given} or {
-            HIDDEN: torch.empty(0, dtype=self.block.env.dtype, device="meta")
+            HIDDEN: torch.empty(0, dtype=self.block.env.weights.dtype, device="meta")
         }
 
     def forward(self, streams: Streams) -> tuple[torch.Tensor, ...]:

@@ -19,7 +19,7 @@ from phalanx.forecast.memory import OVERHEAD, BlockUse, RankUse, block_uses, ran
 from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.objective import TaskConfig
 from phalanx.planning.order import total_samples
 from phalanx.planning.plan import Plan, fp8_names, global_numel, make_blocks
@@ -145,7 +145,9 @@ def num_frozen(plan: Plan) -> int:
     """Parameters that train.freeze keeps as they are."""
     if not plan.run.train.freeze:  # no need to make the model
         return 0
-    blocks = make_blocks(plan.run.model, Env(freeze=tuple(plan.run.train.freeze)), range(len(plan.facts)))
+    blocks = make_blocks(
+        plan.run.model, Env(weights=WeightRules(freeze=tuple(plan.run.train.freeze))), range(len(plan.facts))
+    )
     specs = {id(p): p.spec for block in blocks for p in block.parameters()}
     return sum(global_numel(spec) for spec in specs.values() if spec.frozen and spec.trained)
 

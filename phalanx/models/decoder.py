@@ -36,8 +36,8 @@ MakeHead = Callable[[Any, Env, Mapping[str, Parameter]], Head]
 
 def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
     """Who else holds the input embedding: a tied head, and what predicts tokens further ahead."""
-    first, last = env.tied_stages
-    return env.shared(first, last if config.tie_word_embeddings else None, env.mtp_stage)
+    first, last = env.weights.tied_stages
+    return env.shared(first, last if config.tie_word_embeddings else None, env.weights.mtp_stage)
 
 
 def make_head(
@@ -47,7 +47,7 @@ def make_head(
     among them. `head`, `more`: another class, and what it takes beside Head's arguments."""
     c, tied = config, config.tie_word_embeddings
     name = decoder_tensors.embedding if tied else "lm_head.weight"
-    replicas = embedding_replicas(c, env) if tied else env.shared(env.tied_stages[1], env.mtp_stage)
+    replicas = embedding_replicas(c, env) if tied else env.shared(env.weights.tied_stages[1], env.weights.mtp_stage)
     return head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), **more)
 
 

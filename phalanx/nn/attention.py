@@ -48,7 +48,7 @@ class Heads:
 def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionKind:
     """The kind. UnsupportedAttention if nothing that could run a layer here has all of it."""
     cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
-    refuse_unsupported(kind, context.backends_for(env.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
+    refuse_unsupported(kind, context.backends_for(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
     return kind
 
 
@@ -151,7 +151,7 @@ class Attention(Module):
             )
         how = (
             self.env.axes,
-            self.env.cp_attention,
+            self.env.ops.cp_attention,
             self.kind,
             self.sinks,
             self.env.kernels_for(ATTENTION),

@@ -22,27 +22,46 @@ from phalanx.ops.op import Kernels, Op
 
 
 @dataclass(frozen=True)
-class Env:
-    """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and
-    the head, `mtp_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
-    `sources` is that of ops.experts.exchange; `linears` chooses the method of each linear (None: all are plain);
-    `objective` is what the head's loss is."""
+class WeightRules:
+    """How parameters are made.
 
-    grid: Grid = field(default_factory=Grid)
-    at: Coords = field(default_factory=Coords)
-    axes: ModelAxes = field(default_factory=ModelAxes)
+    dtype         of the weights that are computed with
+    tied_stages   the pipeline ranks that hold the input embedding and the head
+    mtp_stage     the one that predicts tokens further ahead with both; None: the model has no such block
+    linears       chooses the method of each linear; None: all are plain
+    freeze        globs of names that train.freeze lists
+    """
+
     dtype: torch.dtype = torch.float32
-    seed: int = 0
     tied_stages: tuple[int, int] = (0, 0)
     mtp_stage: int | None = None
+    linears: LinearMethods | None = None
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpChoices:
+    """Which implementations modules ask for. `plain_ops`: ops that stay plain whatever `kernels` says; `dispatch`,
+    `expert_room` and `sources` are those of ops.experts.exchange."""
+
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
     dispatch: Dispatch = "alltoall"
     expert_room: float = math.inf
     sources: int = 0
-    linears: LinearMethods | None = None
     cp_attention: Form = "ring"
-    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Env:
+    """Modules are built on the meta device. `objective` is what the head's loss is."""
+
+    grid: Grid = field(default_factory=Grid)
+    at: Coords = field(default_factory=Coords)
+    axes: ModelAxes = field(default_factory=ModelAxes)
+    seed: int = 0
+    weights: WeightRules = field(default_factory=WeightRules)
+    ops: OpChoices = field(default_factory=OpChoices)
     objective: Objective = field(default_factory=pretraining, compare=False)
     recompute: Recompute = field(default_factory=Recompute, compare=False, repr=False)
 
@@ -57,12 +76,12 @@ class Env:
         return (
             spec.exported
             and bool(names)
-            and all(any(fnmatchcase(name, glob) for glob in self.freeze) for name in names)
+            and all(any(fnmatchcase(name, glob) for glob in self.weights.freeze) for name in names)
         )
 
     def kernels_for(self, op: Op) -> Kernels:
         """What callers of an op give it for `kernels`: train.kernels, or "plain" where train.plain_ops names it."""
-        return "plain" if op.is_plain(self.plain_ops) else self.kernels
+        return "plain" if op.is_plain(self.ops.plain_ops) else self.ops.kernels
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""
@@ -75,7 +94,7 @@ class Env:
 
     def tied(self) -> tuple[Replica, ...]:
         """Replicas of a parameter that the first and the last stage share."""
-        return self.shared(*self.tied_stages)
+        return self.shared(*self.weights.tied_stages)
 
     def shared(self, *stages: int | None) -> tuple[Replica, ...]:
         """Replicas of a parameter that blocks on these pipeline ranks share; None: a block that there is not."""

@@ -35,7 +35,7 @@ class Linear(Module):
         self.names, self.cut, self.experts = tuple(names), cut, experts
         self.weight: Parameter = self.param(weight)
         self.bias: Parameter | None = None
-        self.method: LinearMethod = PLAIN if env.linears is None else env.linears.method_of(self)
+        self.method: LinearMethod = PLAIN if env.weights.linears is None else env.weights.linears.method_of(self)
 
     @property
     def is_plain(self) -> bool:
@@ -107,7 +107,7 @@ class ReplicatedLinear(Module):
 
 class GroupedLinear(Linear):
     """x (R, in) sorted by expert -> (R, out): each row times its expert's matrix. The weight is (experts here, out,
-    in). Weight and bias have a gradient for each micro-batch whose gradients stay apart (Env.sources)."""
+    in). Weight and bias have a gradient for each micro-batch whose gradients stay apart (OpChoices.sources)."""
 
     def __init__(
         self, env: Env, weight: ParamSpec, names: Sequence[str], cut: int, experts: int, bias: ParamSpec | None = None
@@ -117,7 +117,7 @@ class GroupedLinear(Linear):
             self.bias = self.param(bias)
         for p in (self.weight, self.bias):
             if p is not None:
-                p.add_extra_grads(env.sources - 1)
+                p.add_extra_grads(env.ops.sources - 1)
 
     def forward(self, x: Tensor, ends: Tensor, source: int = 0, later: Later | None = None) -> Tensor:
         """`ends` (experts here,): one past each expert's last row. Gradients go where those of micro-batch number

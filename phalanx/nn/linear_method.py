@@ -98,6 +98,6 @@ class AnyLinear(Protocol):
 
 
 class LinearMethods(Protocol):
-    """Chooses the method of each linear while a model is built (Env.linears)."""
+    """Chooses the method of each linear while a model is built (WeightRules.linears)."""
 
     def method_of(self, linear: AnyLinear) -> LinearMethod: ...

@@ -110,7 +110,7 @@ class LatentAttention(Module):
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         how = (
             self.env.axes,
-            self.env.cp_attention,
+            self.env.ops.cp_attention,
             self.kind,
             None,
             self.env.kernels_for(ATTENTION),

@@ -35,7 +35,7 @@ class Module(nn.Module):
 
     def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=self.env.freezes(spec))
-        return Parameter(torch.empty(spec.shape, dtype=self.env.dtype, device="meta"), spec, spec.learns)
+        return Parameter(torch.empty(spec.shape, dtype=self.env.weights.dtype, device="meta"), spec, spec.learns)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         for _, each in self.named_parameters(recurse=recurse):

@@ -258,16 +258,16 @@ class MoE(Module):
         self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
         self.experts = Experts(env, names, count, width, inner, std)
         self.shared = shared
-        self.dispatch: Dispatch = env.dispatch
+        self.dispatch: Dispatch = env.ops.dispatch
         self.tally: Tensor | None = (
             None  # (E + len(TALLIED),) float64: load of each expert and sums; made by whoever trains
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
-        room = self.env.expert_room if self.training else math.inf  # nobody would do a forward again
+        room = self.env.ops.expert_room if self.training else math.inf  # nobody would do a forward again
         recompute, experts = self.env.recompute, self.router.num_experts
-        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.sources)
+        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.ops.sources)
         early = (
             None if recompute.recomputes("experts") or recompute.cuts_at("experts") else begin(self._filled(x, batch))
         )

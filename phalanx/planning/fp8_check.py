@@ -13,7 +13,7 @@ from phalanx.base.rules import at_least, multiples, no_effect, problem, within
 from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.fp8 import Fp8Linears
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks
@@ -145,7 +145,7 @@ def local_shapes(
     for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
         for rank in {0, grid.world - 1}:
             for block in make_blocks(
-                model, Env(grid=grid, at=grid.coords(rank), linears=fp8), range(num_blocks(model))
+                model, Env(grid=grid, at=grid.coords(rank), weights=WeightRules(linears=fp8)), range(num_blocks(model))
             ):
                 for p in block.parameters():
                     if p.quantizer is not None and p.dim() == dims:

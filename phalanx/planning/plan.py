@@ -19,7 +19,7 @@ from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.fp8 import Fp8Linears
 from phalanx.nn.module import Block
 from phalanx.nn.objective import Objective, make_objective
@@ -68,7 +68,7 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
 
 @lru_cache(maxsize=8)
 def _fp8_names(key: str, model: ModelConfig, fp8: Fp8Linears) -> tuple[str, ...]:
-    blocks = make_blocks(model, Env(linears=fp8), range(num_blocks(model)))
+    blocks = make_blocks(model, Env(weights=WeightRules(linears=fp8)), range(num_blocks(model)))
     lows = (p.quantizer for block in blocks for p in block.parameters())
     return tuple(dict.fromkeys(fp8.name for fp8 in lows if isinstance(fp8, WeightQuantizer)))
 
@@ -304,18 +304,22 @@ class Plan:
             grid=self.grid,
             at=at,
             axes=axes or ModelAxes(),
-            dtype=precision(train.precision).compute,
             seed=train.seed,
-            tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
-            mtp_stage=self.mtp_stage,
-            linears=fp8_linears(self.run),
-            kernels=train.kernels,
-            plain_ops=tuple(train.plain_ops),
-            dispatch=self.experts.dispatch,
-            expert_room=self.run.layout.expert_room,
-            sources=self.sources,
-            cp_attention=self.cp_attention,
-            freeze=tuple(train.freeze),
+            weights=WeightRules(
+                dtype=precision(train.precision).compute,
+                tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
+                mtp_stage=self.mtp_stage,
+                linears=fp8_linears(self.run),
+                freeze=tuple(train.freeze),
+            ),
+            ops=OpChoices(
+                kernels=train.kernels,
+                plain_ops=tuple(train.plain_ops),
+                dispatch=self.experts.dispatch,
+                expert_room=self.run.layout.expert_room,
+                sources=self.sources,
+                cp_attention=self.cp_attention,
+            ),
             objective=self.objective,
         )
 
