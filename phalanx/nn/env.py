@@ -17,6 +17,7 @@ from phalanx.nn.linear_method import LinearMethods
 from phalanx.nn.objective import Objective, pretraining
 from phalanx.nn.recompute import Recompute
 from phalanx.ops.attention.context import Form
+from phalanx.ops.dense.grads import GradientQueue
 from phalanx.ops.experts.exchange import Dispatch
 from phalanx.ops.op import Kernels, Op
 
@@ -26,7 +27,7 @@ class Env:
     """Modules are built on the meta device; `tied_stages` are the pipeline ranks that hold the input embedding and
     the head, `mtp_stage` the one that predicts tokens further ahead with both (None: the model has no such block);
     `sources` is that of ops.experts.exchange; `linears` chooses the method of each linear (None: all are plain);
-    `objective` is what the head's loss is."""
+    `objective` is what the head's loss is; weight gradients go through `gradients`."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -45,6 +46,7 @@ class Env:
     freeze: tuple[str, ...] = ()
     objective: Objective = field(default_factory=pretraining, compare=False)
     recompute: Recompute = field(default_factory=Recompute, compare=False, repr=False)
+    gradients: GradientQueue = field(default_factory=GradientQueue, compare=False, repr=False)
 
     @property
     def tp(self) -> Axis:
