@@ -8,9 +8,9 @@
     px.train(run)
 
 and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
-and `@px.optimizer` for optimizers, `px.TokenObjective`, `px.SequenceObjective` and `@px.objective` for losses,
-`px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and `@px.source` for samples, `px.Callback` for
-programs that listen.
+and `@px.optimizer` for optimizers, `@px.lr_schedule` for learning rates, `px.TokenObjective`, `px.SequenceObjective`
+and `@px.objective` for losses, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
+`@px.source` for samples, `px.Callback` for programs that listen.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from phalanx.ops.dense.token_loss import LogitStats
     from phalanx.ops.optimizer.state import Moment
     from phalanx.optim.config import OptimConfig
-    from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
+    from phalanx.optim.optimizer import Optimizer, ParamRange, WholeMatrix, optimizer
+    from phalanx.optim.schedules import LRPoint, lr_schedule
     from phalanx.training.callbacks import Callback
 
 PUBLIC = {
     "Callback": "phalanx.training.callbacks",
     "DataSource": "phalanx.data.own_source",
     "Family": "phalanx.models.family",
+    "LRPoint": "phalanx.optim.schedules",
     "LogitStats": "phalanx.ops.dense.token_loss",
     "Moment": "phalanx.ops.optimizer.state",
     "OptimConfig": "phalanx.optim.config",
@@ -50,8 +52,10 @@ PUBLIC = {
     "SinkStart": "phalanx.base.records",
     "SourceStart": "phalanx.data.own_source",
     "TokenObjective": "phalanx.nn.objective",
+    "WholeMatrix": "phalanx.optim.optimizer",
     "check": "phalanx.api",
     "load": "phalanx.api",
+    "lr_schedule": "phalanx.optim.schedules",
     "objective": "phalanx.nn.objective",
     "optimizer": "phalanx.optim.optimizer",
     "plan": "phalanx.api",
@@ -64,6 +68,7 @@ __all__ = [
     "Callback",
     "DataSource",
     "Family",
+    "LRPoint",
     "LogitStats",
     "Moment",
     "OptimConfig",
@@ -77,9 +82,11 @@ __all__ = [
     "SinkStart",
     "SourceStart",
     "TokenObjective",
+    "WholeMatrix",
     "__version__",
     "check",
     "load",
+    "lr_schedule",
     "objective",
     "optimizer",
     "plan",

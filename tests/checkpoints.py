@@ -61,7 +61,7 @@ def expected(shard: Shard, kind: str) -> torch.Tensor:
 
 def set_state(state: State) -> None:
     for shard in state.optimizer.shards:
-        for kind in state.optimizer.kinds:
+        for kind in shard.kinds:
             shard.values(kind).copy_(expected(shard, kind))
     for flat in (f for f in state.buffers.flat if not f.bucket.trained):
         flat.master.copy_(values(flat.bucket, "master", flat.master.dtype))
@@ -91,8 +91,9 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
     """What differs, bit for bit, after loading under this layout."""
     state = make_state(run, rank, world)
     for flat in state.buffers.flat:
-        flat.weight_kept.fill_(5.0)
-        flat.master.fill_(5.0)
+        flat.storage.weight_kept.fill_(5.0)
+    for holder in state.buffers.holders:
+        holder.master.fill_(5.0)
     loop = load_here(state, path, model=run.model)
     wrong = [] if loop == {**SCALARS, "step": 10, "consumed_samples": 80} else [f"scalars {loop}"]
     scaler = [t.item() for t in state.scaler.state().values()]
@@ -101,18 +102,18 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
     for shard in state.optimizer.shards:
         wrong += [
             f"{kind} of {shard.bucket}"
-            for kind in state.optimizer.kinds
+            for kind in shard.kinds
             if not torch.equal(shard.values(kind), expected(shard, kind))
         ]
     for flat in state.buffers.flat:
         whole = values(flat.bucket, "master", flat.master.dtype).to(flat.weight.dtype)
-        wrong += [] if torch.equal(flat.weight_kept, kept_of(flat, whole)) else [f"weights of {flat.bucket}"]
+        wrong += [] if torch.equal(flat.storage.weight_kept, kept_of(flat, whole)) else [f"weights of {flat.bucket}"]
     return wrong
 
 
 def kept_of(flat: FlatBucket, whole: torch.Tensor) -> torch.Tensor:
     """The part of a whole bucket whose weights this rank keeps."""
-    return whole[flat.weight_at : flat.weight_at + len(flat.weight_kept)]
+    return whole[flat.storage.weight_at : flat.storage.weight_at + len(flat.storage.weight_kept)]
 
 
 def load_and_count_on_rank(rank: int, world: int, run: Run, path: Path) -> tuple[list[str], int]:
@@ -149,7 +150,7 @@ def load_weights_on_rank(rank: int, world: int, run: Run, folder: Path, truth: d
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:
                 piece.of(storage).copy_(torch.from_numpy(truth[piece.name])[piece.box.slices()])
-        good = torch.equal(flat.weight_kept, kept_of(flat, whole.to(flat.weight.dtype))) and torch.equal(
+        good = torch.equal(flat.storage.weight_kept, kept_of(flat, whole.to(flat.weight.dtype))) and torch.equal(
             flat.master, whole[flat.lo : flat.hi]
         )
         wrong += [] if good else [p.name for slot in flat.bucket.slots for p in slot.spec.pieces]

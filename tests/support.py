@@ -309,7 +309,7 @@ def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
     if "init" in t.also and folder is not None:
         save_to(state, folder.parent / "init" / str(world))
         for flat in state.buffers.flat:
-            flat.weight_kept.fill_(5.0)
+            flat.storage.weight_kept.fill_(5.0)
             flat.master.fill_(5.0)
         load_weights(folder.parent / "init" / "1" / "step-00000002" / "weights", state.buffers, state.mesh)
         init_weights(state, exported=False)

@@ -16,7 +16,7 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
-from phalanx.data_parallel.quantized import CodedBucket
+from phalanx.data_parallel.quantized import QuantizedStorage
 from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, evaluate_step, update
 from phalanx.forecast.decide import make_plan
@@ -170,9 +170,9 @@ def codes_of(rank: int, world: int, run: Run) -> dict[str, torch.Tensor]:
     evaluate_step(state, parity.step_batches(run, mesh, 2, False))
     if state.buffers.flat[0].cut.cuts_weights:
         for f in state.buffers.flat:
-            f.fetch()
+            f.storage.fetch()
     state.buffers.ready()
-    made = any(isinstance(f, CodedBucket) for f in state.buffers.flat)
+    made = any(isinstance(f.storage, QuantizedStorage) for f in state.buffers.flat)
     assert made == (run.layout.sharding > 0)
     found = {}
     for low, p in state.fp8.here:
@@ -208,7 +208,7 @@ def test_scales_begin_where_cublas_takes_them():
         for p in b.parameters()
         if getattr(p, "quantizer", None) is not None
     ]
-    assert len(weights) > 2 and any(isinstance(f, CodedBucket) for f in state.buffers.flat)
+    assert len(weights) > 2 and any(isinstance(f.storage, QuantizedStorage) for f in state.buffers.flat)
     assert all(scaled.scales.data_ptr() % 16 == 0 for p in weights for scaled in p.quantizer.quantized(p))
 
 
@@ -216,13 +216,13 @@ def save_counting(rank: int, world: int, run: Run, folder: Path) -> tuple[int, i
     """Coded buckets, and copies of their weights that a save made."""
     state, made = make_state(run, rank, world), list[torch.Tensor]()
     set_state(state)
-    original = CodedBucket.weight_kept
-    CodedBucket.weight_kept = property(lambda f: made.append(original.fget(f)) or made[-1])  # type: ignore[assignment,method-assign]
+    original = QuantizedStorage.weight_kept
+    QuantizedStorage.weight_kept = property(lambda f: made.append(original.fget(f)) or made[-1])  # type: ignore[assignment,method-assign]
     try:
         save_here(state, folder)
     finally:
-        CodedBucket.weight_kept = original  # type: ignore[method-assign]
-    return sum(isinstance(f, CodedBucket) for f in state.buffers.flat), len(made)
+        QuantizedStorage.weight_kept = original  # type: ignore[method-assign]
+    return sum(isinstance(f.storage, QuantizedStorage) for f in state.buffers.flat), len(made)
 
 
 def test_saving_makes_no_copy_of_all_weights(ranks, tmp_path):

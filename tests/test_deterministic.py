@@ -124,7 +124,9 @@ def parts_of(state, what: str) -> list:
             continue  # what follows the load of experts has no gradient
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
         if what == "weight":
-            whole[flat.weight_at : flat.weight_at + len(flat.weight_kept)] = flat.weight_kept.double()
+            whole[flat.storage.weight_at : flat.storage.weight_at + len(flat.storage.weight_kept)] = (
+                flat.storage.weight_kept.double()
+            )
         else:
             whole[shard.lo : shard.hi] = shard.values(what).double()
         for slot in flat.bucket.slots:

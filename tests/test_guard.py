@@ -225,7 +225,9 @@ def flipped(rank: int, world: int, run, bad: int, what: str) -> str:
     set_state(state)
     check_replicas(state)
     if rank == bad:
-        tensor = state.buffers.flat[0].weight_kept if what == "weight" else state.optimizer.shards[0].values(what)
+        tensor = (
+            state.buffers.flat[0].storage.weight_kept if what == "weight" else state.optimizer.shards[0].values(what)
+        )
         tensor.view(torch.uint8)[5] ^= 1
     try:
         check_replicas(state)

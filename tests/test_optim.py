@@ -75,7 +75,7 @@ def test_adamw_equals_torch(count):
     bucket, generator = one_bucket(count), torch.Generator().manual_seed(0)
     values = torch.randn(bucket.numel, dtype=torch.float64, generator=generator)
     shards = make_shards(bucket, count, values)
-    ours = ShardedOptimizer(AdamW(CONFIG), shards, CPU)
+    ours = ShardedOptimizer([(AdamW(CONFIG), shards)], CPU)
     theirs = {s.spec.name: values[s.offset : s.offset + s.numel].clone().requires_grad_() for s in bucket.slots}
     scales = {name: 0.1 if "embed" in name else 2.0 if "bias" in name else 1.0 for name in SHAPES}
     groups = [
@@ -147,7 +147,7 @@ def test_a_skipped_update_changes_no_bit(bad):
     found = []
     for skipping in (False, True):
         (shard,) = make_shards(bucket, 1, values)
-        optimizer = ShardedOptimizer(AdamW(CONFIG), [shard], CPU)
+        optimizer = ShardedOptimizer([(AdamW(CONFIG), [shard])], CPU)
         shard.grad.copy_(grads[0])
         optimizer.update(0.1, torch.tensor(0.0))
         if skipping:
@@ -371,7 +371,7 @@ def test_the_update_of_adamw_is_its_fused_one(moments, monkeypatch):
     for chunk in (None, 64, 1 << 22):
         (shard,) = make_shards(bucket, 1, values)
         shard.state = zero_state(AdamW.state, shard.master, moment_dtype(config))
-        optimizer = ShardedOptimizer(AdamW(config), [shard], CPU)
+        optimizer = ShardedOptimizer([(AdamW(config), [shard])], CPU)
         for number, grad in enumerate(grads):
             shard.grad.copy_(grad)
             skip, factor = torch.tensor(float(number == 1)), torch.tensor(0.3)
@@ -380,9 +380,9 @@ def test_the_update_of_adamw_is_its_fused_one(moments, monkeypatch):
             else:
                 monkeypatch.setattr(sharded, "CHUNK", chunk)
                 optimizer.step.add_(1.0 - skip)
-                for (decay, scale), ranges in optimizer.groups.items():
+                for (decay, scale), ranges in optimizer.rules[0].groups.items():
                     scalars = StepScalars(optimizer.step, factor, skip)
-                    update_in_chunks(optimizer.optimizer, ranges, 0.1 * scale, decay, scalars)
+                    update_in_chunks(optimizer.rules[0].optimizer, ranges, 0.1 * scale, decay, scalars)
             assert not shard.grad.any()
         found.append([shard.master, *(shard.values(kind).double() for kind in AdamW.state)])
     rounding = {"master": 1e-12, "bf16": 2**-7, "fp8": 2**-3}[moments]

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Fp8Config, Run
-from phalanx.data_parallel.quantized import CodedBucket
+from phalanx.data_parallel.quantized import QuantizedStorage
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
@@ -34,7 +34,7 @@ def snapshot(state: State) -> list[torch.Tensor]:
     """Everything that a skipped step must leave as it is."""
     state.buffers.ready()
     kept = [t for s in state.optimizer.shards for t in (s.master, *s.state.values())] + [
-        f.weight_kept for f in state.buffers.flat
+        f.storage.weight_kept for f in state.buffers.flat
     ]
     return [t.clone() for t in [*kept, state.optimizer.step]]
 
@@ -51,15 +51,18 @@ def check_weights(state: State) -> None:
     gather (level 3: gone)."""
     state.buffers.ready()
     for f in state.buffers.flat:
-        assert torch.equal(f.weight_kept[f.lo - f.weight_at : f.hi - f.weight_at], f.master.to(f.weight.dtype))
-        coded = isinstance(f, CodedBucket)
+        assert torch.equal(
+            f.storage.weight_kept[f.lo - f.storage.weight_at : f.hi - f.storage.weight_at], f.master.to(f.weight.dtype)
+        )
+        coded = isinstance(f.storage, QuantizedStorage)
         assert (
             coded
             or f.level not in (1, 2)
             or torch.equal(f.weight, f.groups.inner.all_gather(f.master.to(f.weight.dtype)).wait())
         )
         assert not coded or (
-            f.weight.untyped_storage().nbytes() == 0 and (f.both.untyped_storage().nbytes() == 0) == (f.level == 3)
+            f.weight.untyped_storage().nbytes() == 0
+            and (f.storage.both.untyped_storage().nbytes() == 0) == (f.level == 3)
         )
         assert coded or (f.weight.untyped_storage().nbytes() == 0) == (f.level == 3)
         assert (f.grad.untyped_storage().nbytes() == 0) == (f.level >= 2)
@@ -78,7 +81,7 @@ def train(rank: int, world: int, run: Run, steps: int, poison: dict[int, str] | 
         before, where = snapshot(state), (poison or {}).get(step)
         if where and rank == world - 1:
             target = state.buffers.flat[-1]
-            spoilt = target.weight_kept if where == "weight" else target.grad_kept
+            spoilt = target.storage.weight_kept if where == "weight" else target.grad_kept
             spoilt[: target.bucket.slots[0].numel] = math.nan if where == "weight" else math.inf
         ids = range(dp * each, (dp + 1) * each)
         result = train_step(state, [sample_batch([i], documents=False) for i in ids], LR)

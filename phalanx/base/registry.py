@@ -69,6 +69,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             }
         ),
         "objective": MappingProxyType({"pretrain": "phalanx.engine.objectives.pretrain:Pretrain"}),
+        "lr_schedule": MappingProxyType(
+            {n: f"phalanx.optim.schedules:{n}" for n in ("constant", "linear", "cosine", "wsd", "inverse_sqrt")}
+        ),
     }
 )
 """Our own, by seam and name: `module:NAME`."""

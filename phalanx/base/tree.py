@@ -134,15 +134,17 @@ def sections(hint: Any) -> tuple[type, ...]:
     return tuple(c for m in found for c in (configs(vars(m)["seam"]) if "seam" in vars(m) else (m,)))
 
 
-def keys(cls: type, prefix: str = "") -> Iterator[ConfigField]:
-    """Every field below `cls`, sections before what is in them. A path occurs once per class that can stand there."""
-    types_, docs = hints(cls), field_docs(cls)
+def keys(cls: type, prefix: str = "", inside: tuple[str, ...] = ()) -> Iterator[ConfigField]:
+    """Every field below `cls`, sections before what is in them. A path occurs once per class that can stand there; a
+    section of a seam inside one of the same seam (those `inside` are given) is named, and its fields are not."""
+    types_, docs, inside = hints(cls), field_docs(cls), (*inside, *([cls.seam] if hasattr(cls, "seam") else []))
     for f in dataclasses.fields(cls):
         path = f"{prefix}{f.name}"
         default = f.default_factory() if f.default_factory is not REQUIRED else f.default
         yield ConfigField(path, types_[f.name], docs.get(f.name, ""), default, cls)
         for section in sections(types_[f.name]):
-            yield from keys(section, f"{path}.")
+            if getattr(section, "seam", None) not in inside:
+                yield from keys(section, f"{path}.", inside)
 
 
 def leaves(cls: type) -> list[ConfigField]:

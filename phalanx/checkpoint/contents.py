@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.hf_files import hf_index
 from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import state_index, state_kinds, weight_receipts
+from phalanx.checkpoint.load import kinds_of_names, state_index, state_kinds, weight_receipts
 from phalanx.checkpoint.manifest import NAME, Manifest, read_manifest
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import key_of
@@ -40,11 +40,14 @@ class Contents:
             WEIGHTS: (self.weights, hf_index(self.weights, receipts), receipts)
         }
         self.state_kinds: tuple[str, ...] = ()
+        self.kinds_of_names: dict[str, tuple[str, ...]] = {}
         if self.manifest is not None:
             self.state_kinds = state_kinds(self.path, self.manifest)
+            self.kinds_of_names = kinds_of_names(self.path, self.manifest)
             state, kept = state_index(self.path, self.manifest), state_index(self.path, self.manifest, "kept")
             for kind in self.state_kinds:
-                index = {**state, **kept} if kind == MASTER else state
+                having = {n: s for n, s in state.items() if kind in self.kinds_of_names.get(n, self.state_kinds)}
+                index = {**having, **kept} if kind == MASTER else having
                 keyed = {
                     n: Stored(s.shape, [replace(p, key=key_of(kind, n, p.box)) for p in s.parts])
                     for n, s in index.items()

@@ -20,7 +20,7 @@ from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, predicto
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
-from phalanx.checkpoint.save import key_of
+from phalanx.checkpoint.save import KINDS_OF, key_of
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import Index, Stored, StoredBox, check_files, fill
 from phalanx.checkpoint.threads import threads_of_rank
@@ -54,12 +54,13 @@ def load_state(
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
-    values = {kind: [shard.values(kind) for shard in optimizer.shards] for kind in optimizer.kinds}
+    values = [{kind: shard.values(kind) for kind in shard.kinds} for shard in optimizer.shards]
     items, kept = state_to_load(optimizer.shards, values), kept_to_load(buffers)
     masters = [*items.pop(MASTER), *kept]
     wanted = wanted_names(mesh, masters)
-    moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer))
-    for x in (x for kind in values for x in values[kind]):
+    needed = {i.name: s.kinds for s in optimizer.shards for slot in s.bucket.slots for i in slot.spec.pieces}
+    moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed))
+    for x in (x for of_shard in values for x in of_shard.values()):
         x.zero_()  # padding is zero, whatever was there
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
@@ -70,8 +71,8 @@ def load_state(
         mesh.world,
         lambda: _fill_state({MASTER: masters, **had}, index, path / "state", manifest.receipts("state"), threads),
     )
-    for kind, whole in values.items():
-        for shard, x in zip(optimizer.shards, whole):
+    for shard, of_shard in zip(optimizer.shards, values):
+        for kind, x in of_shard.items():
             shard.keep(kind, x)
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(numbers["optimizer.step"][0])
@@ -91,11 +92,13 @@ def load_state(
 
 
 def _state_index(
-    path: Path, manifest: Manifest, wanted: Shapes, optimizer: ShardedOptimizer
+    path: Path, manifest: Manifest, wanted: Shapes, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]
 ) -> tuple[frozenset[str], Index]:
-    """Names of the tensors that have optimizer state, and where each box of all tensors of the state lies."""
+    """Names of the tensors that have optimizer state, and where each box of all tensors of the state lies. `needed`:
+    what this rank's tensors must have."""
     check_kinds(path, manifest, optimizer)
     moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
+    check_kinds_of(path, manifest, {name: kinds for name, kinds in needed.items() if name in moving})
     return frozenset(moving), fitting({**moving, **kept}, wanted, str(path))
 
 
@@ -156,6 +159,28 @@ def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> 
             f"checkpoint {path} is of {was}, whose state is {state[0]}; {optimizer.config.name} needs {state[1]}. Its "
             f"weights can be trained on from step 0: init_from={path / 'weights'}, in another dir"
         )
+
+
+def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, ...]]) -> None:
+    """CheckpointError if tensors have the state of another optimizer than the one that takes them now."""
+    every, of_names = state_kinds(path, manifest), kinds_of_names(path, manifest)
+    found = {name: of_names.get(name, every) for name in needed}
+    wrong = [
+        f"{name}: it has {', '.join(found[name])}, its optimizer needs {', '.join(kinds)}"
+        for name, kinds in needed.items()
+        if set(found[name]) != set(kinds)
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        raise CheckpointError(
+            f"checkpoint {path} is of a run in which other parameters went to optim.fallback:\n"
+            + "\n".join(folded(wrong)[:SHOWN] + more)
+        )
+
+
+def kinds_of_names(path: Path, manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    """What the state holds of tensors that do not have all kinds, by name."""
+    return _index_of(path, manifest, lambda index: {n: tuple(has) for n, has in index.get(KINDS_OF, {}).items()})
 
 
 def state_kinds(path: Path, manifest: Manifest) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -46,6 +46,7 @@ from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
 MAX_FILE_BYTES = 4 << 30
+KINDS_OF = "kinds_of"  # in the index: of tensors that do not have all kinds, by name, since optimizers differ in state
 STATE_FILE_BYTES = (
     1 << 30
 )  # one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
@@ -128,8 +129,9 @@ class Content:
     files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
     copied      they are all there; else each is gathered when it is asked for, and all ranks must ask for all of
     theirs
-    state       this rank's boxes of masters and of the optimizer's state, by kind, the same boxes of each; kept: those
-    of what is not trained
+    kinds       of all that is kept of any element: its master, and the state of each optimizer
+    state       this rank's boxes, and of each its master and the state of its optimizer by kind; kept: those of what is
+    not trained
     file_bytes  of a file of the state, unless a single box is larger
     scalars     of the optimizer, the scaler and others, small: on the device until they are copied
     needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for
@@ -141,7 +143,8 @@ class Content:
     dtype: torch.dtype
     files: list[File]
     weights: Iterable[tuple[File, Tensor]]
-    state: dict[str, list[Item]]
+    kinds: tuple[str, ...]
+    state: list[dict[str, Item]]
     kept: list[Item]
     scalars: dict[str, Tensor]
     needed: int
@@ -194,7 +197,7 @@ def collect(
     buffers.ready()
     weights, state, kept = (
         weights_to_save(buffers, mesh),
-        state_to_save(optimizer.kinds, optimizer.shards, mesh),
+        state_to_save(optimizer.shards, mesh),
         kept_to_save(buffers, mesh),
     )
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
@@ -206,10 +209,13 @@ def collect(
         dtype,
         files,
         gather(mesh.world, files, weights, mesh.device),
+        optimizer.kinds,
         state,
         kept,
         {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
-        sum(i.box.numel * i.dtype.itemsize for items in (weights, kept, *state.values()) for i in items),
+        sum(
+            i.box.numel * i.dtype.itemsize for items in (weights, kept, *(box.values() for box in state)) for i in items
+        ),
         sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
         min(max_file_bytes, STATE_FILE_BYTES),
     )
@@ -221,10 +227,10 @@ def copied(content: Content, host: HostCopies) -> Content:
     made = dataclasses.replace(
         content,
         weights=[(file, host.copy(tensor, fresh=True)) for file, tensor in content.weights],
-        state={
-            kind: [dataclasses.replace(item, view=host.copy(item.view)) for item in items]
-            for kind, items in content.state.items()
-        },
+        state=[
+            {kind: dataclasses.replace(item, view=host.copy(item.view)) for kind, item in box.items()}
+            for box in content.state
+        ],
         kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},
         copied=True,
@@ -357,13 +363,14 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
                 _write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage)
             )
         tables = {what: {f.name: [_place(i) for i in getattr(f, what)] for f in state} for what in ("boxes", "kept")}
-        return {"receipts": {name: dataclasses.asdict(r) for name, r in receipts.items()}, **tables}
+        of_names = {box[MASTER].name: [*box] for box in content.state if tuple(box) != content.kinds}
+        return {"receipts": {name: dataclasses.asdict(r) for name, r in receipts.items()}, **tables, KINDS_OF: of_names}
 
     answers = agree(axis, rest)
     found = [{name: Receipt(**r) for name, r in answer["receipts"].items()} for answer in answers]
-    kinds = list(content.state)
     index = agree(
-        axis, lambda: dataclasses.asdict(_write_index(folder, kinds, answers, storage)) if axis.index == 0 else None
+        axis,
+        lambda: dataclasses.asdict(_write_index(folder, content.kinds, answers, storage)) if axis.index == 0 else None,
     )[0]
     found[0]["state/index.json"] = Receipt(**index)
     return found
@@ -381,8 +388,7 @@ def _weight_files(content: Content) -> Iterator[NewFile]:
 def _state_files(content: Content, rank: int) -> list[NewFile]:
     """Masters, the optimizer's state, and what is not trained, in files of this rank's own: whole boxes, all kinds of
     a box in the same file."""
-    boxes = [[(kind, items[n]) for kind, items in content.state.items()] for n in range(len(content.state[MASTER]))]
-    boxes += [[(MASTER, item)] for item in content.kept]
+    boxes = [[*box.items()] for box in content.state] + [[(MASTER, item)] for item in content.kept]
     files, size = list[list[tuple[str, Item]]](), 0
     for box in boxes:
         more = sum(item.view.nbytes for _, item in box)
@@ -398,8 +404,7 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
 
 
 def _state_file(name: str, items: list[tuple[str, Item]], content: Content) -> NewFile:
-    kinds = list(content.state)
-    items = sorted(items, key=lambda pair: kinds.index(pair[0]))
+    items = sorted(items, key=lambda pair: content.kinds.index(pair[0]))
     entries = [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items]
     masters, kept_ids = [i for kind, i in items if kind == MASTER], {id(i) for i in content.kept}
     return NewFile(
@@ -460,15 +465,20 @@ def key_of(kind: str, name: str, box: Box) -> str:
     return f"{kind}/{name}[" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop)) + "]"
 
 
-def _write_index(folder: Path, kinds: list[str], answers: list[dict[str, Any]], storage: Storage) -> Receipt:
+def _write_index(folder: Path, kinds: Sequence[str], answers: list[dict[str, Any]], storage: Storage) -> Receipt:
     """Which boxes of which tensors lie in which file of the state."""
     tables = {
         table: {file: found for a in answers for file, found in a[what].items()}
         for table, what in (("files", "boxes"), ("kept", "kept"))
     }
-    return write_file(
-        storage, folder / "state/index.json", [json.dumps({"kinds": kinds, **tables}, separators=(",", ":")).encode()]
-    )
+    of_names = {name: has for a in answers for name, has in a[KINDS_OF].items()}
+    return write_file(storage, folder / "state/index.json", [state_index_text(kinds, tables, of_names)])
+
+
+def state_index_text(kinds: Sequence[str], tables: dict[str, Any], of_names: dict[str, list[str]]) -> bytes:
+    """The index of the state: kinds of all of it and of single tensors, tables of boxes by file."""
+    index = {"kinds": kinds, **tables, **({KINDS_OF: of_names} if of_names else {})}
+    return json.dumps(index, separators=(",", ":")).encode()
 
 
 def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

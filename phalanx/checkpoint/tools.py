@@ -18,7 +18,7 @@ from phalanx.checkpoint.keep import step_name
 from phalanx.checkpoint.manifest import NAME, read_checked
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
-from phalanx.checkpoint.save import MAX_FILE_BYTES, key_of
+from phalanx.checkpoint.save import MAX_FILE_BYTES, key_of, state_index_text
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
 from phalanx.checkpoint.tensors import Entry, write_tensors
 from phalanx.layout.box import Box
@@ -218,7 +218,7 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
     for number, names in enumerate(share for share in shares if share):
         file = f"state/rank-{number:05d}.safetensors"
         kinds = contents.state_kinds
-        keys = [(kind, name) for kind in kinds for name in names if kind == MASTER or name not in contents.untrained]
+        keys = [(kind, name) for kind in kinds for name in names if name in contents.shapes(kind)]
         dtype = contents.read(MASTER, names[0]).dtype
         entries = [(key_of(kind, name, Box.full(shapes[name])), shapes[name], dtype) for kind, name in keys]
         found[file] = write_tensors(
@@ -229,5 +229,6 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
             ("kept", [n for n in names if n in contents.untrained]),
         ):
             tables[table][file] = [(n, shapes[n], (0,) * len(shapes[n]), shapes[n]) for n in mine]
-    text = json.dumps({"kinds": contents.state_kinds, **tables}, separators=(",", ":")).encode()
+    of_names = {name: list(kinds) for name, kinds in contents.kinds_of_names.items()}
+    text = state_index_text(contents.state_kinds, tables, of_names)
     return {**found, "state/index.json": write_file(storage, folder / "state/index.json", [text])}

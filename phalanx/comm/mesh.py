@@ -125,6 +125,7 @@ class Mesh:
         self.pp_hosts: Axis | None = None
         self._groups: dict[SumAxis, Groups] = {}
         self.alone = Axis("alone", (rank,))
+        self.stage = self.alone  # until `prepare_stage`
 
     @property
     def part(self) -> SequenceShard:
@@ -143,6 +144,11 @@ class Mesh:
             self.model, ep=phase("ep", "ep"), etp=phase("etp", "etp"), experts=phase("ep x etp", "ep", "etp")
         )
         self._edp = phase("edp", "edp")
+
+    def prepare_stage(self) -> None:
+        """Make the axis of all ranks of a pipeline stage, which only optimizers of whole matrices need."""
+        ranks = self.grid.ranks(self.at, ("dp", "cp", "tp"))
+        self.stage = self.world if len(ranks) == self.grid.world else self._phase("stage", ranks)
 
     def prepare_hosts(self) -> Axis:
         """The ranks of dp on a communicator of their hosts, for tensors there: no device waits, and none is waited
@@ -353,6 +359,8 @@ class Mesh:
             (edge.send(x, to=1) if edge.index == 0 else edge.recv(x, source=0)).wait()
         for keys in (self.model.keys, *(keys for _, keys in self.model.groups.values())):
             keys.all_to_all(torch.zeros(keys.size, device=self.device))
+        if self.stage is not self.alone:
+            self.stage.all_to_all(torch.zeros(self.stage.size, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

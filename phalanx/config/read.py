@@ -34,7 +34,7 @@ from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, said_of
-from phalanx.config.validate import build, close_to, copied, families, near_keys
+from phalanx.config.validate import FALLBACK, build, close_to, copied, families, near_keys
 from phalanx.config.write import plain, to_dict
 from phalanx.models.registry import SEAM, load_family
 
@@ -146,10 +146,10 @@ def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
 
 def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Where a config may name code of a package: the key, the name, and what a person types after `key=`."""
-    for key in ("model.family", "optim.name", "task.name", "data.source"):
-        section, name = key.split(".")
-        values = data.get(section)
-        value = values.get(name) if isinstance(values, Mapping) else None
+    for key in ("model.family", "optim.name", "optim.fallback.name", "optim.schedule", "task.name", "data.source"):
+        value: Any = data
+        for step in key.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
         yield key, value, str(value)
     log = data.get("log")
     sinks = log.get("sinks") if isinstance(log, Mapping) else None
@@ -181,6 +181,8 @@ def explain(key: str) -> str:
         return FROM
     known = list(tree.keys(Run))
     found = [k for k in known if k.path == key]
+    if not found and key.startswith(f"{FALLBACK}."):
+        return explain(key.replace(FALLBACK, "optim", 1))  # the same keys
     if not found:
         said = said_of(key)
         valid = () if key.lower() in NOT_BUILT else near_keys(key, "")

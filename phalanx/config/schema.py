@@ -10,7 +10,8 @@ from typing import Any
 from phalanx.base import tree
 from phalanx.config.model_source import FROM
 from phalanx.config.run import Run
-from phalanx.config.validate import NAMED, families, named_sections, run_schema
+from phalanx.config.validate import FALLBACK, NAMED, families, named_sections, run_schema
+from phalanx.optim.config import OptimConfig
 
 MEANING = " ".join(FROM.splitlines()[1].split())
 
@@ -68,7 +69,11 @@ def allow_folders(made: dict[str, Any]) -> None:
 def allow_named(made: dict[str, Any]) -> None:
     """An optimizer or objective of a package of the user's adds keys that are not known here."""
     foreign = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
-    for section in NAMED:
+    ours = made["properties"]["optim"]["$ref"]
+    fallback = made["$defs"][ours.rpartition("/")[2]]["properties"]["fallback"]
+    fallback["anyOf"] = [{"$ref": ours}, foreign, {"type": "null"}]
+    made["$defs"].pop(OptimConfig.__name__, None)
+    for section in (section for section in NAMED if section != FALLBACK):
         made["properties"][section] = {"anyOf": [made["properties"][section], foreign]}
 
 

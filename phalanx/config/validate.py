@@ -27,9 +27,14 @@ from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
+FALLBACK = "optim.fallback"
 # sections whose fields follow from a `name` in them: what all have, and how the rest is found
 NAMED: Mapping[str, tuple[Any, Callable[[str], Any]]] = MappingProxyType(
-    {"optim": (OptimConfig, find_optimizer), "task": (TaskConfig, find_objective)}
+    {
+        "optim": (OptimConfig, find_optimizer),
+        FALLBACK: (OptimConfig, find_optimizer),
+        "task": (TaskConfig, find_objective),
+    }
 )
 NO_MODEL = (
     "is required: a family and its sizes (model.family=llama model.hidden_size=64 ...; `phalanx explain "
@@ -42,7 +47,7 @@ NO_MODEL = (
 def run_schema(named: Mapping[str, type]) -> type[BaseModel]:
     """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `named`: the
     classes of the sections in NAMED."""
-    return _run_schema(tuple(named.items()), tuple(families().items()))
+    return _run_schema(tuple((name, cls) for name, cls in named.items() if name != FALLBACK), tuple(families().items()))
 
 
 def families() -> Mapping[str, type]:
@@ -73,15 +78,22 @@ def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, typ
     return create_model("Run", __config__=ConfigDict(strict=True, extra="forbid"), **fields)
 
 
+@functools.lru_cache(maxsize=8)
+def _fallback_schema(fallback: type) -> type[BaseModel]:
+    """The same of optim.fallback, a section of an optimizer inside another."""
+    config = ConfigDict(strict=True, extra="forbid")
+    return create_model("Fallback", __config__=config, fallback=(fallback, ...))
+
+
 def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[str]]:
     """A Run from plain values. With problems: a repaired Run (or None), every problem, and the fields that were
     repaired."""
     named, nameless = named_sections(data)
     run, errors = (None, []) if nameless else _validate(data, named)
     if nameless:  # without what they name nobody knows which keys the sections have
-        for section in (p.field.partition(".")[0] for p in nameless):
+        for section in (p.field.rpartition(".")[0] for p in nameless):
             shared = set(tree.field_names(NAMED[section][0])) - {"name"}
-            data = {**data, section: {k: v for k, v in data[section].items() if k in shared}}
+            data = _with(data, section, {k: v for k, v in _at(data, section).items() if k in shared})
         errors = _validate(data, named)[1]
     errors += _bools_for_numbers(data)
     if not errors and not nameless:
@@ -98,7 +110,7 @@ def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Probl
     """The classes of the sections in NAMED, which what they name brings along; names that lead nowhere are problems."""
     classes, problems = dict[str, type](), []
     for section, (base, find) in NAMED.items():
-        given = data.get(section)
+        given = _at(data, section)
         name = given.get("name", base.name) if isinstance(given, dict) else base.name
         try:
             classes[section] = find(name if isinstance(name, str) else base.name).Config
@@ -109,13 +121,41 @@ def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Probl
     return classes, problems
 
 
+def _at(data: Mapping[str, Any], section: str) -> Any:
+    """What a dotted section holds; None if there is nothing."""
+    found: Any = data
+    for step in section.split("."):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def _with(data: dict[str, Any], section: str, values: Any) -> dict[str, Any]:
+    """A copy with other values in a dotted section, which is there."""
+    head, _, rest = section.partition(".")
+    return {**data, head: _with(data[head], rest, values) if rest else values}
+
+
 def _validate(data: dict[str, Any], named: Mapping[str, type]) -> tuple[Run | None, list[Any]]:
+    given = _at(data, FALLBACK)
+    if isinstance(given, dict):  # a section of an optimizer inside another: each by its own class
+        data = _with(data, FALLBACK, None)
+    errors: list[Any] = []
     try:
         # through JSON, because pydantic's strict mode takes lists for tuples only there
-        made = run_schema(named).model_validate_json(json.dumps(data))
+        made: Any = run_schema(named).model_validate_json(json.dumps(data))
     except ValidationError as error:
-        return None, error.errors(include_url=False)
-    return Run(**{name: getattr(made, name) for name in tree.field_names(Run)}), []
+        errors += error.errors(include_url=False)
+    if isinstance(given, dict):
+        try:
+            inner: Any = _fallback_schema(named[FALLBACK]).model_validate_json(json.dumps({"fallback": given}))
+        except ValidationError as error:
+            errors += [{**e, "loc": ("optim", *e["loc"])} for e in error.errors(include_url=False)]
+    if errors:
+        return None, errors
+    values = {name: getattr(made, name) for name in tree.field_names(Run)}
+    if isinstance(given, dict):
+        values["optim"] = dataclasses.replace(values["optim"], fallback=inner.fallback)
+    return Run(**values), []
 
 
 def _bools_for_numbers(data: dict[str, Any]) -> list[Any]:
@@ -151,6 +191,7 @@ def _steps(loc: tuple[Any, ...], named: Mapping[str, type]) -> tuple[list[str], 
         if options:
             owner = options[0]
             hint = (named if owner is Run and step in named else tree.hints(owner)).get(str(step))
+            hint = named[FALLBACK] if steps == FALLBACK.split(".") else hint
         else:
             args = [a for m in tree.members(hint) for a in typing.get_args(m) if a is not ...]
             hint = args[-1] if args else None

@@ -1,12 +1,13 @@
 """Buffers: all flat buckets of one rank, and what is done with all of them at once: masters to weights, gradients to
 a norm.
 
-What becomes of one bucket is in `flat`, and in `codes` where its weights are 8-bit codes.
+What becomes of one bucket is in `flat`, and in `quantized` where its weights are 8-bit codes; whole matrices are at
+their `homes` for an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from phalanx.base.dtypes import Precision
 from phalanx.comm.mesh import Mesh, Mode
 from phalanx.data_parallel.fixed_order import sum_of_squares
 from phalanx.data_parallel.flat import FlatBucket
-from phalanx.data_parallel.quantized import CodedBucket
+from phalanx.data_parallel.homes import MatrixHome
+from phalanx.data_parallel.quantized import QuantizedStorage
+from phalanx.data_parallel.storage import FullPrecision
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import SumAxis
+from phalanx.layout.param import ParamSpec
 from phalanx.layout.shards import Sharding
 from phalanx.nn.dry_run import pulled_bytes, summed_bytes
 from phalanx.nn.parameter import Parameter
@@ -78,36 +82,65 @@ class Buffers:
         """What `share_memory` opened before is used."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
+        self.homes: dict[int, MatrixHome] = {}
+        self._precision = precision
         memory = _memory_of(slots, precision, mesh.device)
         for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
-            made = CodedBucket if bucket.coded and training else FlatBucket
-            flat = made(bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id))
+            storage = QuantizedStorage if bucket.coded and training else FullPrecision
+            flat = FlatBucket(
+                bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id), storage
+            )
             flat.attach(params)
             self.flat.append(flat)
 
     def open(self) -> None:
         """Before parts of weights that neighbours read are changed: until all have read them."""
-        for parts in {id(f.parts): f.parts for f in self.flat if f.parts is not None}.values():
+        shared = [f.groups.inner.shared for f in self.flat]
+        for parts in {id(s.parts): s.parts for s in shared if s is not None and s.parts is not None}.values():
             parts.open()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What the executor does for instructions about buckets."""
         flat = self.flat
         return {
-            Gather: lambda i: flat[i.bucket].fetch(),
-            Ready: lambda i: flat[i.bucket].ready(),
-            Free: lambda i: flat[i.bucket].free(),
+            Gather: lambda i: flat[i.bucket].storage.fetch(),
+            Ready: lambda i: flat[i.bucket].storage.ready(),
+            Free: lambda i: flat[i.bucket].storage.free(),
             Open: lambda i: flat[i.bucket].open(),
             Reduce: lambda i: flat[i.bucket].reduce(),
             Close: lambda i: flat[i.bucket].close(i.last),
         }
 
-    def shards(self, state: Mapping[str, Moment], dtype: torch.dtype | None = None) -> list[Shard]:
-        """What the optimizer updates, with its state in `dtype`; None: that of the masters."""
+    def make_home(self, updater: int, matrices: Sequence[ParamSpec]) -> None:
+        """Give the whole matrices of a stage, which this optimizer takes, homes on its ranks; on all of them alike."""
+        flat = [f for f in self.flat if f.homed and f.bucket.updater.number == updater]
+        self.homes[updater] = MatrixHome(matrices, flat, self.mesh, self._precision)
+
+    @property
+    def holders(self) -> list[FlatBucket | MatrixHome]:
+        """All that keeps weights or masters."""
+        return [*self.flat, *self.homes.values()]
+
+    @property
+    def separate_masters(self) -> bool:
+        """Whether any master is not the weight itself."""
+        return bool(self.homes) or any(f.storage.separate_masters for f in self.flat)
+
+    @property
+    def masters(self) -> list[FlatBucket | MatrixHome]:
+        """Those whose `master` is authoritative."""
+        return [*(f for f in self.flat if not f.homed), *self.homes.values()]
+
+    def shards(self, updater: int, state: Mapping[str, Moment], dtype: torch.dtype | None = None) -> list[Shard]:
+        """What an optimizer (layout.buckets.Updater) updates, with its state in `dtype`; None: that of the masters."""
+        flat = [f for f in self.flat if f.bucket.learns and not f.homed and f.bucket.updater.number == updater]
+        homes = [self.homes[updater]] if updater in self.homes else []
         return [
-            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero_state(state, f.master, dtype), f.out)
-            for f in self.flat
-            if f.bucket.learns
+            Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero_state(state, f.master, dtype), f.storage.out)
+            for f in flat
+        ] + [
+            Shard(h.bucket, h.lo, h.hi, h.own, h.master, h.grad, zero_state(state, h.master, dtype), home=h)
+            for h in homes
         ]
 
     def begin(self, micro_batches: int) -> None:
@@ -154,18 +187,20 @@ class Buffers:
     def gather(self) -> None:
         """Start bringing what ranks have updated to all that keep it."""
         for f in self.flat:
-            f.gather_groups()
+            f.storage.gather_groups()
         for f in self.flat:
-            f.gather_parts()
+            f.storage.gather_parts()
 
     def publish(self) -> None:
         """Write the masters back to the weights and start gathering them; the optimizer's update has done the first
         already."""
         self.open()
+        for home in self.homes.values():
+            home.send_weights()
         for f in self.flat:
-            f.write_back()
+            f.storage.write_back()
         self.gather()
 
     def ready(self) -> None:
         for f in self.flat:
-            f.ready()
+            f.storage.ready()

@@ -18,6 +18,8 @@ collective makes the current stream wait, and memory is let go only after that, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,40 +27,25 @@ from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Groups, Mesh
 from phalanx.data_parallel.fixed_order import GradientTrees, sum_replicas, sum_users
+from phalanx.data_parallel.storage import BucketShare, FullPrecision, StorageFormat, allocate, let_go, memory_at
 from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 from phalanx.nn.parameter import Parameter
 
 
-def allocate(x: Tensor) -> None:
-    """Give x and all views of its storage memory again; what is in it is undefined."""
-    x.untyped_storage().resize_(x.numel() * x.element_size())
-
-
-def let_go(x: Tensor) -> None:
-    """Give the memory of x and of all views of its storage back; they keep their shapes."""
-    x.untyped_storage().resize_(0)
-
-
-def _memory(place: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(numel,) at a place, or in zeroed memory of its own."""
-    return torch.zeros(numel, dtype=dtype, device=device) if place is None else place[:numel]
-
-
 class FlatBucket:
     """One bucket on one rank.
 
-    weight, grad   (numel,) in the compute and in the master dtype, of which the parameters and their `.grad` are
-    views: without memory
-                   (or with that of a place, in which then another may lie) while the bucket is not gathered (level
-                   3) or open (2 and 3)
-    weight_kept    the weights that are always here, from element number `weight_at` on; below level 3 all of
-    `weight`
-    grad_kept      the same of gradients, from `grad_at`; below level 2 all of `grad`
+    storage        how the weights are kept (data_parallel.storage); weight, master: its own
+    grad           (numel,) in the master dtype, of which the parameters' `.grad` are views: without memory (or with
+                   that of a place, in which then another may lie) while the bucket is not open (levels 2 and 3)
+    grad_kept      the gradients that are always here, from element number `grad_at` on; below level 2 all of `grad`
     part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it
     alone counts
-    master         (hi - lo,) in the master dtype
+    homed          whether masters are at the homes of whole matrices instead (data_parallel.homes): `master` is then
+                   what comes from there, the weights themselves
+    values_dtype   that of masters, in which initial values are made
     tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and
     stay whole at every level;
                    0: in whatever order is fastest. `sources`: of how many micro-batches experts compute at once
@@ -83,25 +70,23 @@ class FlatBucket:
         sources: int = 0,
         together: int = 1,
         slots: tuple[Tensor | None, Tensor | None] = (None, None),
+        storage: Callable[[BucketShare, Precision, Tensor | None], StorageFormat] = FullPrecision,
     ):
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
         elif bucket.frozen or not training:
             precision = Precision(precision.compute, precision.compute)
         self.bucket, self.mesh, self.training, device = bucket, mesh, training and bucket.learns, mesh.device
+        self.homed, self.values_dtype = self.training and bucket.updater.matrix, precision.master
         self.axis, self.cut = mesh.along(bucket.axis), sharding.cut(bucket, mesh.grid, training)
         self.groups = mesh.groups(bucket.axis) if self.cut.inner > 1 else Groups(mesh.alone, self.axis, mesh.alone)
-        at = self.groups.inner.index, self.groups.outer.index
-        self.level, self.part, self.own = self.cut.level, self.cut.part(at[0]), self.cut.own(*at)
-        self.lo, self.hi = self.cut.updated(*at)
-        self.weight_comes, self.grad_comes = (
-            (self.cut.cuts_weights and slots[0] is None),
-            (self.cut.cuts_gradients and slots[1] is None),
-        )
-        shared = self.groups.inner.shared
-        self.parts = None if shared is None else shared.parts
-        self._make_weights(precision, slots[0])
-        self.grad = _memory(slots[1], bucket.numel if self.training else 0, precision.master, device)
+        share = BucketShare(bucket, self.cut, self.groups, device, self.homed)
+        self.level, self.part, self.own = self.cut.level, share.part, share.own
+        self.lo, self.hi = share.updated
+        self.grad_comes = self.cut.cuts_gradients and slots[1] is None
+        self.storage = storage(share, precision, slots[0])
+        self.weight, self.master = self.storage.weight, self.storage.master
+        self.grad = memory_at(slots[1], bucket.numel if self.training else 0, precision.master, device)
         self.grad_at, self.grad_kept = (
             (self.part[0], torch.zeros_like(self.grad[slice(*self.part)]))
             if self.cut.cuts_gradients
@@ -122,37 +107,6 @@ class FlatBucket:
         self._reduced = False  # since the last `finish`
         self._reducing: Work | None = None
         self._broadcasting: Work | None = None
-        self._gathering: Work | None = None
-        self._moved = False  # whether this rank's part came from other groups since its neighbours were given it
-
-    def _make_weights(self, precision: Precision, place: Tensor | None) -> None:
-        numel, dtype = self.bucket.numel, precision.compute
-        self.weight = (
-            _memory(place, numel, dtype, self.mesh.device) if self.cut.cuts_weights else self._staying(numel, dtype)
-        )
-        self._weights = self._kept(self.weight)
-        own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
-        self.master = (
-            own
-            if precision.compute == precision.master
-            else torch.zeros(len(own), dtype=precision.master, device=own.device)
-        )
-
-    def _kept(self, whole: Tensor) -> tuple[int, Tensor]:
-        """What is always here of weights: number of its first element, and its values."""
-        return (
-            (self.part[0], self._staying(self.part[1] - self.part[0], whole.dtype))
-            if self.cut.cuts_weights
-            else (0, whole)
-        )
-
-    def _staying(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) zero: memory of weights that are always here, from which the others pull where ranks share any."""
-        return (
-            torch.zeros(numel, dtype=dtype, device=self.mesh.device)
-            if self.parts is None
-            else self.parts.place(numel, dtype)
-        )
 
     def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
         """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum
@@ -192,7 +146,11 @@ class FlatBucket:
                     extra.grad = self.further[i][view].view(slot.spec.shape)
         if self.grad_comes:
             let_go(self.grad)
-        self.free()
+        self.storage.attach(params)
+
+    def write(self, first: int, values: Tensor) -> None:
+        """As StorageFormat.write."""
+        self.storage.write(first, values)
 
     # ---- gradients
 
@@ -307,96 +265,6 @@ class FlatBucket:
                 views.append(self._grads(at, min(a, hi)))
             at = max(at, b)
         return views
-
-    # ---- weights
-
-    @property
-    def weight_at(self) -> int:
-        return self._weights[0]
-
-    @property
-    def weight_kept(self) -> Tensor:
-        return self._weights[1]
-
-    @property
-    def saved(self) -> tuple[int, Tensor]:
-        """Element number of the first, and values here that are the weights once they are in the weights' dtype."""
-        return self._weights
-
-    @property
-    def out(self) -> Tensor | None:
-        """The weights of this rank's masters, where they are not the masters themselves."""
-        own = self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
-        return None if own.data_ptr() == self.master.data_ptr() else own
-
-    @property
-    def resident(self) -> tuple[int, Tensor]:
-        """Element number of the first, and what is always here of weights as they are sent: alike where ranks keep
-        the same ones."""
-        return self.weight_at, self.weight_kept
-
-    @property
-    def separate_masters(self) -> bool:
-        """Whether masters are not the weights themselves."""
-        return self.out is not None
-
-    @property
-    def held(self) -> list[Tensor]:
-        """All that holds weights beside the masters, if not as them."""
-        return [self.weight, self.weight_kept]
-
-    def write(self, first: int, values: Tensor) -> None:
-        """Set what this rank keeps of elements `first` .. of weights and masters, from values in the master dtype."""
-        for kept, at in ((self.weight_kept, self.weight_at), (self.master, self.lo)):
-            write_range(kept, at, first, values)
-
-    def write_back(self) -> None:
-        """Weights of this rank's part from its masters."""
-        if self.out is not None:
-            self.out.copy_(self.master)
-
-    def gather_groups(self) -> None:
-        """Start gathering what each group has updated of this rank's part."""
-        if self.cut.outside:
-            part = self.weight_kept[self.part[0] - self.weight_at : self.part[1] - self.weight_at]
-            self._gathering, self._moved = self.groups.outer.all_gather_into(part, async_op=True), True
-
-    def gather_parts(self) -> None:
-        """Start gathering the weights of all parts, where they are kept whole."""
-        if self.level > 0 and not self.cut.cuts_weights:
-            self.arrive()
-            self._gathering = self.groups.inner.all_gather_into(self.weight, async_op=True)
-
-    def fetch(self) -> None:
-        """Give the weights memory and start gathering all parts into it."""
-        self.arrive()
-        if self.weight_comes:
-            allocate(self.weight)
-        self._gathering = self.groups.gather.all_gather_to(self.weight, self.weight_kept, async_op=True)
-
-    def arrive(self) -> None:
-        """Wait until this rank's part has come from other groups: neighbours may then have it too."""
-        FlatBucket.ready(self)
-        if self._moved and self.parts is not None:
-            self.parts.changed()
-        self._moved = False
-
-    def ready(self) -> None:
-        """Wait until the weights have arrived."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-
-    def free(self) -> None:
-        if self.weight_comes:
-            let_go(self.weight)
-
-
-def write_range(kept: Tensor, at: int, first: int, values: Tensor) -> None:
-    """kept[0] is element number `at`; values[0] is number `first`."""
-    a, b = max(at, first), min(at + len(kept), first + len(values))
-    if a < b:
-        kept[a - at : b - at] = values[a - first : b - first]
 
 
 def sum_together(axis: Axis, views: list[Tensor]) -> None:

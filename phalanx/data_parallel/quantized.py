@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.dtypes import Precision
-from phalanx.data_parallel.flat import FlatBucket, allocate, let_go, write_range
+from phalanx.data_parallel.storage import BucketShare, StorageFormat, allocate, let_go, write_range
 from phalanx.layout.buckets import Slot
 from phalanx.nn.parameter import Parameter, Quantizer
 from phalanx.ops.quantized.linear import WeightQuantizer
@@ -45,8 +45,8 @@ class Numbers:
     counts: Tensor
 
 
-class CodedBucket(FlatBucket):
-    """A bucket of weights that are kept as codes.
+class QuantizedStorage(StorageFormat):
+    """Weights that are kept as codes, in buckets whose parameters have WeightQuantizers.
 
     weight        has memory only while `whole_values`: for products in the compute dtype
     both          (2, numel) uint8: codes as they lie, and each matrix transposed; at level 3 without memory (or with
@@ -56,22 +56,23 @@ class CodedBucket(FlatBucket):
     changed       whether masters have changed since the codes were made
     """
 
-    def _make_weights(self, precision: Precision, place: Tensor | None) -> None:
-        device, numel = self.mesh.device, self.bucket.numel
+    def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
+        super().__init__(share, place)
+        device, numel = share.device, share.bucket.numel
         self.weight = torch.zeros(numel, dtype=precision.compute, device=device)
         self.master = torch.zeros(self.hi - self.lo, dtype=precision.master, device=device)
-        if not self.cut.cuts_weights:
-            memory = self._staying(2 * numel, torch.uint8)
+        if not share.cut.cuts_weights:
+            memory = share.staying(2 * numel, torch.uint8)
         else:
             memory = (
                 torch.zeros(2 * numel, dtype=torch.uint8, device=device) if place is None else place.view(torch.uint8)
             )
         self.both = memory[: 2 * numel].view(2, numel)
-        self.quantized_at, self.quantized_kept = self._kept(self.both[0])
+        self.quantized_at, self.quantized_kept = share.kept_of(self.both[0])
         self.whole_values, self.changed, self._came = False, True, False
 
-    def attach(self, params: list[Parameter]) -> None:
-        self.matrices = [self._matrix(slot, params[slot.param].quantizer) for slot in self.bucket.slots]
+    def attach(self, params: Sequence[Parameter]) -> None:
+        self.matrices = [self._matrix(slot, params[slot.param].quantizer) for slot in self.share.bucket.slots]
         super().attach(params)
         let_go(self.weight)
 
@@ -108,7 +109,7 @@ class CodedBucket(FlatBucket):
         return self.quantized_at, self.quantized_kept
 
     @property
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self.weight, self.both, self.quantized_kept]
 
     @property
@@ -160,15 +161,16 @@ class CodedBucket(FlatBucket):
     def send(self) -> None:
         """Start bringing codes to all ranks that keep them."""
         self.changed = False
-        inner, outer = self.groups.inner, self.groups.outer
-        if self.cut.outside:
-            part = self.quantized_kept[self.part[0] - self.quantized_at : self.part[1] - self.quantized_at]
+        inner, outer, cut = self.share.groups.inner, self.share.groups.outer, self.share.cut
+        if cut.outside:
+            first, stop = self.share.part
+            part = self.quantized_kept[first - self.quantized_at : stop - self.quantized_at]
             self._gathering, self._moved = outer.all_gather_into(part, async_op=True), True
-        if self.level > 0 and not self.cut.cuts_weights:
+        if cut.level > 0 and not cut.cuts_weights:
             self.arrive()
             self._gathering = inner.all_gather_into(self.both[0], async_op=True)
-        self._came = not self.cut.cuts_weights
-        if self.whole_values and not self.cut.cuts_weights:
+        self._came = not cut.cuts_weights
+        if self.whole_values and not cut.cuts_weights:
             self._fill_values()
 
     def gather_groups(self) -> None:
@@ -181,7 +183,7 @@ class CodedBucket(FlatBucket):
         self.arrive()
         if self.weight_comes:
             allocate(self.both)
-        self._gathering = self.groups.gather.all_gather_to(self.both[0], self.quantized_kept, async_op=True)
+        self._gathering = self.share.groups.gather.all_gather_to(self.both[0], self.quantized_kept, async_op=True)
         self._came = True
         if self.whole_values:
             self._fill_values()
@@ -208,19 +210,20 @@ class CodedBucket(FlatBucket):
         self.whole_values = wanted
         if not wanted:
             let_go(self.weight)
-        elif not self.cut.cuts_weights:
+        elif not self.share.cut.cuts_weights:
             self._fill_values()
 
     def _fill_values(self) -> None:
         """Weights of all ranks' masters."""
         if not self.weight.untyped_storage().nbytes():
             allocate(self.weight)
-        part = torch.empty_like(self.weight[slice(*self.part)])
-        part[self.lo - self.part[0] : self.hi - self.part[0]] = self.master
-        if self.cut.outside:
-            self.groups.outer.all_gather_into(part).wait()
-        if self.level > 0:
-            self.groups.inner.all_gather_to(self.weight, part).wait()
+        share = self.share
+        part = torch.empty_like(self.weight[slice(*share.part)])
+        part[self.lo - share.part[0] : self.hi - share.part[0]] = self.master
+        if share.cut.outside:
+            share.groups.outer.all_gather_into(part).wait()
+        if share.cut.level > 0:
+            share.groups.inner.all_gather_to(self.weight, part).wait()
         else:
             self.weight.copy_(part)
 
@@ -233,8 +236,8 @@ class CastGroup:
     rank of tp. `numbers`: of linears, by name
     """
 
-    def __init__(self, buckets: Sequence[CodedBucket], numbers: dict[str, int]):
-        pairs, device = [(f, m) for f in buckets for m in f.matrices], buckets[0].mesh.device
+    def __init__(self, buckets: Sequence[QuantizedStorage], numbers: dict[str, int]):
+        pairs, device = [(f, m) for f in buckets for m in f.matrices], buckets[0].share.device
         self.buckets, self.seen = buckets, torch.zeros(len(numbers), device=device)
         self.counts = torch.zeros(len(numbers), SLOTS, COUNTS, dtype=torch.int64, device=device)
         self.rooms = sizes = [m.blocks.room for _, m in pairs]
@@ -268,8 +271,8 @@ class CastGroup:
         if not any(f.changed for f in self.buckets) and self._current == self.quantizer.current:
             return
         self._current = self.quantizer.current
-        if self.buckets[0].parts is not None:
-            self.buckets[0].parts.open()
+        if self.buckets[0].share.shared_parts is not None:
+            self.buckets[0].share.shared_parts.open()
         given = [scale for _, m, _ in self.all if (scale := m.quantizer.given_scale()) is not None]
         known = len(given) == len(self.all)
         self.bits.zero_()
@@ -295,10 +298,10 @@ class CastGroup:
 
     def _compare(self) -> None:
         """The amaxes of all parts of the weights."""
-        first = self.buckets[0]
-        first.groups.inner.all_reduce(self.bits, "max").wait()
-        if first.cut.outside:
-            first.groups.outer.all_reduce(self.bits, "max").wait()
+        share = self.buckets[0].share
+        share.groups.inner.all_reduce(self.bits, "max").wait()
+        if share.cut.outside:
+            share.groups.outer.all_reduce(self.bits, "max").wait()
         self.seen.zero_().view(torch.int32).scatter_reduce_(0, self.linear_of_block, self.bits, "amax")
 
     def _scale_by(self, multiplier: list[Tensor]) -> None:
@@ -308,10 +311,9 @@ class CastGroup:
             transposed.copy_(scales.t())
 
 
-def cast_groups(buckets: Sequence[FlatBucket], numbers: dict[str, int]) -> list[CastGroup]:
-    """Of a rank's coded buckets, in an order that is the same on all ranks that they are cut over."""
-    found: dict[tuple[str, bool], list[CodedBucket]] = {}
+def cast_groups(buckets: Sequence[QuantizedStorage], numbers: dict[str, int]) -> list[CastGroup]:
+    """Of a rank's buckets of codes, in an order that is the same on all ranks that they are cut over."""
+    found: dict[tuple[str, bool], list[QuantizedStorage]] = {}
     for f in buckets:
-        if isinstance(f, CodedBucket):
-            found.setdefault((f.bucket.axis, f.cut.inner > 1), []).append(f)
+        found.setdefault((f.share.bucket.axis, f.share.cut.inner > 1), []).append(f)
     return [CastGroup(members, numbers) for members in found.values()]

@@ -18,6 +18,7 @@ from phalanx.comm.mesh import Mesh, Mode
 from phalanx.config.check import unfit_for_optional_kernels
 from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.homes import MatrixHome
 from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.engine.deterministic import be_deterministic
 from phalanx.engine.fp8_state import Fp8State
@@ -30,8 +31,8 @@ from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.op import SEAM, Kernels, Op, packaged, unusable
-from phalanx.optim.optimizer import FusedOptimizer, find_optimizer
+from phalanx.ops.op import SEAM, Op, packaged, unusable
+from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
 from phalanx.pipeline.execute import Handlers, Stages
@@ -126,6 +127,9 @@ def build(plan: Plan, mesh: Mesh) -> State:
         blocks = plan.blocks_of(mesh.at, mesh.model)
         buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
+    whole = plan.matrices_of(mesh.at.pp)
+    if whole:
+        mesh.prepare_stage()
     for p in params:
         p.to_empty(mesh.device)
     buffers = Buffers(
@@ -139,6 +143,8 @@ def build(plan: Plan, mesh: Mesh) -> State:
         together=1 + (plan.run.model.predict_layers > 0),
         slots=plan.slots[mesh.at.pp] if plan.slots else None,
     )
+    for updater, matrices in whole.items():
+        buffers.make_home(updater, matrices)
     optimizer = sharded_optimizer(plan, buffers, mesh)
     scaler = LossScaler(
         mesh.device,
@@ -155,7 +161,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     fp8 = fp8_state(plan, buffers, params, mesh.device)
 
     def ready(i: Ready) -> None:
-        buffers.flat[i.bucket].ready()
+        buffers.flat[i.bucket].storage.ready()
         if fp8 is not None:
             fp8.refresh(i.bucket)
 
@@ -186,13 +192,13 @@ def build(plan: Plan, mesh: Mesh) -> State:
 
 
 def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimizer:
-    """The optimizer that the config names, over this rank's shards."""
-    config = plan.run.optim
-    made = find_optimizer(config.name)(config)
-    kernels: Kernels = "plain"
-    if isinstance(made, FusedOptimizer):
-        kernels = plan.env(mesh.at).kernels_for(find(SEAM, made.op, Op))
-    return ShardedOptimizer(made, buffers.shards(made.state, moment_dtype(config)), mesh.device, kernels)
+    """The optimizer that the config names, and its fallback, over this rank's shards."""
+    made = [
+        (each, buffers.shards(number, each.state, moment_dtype(each.config)))
+        for number, each in enumerate(optimizers_of(plan.run.optim))
+    ]
+    kernels_for = plan.env(mesh.at).kernels_for
+    return ShardedOptimizer(made, mesh.device, lambda op: kernels_for(find(SEAM, op, Op)))
 
 
 def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: torch.device) -> Fp8State | None:
@@ -353,12 +359,12 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
 def init_weights(state: State, exported: bool = True) -> None:
     """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported`
     those alone that no Hugging Face folder has."""
-    for flat in state.buffers.flat:
-        for slot in (s for s in flat.bucket.slots if exported or not s.spec.exported):
-            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype, device=flat.weight.device)
+    for holder in state.buffers.holders:
+        for slot in (s for s in holder.bucket.slots if exported or not s.spec.exported):
+            storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype, device=holder.master.device)
             for piece in slot.spec.pieces:
                 fill(piece.of(storage), piece, state.plan.run.train.seed)
-            write_slot(flat, slot, storage)
+            write_slot(holder, slot, storage)
 
 
 def fill(out: Tensor, piece: Piece, seed: int) -> None:
@@ -369,6 +375,6 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
         out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
 
 
-def write_slot(flat: FlatBucket, slot: Slot, storage: Tensor) -> None:
+def write_slot(holder: FlatBucket | MatrixHome, slot: Slot, storage: Tensor) -> None:
     """Set what this rank keeps of a parameter's weights and masters from its whole storage in the master dtype."""
-    flat.write(slot.offset, storage.flatten())
+    holder.write(slot.offset, storage.flatten())

@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.config.run import Fp8Config
 from phalanx.data_parallel.flat import FlatBucket
-from phalanx.data_parallel.quantized import CastGroup, CodedBucket, cast_groups
+from phalanx.data_parallel.quantized import CastGroup, QuantizedStorage, cast_groups
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.quantized.linear import DY, TENSORS, W, WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
@@ -42,13 +42,13 @@ class Fp8State:
         self.over = False  # whether the run's last steps have come, which are in train.precision
         self.lows: dict[int, list[tuple[WeightQuantizer, Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
-        self.coded: list[CodedBucket] = []  # their weights are codes, which `kept` makes
+        self.coded: list[QuantizedStorage] = []  # their weights are codes, which `kept` makes
         self.kept: list[CastGroup] = []
         self._full = False  # whether the history has anything
 
     def keep(self, buckets: Sequence[FlatBucket]) -> None:
         """After `attach`: let the codes of weights that are kept as codes count into the state too."""
-        self.coded = [f for f in buckets if isinstance(f, CodedBucket)]
+        self.coded = [f.storage for f in buckets if isinstance(f.storage, QuantizedStorage)]
         self.kept = cast_groups(self.coded, {name: i for i, name in enumerate(self.names)})
 
     def attach(self, bucket: int, params: Iterable[Parameter]) -> None:
@@ -79,7 +79,7 @@ class Fp8State:
         """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used;
         a linear that fell back uses none, though its bucket may have them."""
         gone = self.off > 0
-        self._stale = set(self.lows) - {f.bucket.id for f in self.coded}
+        self._stale = set(self.lows) - {s.share.bucket.id for s in self.coded}
         self.renew()
         for family in () if self.over else self.kept:
             self.counts[:, W] += torch.where(gone[:, None, None], 0, family.counts)

@@ -63,10 +63,11 @@ def check_replicas(state: State) -> None:
 
 def _alike(state: State) -> dict[tuple[int, str], Tensor]:
     """(bucket, what) -> what every rank of `_peers` must hold alike."""
-    found = {(i, "weight"): f.resident[1] for i, f in enumerate(state.buffers.flat)}
+    found = {(i, "weight"): f.storage.resident[1] for i, f in enumerate(state.buffers.flat)}
     numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
-    for shard in (s for s in state.optimizer.shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
-        found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in state.optimizer.kinds}
+    shards = [s for s in state.optimizer.shards if s.home is None]  # what a home has, nobody else does
+    for shard in (s for s in shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
+        found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in shard.kinds}
     return found
 
 
@@ -103,7 +104,7 @@ def _named(state: State, odd: dict[tuple[int, ...], list[int]]) -> list[str]:
 
 
 def _slots_that_differ(flat: FlatBucket, what: str, x: Tensor, peers: Axis) -> list[str]:
-    first = flat.resident[0] if what == "weight" else flat.lo
+    first = flat.storage.resident[0] if what == "weight" else flat.lo
     ends = [(max(slot.offset - first, 0), max(slot.offset + slot.numel - first, 0)) for slot in flat.bucket.slots]
     all_ = peers.all_gather(torch.stack([fold(x[a:b]) for a, b in ends])).wait().view(peers.size, -1)
     differs = (all_ != all_[0]).any(0).tolist()

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from phalanx.base.dtypes import precision
+from phalanx.base.dtypes import Precision, precision
 from phalanx.base.pairwise import waiting
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.comm.dry import DryAxis
@@ -25,11 +25,13 @@ from phalanx.forecast.traffic import (
 )
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Coords
+from phalanx.layout.homes import home_bucket, homes_of
 from phalanx.nn.dry_run import FusedAttention, KnownShapes, Use, bucket_bytes, measure, summed_bytes
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.sharded import state_bytes
 from phalanx.planning.plan import BlockFacts, Plan, fp8_names
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send, Value
@@ -39,6 +41,7 @@ from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
 
+MATRIX_COPIES = 3  # of a matrix, that an update of whole ones makes at once beside copies of master, gradient and state
 # Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
 
@@ -259,6 +262,9 @@ def _rank_use(
         plan.sharding,
         state_bytes(run.optim, kind.master.itemsize),
     )
+    at_homes = home_bytes(plan, pp, kind)
+    for name in ("masters", "moments"):
+        held[name] += at_homes[name]
     held["weights"] += staying_values(plan, buckets, kind)
     shadow = shadow_bytes(plan, buckets, (spec for _, spec in quantizers), kind)
     for name, nbytes in placed_bytes(plan, pp, kind).items():
@@ -296,6 +302,7 @@ def _rank_use(
         "pp": sends + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
+    memory["working"] += max(0, at_homes["update"] - activations - working)  # of an update, when these are gone
     away = peak_on_host(program.lists[pp], offloaded)
     pools = 0
     if not plan.offloaded:  # with activations on the host there are no CUDA graphs
@@ -315,6 +322,23 @@ def message_bytes(plan: Plan) -> dict[Value, int]:
         sizes = {s: s.rows(batch, tp) * s.width * s.dtype.itemsize for s in plan.borders[stage, 0]}  # type: ignore[union-attr]
         found[Value("act", stage, 0)] = sum(sizes.values())
         found[Value("grad", stage - 1, 0)] = sum(n for spec, n in sizes.items() if spec.has_gradient)
+    return found
+
+
+def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
+    """Of whole matrices at their homes (data_parallel.homes), on the rank that has most of them: masters and moments,
+    which stay; update: gradients on their way and at home, weights on their way, and working copies of the largest
+    matrix."""
+    found, states = {"masters": 0, "moments": 0, "update": 0}, state_bytes(plan.run.optim, kind.master.itemsize)
+    wide, ranks = kind.master.itemsize, plan.grid.stage
+    for updater, matrices in plan.matrices_of(pp).items():
+        homes = homes_of(matrices, ranks)
+        loads = [home_bucket([m for m, home in zip(matrices, homes) if home == rank]).numel for rank in range(ranks)]
+        copies = 2 + 2 * len(optimizers_of(plan.run.optim)[updater].state) + MATRIX_COPIES
+        largest = max((prod(m.shape) for m in matrices), default=0)
+        found["masters"] += max(loads) * wide
+        found["moments"] += round(max(loads) * states[updater])
+        found["update"] = max(found["update"], 3 * max(loads) * wide, (max(loads) + copies * largest) * wide)
     return found
 
 

@@ -76,7 +76,8 @@ def bucket_sends(
     are replicated.
 
     Gradients are reduced as often as the program says, and weights gathered so often; what groups share goes once
-    per step.
+    per step. Of whole matrices each rank then sends the gradients that it has to their homes, and as home the weights
+    back (data_parallel.homes), here counted as dp.
     """
     calls = Counter(i for i in instructions if isinstance(i, Gather | Reduce))
     sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)
@@ -89,6 +90,10 @@ def bucket_sends(
         sent["dp"] += _within_groups(cut, reduces, calls[Gather(b.id)], narrow, kind.master.itemsize)
         sent["dp"] += _between_groups(cut, min(plan.grid.cp, cut.inner), narrow, kind.master.itemsize)
         parts = cut.inner * (cut.outer if cut.outside else 1)
+        if b.updater.matrix:
+            weight = kind.master.itemsize if b.coded else kind.compute.itemsize
+            away = 1 - 1 / plan.grid.stage
+            sent["dp"] += away * b.numel // parts * (kind.master.itemsize + weight)
         for piece in (piece for slot in b.slots for piece in slot.spec.pieces):
             for r in piece.replicas:
                 nbytes = _replica_bytes(piece.box.numel * kind.master.itemsize, len(r.members), plan.leaves > 0)

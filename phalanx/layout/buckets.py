@@ -7,6 +7,7 @@ embeddings) has a bucket of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -26,9 +27,18 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Updater:
+    """Who updates a parameter. number: 0 the optimizer of optim.name, 1 its fallback; matrix: each global matrix as a
+    whole, on one rank of the stage (layout.homes), in place of any range of elements where it lies."""
+
+    number: int = 0
+    matrix: bool = False
+
+
+@dataclass(frozen=True)
 class Bucket:
     """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, segment)
-    pairs; `coded`: weights are 8-bit codes (data_parallel.quantized).
+    pairs; `coded`: weights are 8-bit codes (data_parallel.quantized); `updater`: of all its parameters, if they learn.
 
     How it is cut into them is in `layout.shards`.
     """
@@ -41,6 +51,7 @@ class Bucket:
     trained: bool = True
     frozen: bool = False
     coded: bool = False
+    updater: Updater = Updater()
 
     @property
     def learns(self) -> bool:
@@ -74,22 +85,28 @@ def cut_segments(block_numels: list[int], limit: int) -> list[range]:
     return segments
 
 
-def make_buckets(params: list[tuple[ParamSpec, frozenset[tuple[int, int]]]], grid: Grid) -> list[Bucket]:
-    """Buckets for parameters given with their users, in model order; those with equal users, kind and pp replicas
-    share one."""
-    groups: dict[tuple[frozenset[tuple[int, int]], SumAxis, bool, bool, bool, frozenset[Replica]], list[int]] = {}
+Users = frozenset[tuple[int, int]]
+
+
+def make_buckets(
+    params: list[tuple[ParamSpec, Users]], grid: Grid, updater_of: Callable[[ParamSpec], Updater] = lambda _: Updater()
+) -> list[Bucket]:
+    """Buckets for parameters given with their users, in model order; those with equal users, kind, updater and pp
+    replicas share one."""
+    groups: dict[tuple[Users, SumAxis, bool, bool, bool, frozenset[Replica], Updater], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
-        groups.setdefault((users, spec.summed_over, spec.trained, spec.frozen, spec.coded, tied), []).append(i)
+        updater = updater_of(spec) if spec.learns else Updater()
+        groups.setdefault((users, spec.summed_over, spec.trained, spec.frozen, spec.coded, tied, updater), []).append(i)
     buckets: list[Bucket] = []
-    for (users, axis, trained, frozen, coded, _), members in groups.items():
+    for (users, axis, trained, frozen, coded, _, updater), members in groups.items():
         offset, slots = 0, list[Slot]()
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += room(numel, ELEMENTS)
         numel = room(max(offset, 1), ELEMENTS * grid.sum_size(axis))
-        buckets.append(Bucket(len(buckets), tuple(slots), numel, users, axis, trained, frozen, coded))
+        buckets.append(Bucket(len(buckets), tuple(slots), numel, users, axis, trained, frozen, coded, updater))
     return buckets
 
 

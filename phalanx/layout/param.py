@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phalanx.layout.box import Box
 from phalanx.layout.grid import AxisName, Coords, SumAxis
+
+Role = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "conv"]
+"""What a parameter is to an optimizer, which may take some roles and leave the others to its fallback."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class ParamSpec:
     frozen        whether it stays as it is (train.freeze): its weights are as those of others, but it has no
     gradient and no moments
     coded         whether its weights are kept as 8-bit codes of their masters
+    role          what it is to an optimizer; one weight has one role on all ranks (a tied head is an embedding)
     """
 
     shape: tuple[int, ...]
@@ -95,6 +100,7 @@ class ParamSpec:
     exported: bool = True
     frozen: bool = False
     coded: bool = False
+    role: Role = "linear"
 
     @property
     def learns(self) -> bool:

@@ -21,7 +21,8 @@ class Cut:
     same ones.
 
     level    0: all of everything on each rank; 1: optimizer state in parts; 2: gradients too; 3: weights too
-    outside  the optimizer state of a part is cut once more, over the groups
+    outside  the optimizer state of a part is cut once more, over the groups; so are always the gradients of matrices
+             that are updated as a whole: each element leaves from one rank for its home (layout.homes)
     in_order gradients are added up over micro-batches before ranks, whatever the level: they stay whole
     learns   there are gradients at all
     """
@@ -95,4 +96,5 @@ class Sharding:
         inner = self.group_size(bucket.axis, grid)
         if bucket.frozen:
             return Cut(bucket.numel, 3 if inner > 1 else 0, inner, size // inner, learns=False)
-        return Cut(bucket.numel, self.level if inner > 1 else 0, inner, size // inner, self.outside, self.in_order)
+        level, outside = self.level if inner > 1 else 0, self.outside or bucket.updater.matrix
+        return Cut(bucket.numel, level, inner, size // inner, outside, self.in_order)

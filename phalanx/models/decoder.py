@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from phalanx.layout.param import Replica
+from phalanx.layout.param import Replica, Role
 from phalanx.models.decoder_config import DecoderConfig, decoder_tensors
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.family import BlockMaker
@@ -48,7 +48,8 @@ def make_head(
     c, tied = config, config.tie_word_embeddings
     name = decoder_tensors.embedding if tied else "lm_head.weight"
     replicas = embedding_replicas(c, env) if tied else env.shared(env.weights.tied_stages[1], env.weights.mtp_stage)
-    return head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), **more)
+    role: Role = "embedding" if tied else "head"
+    return head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), role, **more)
 
 
 class DecoderEmbedding(Block):

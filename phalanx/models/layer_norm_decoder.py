@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import Init, ParamSpec, Piece, Role
 from phalanx.models.family import BlockMaker
 from phalanx.nn.attention import Attention
 from phalanx.nn.embedding import Embedding
@@ -56,7 +56,7 @@ class LearnedEmbedding(Dropping):
             Init("normal", c.initializer_range),
             replicas=env.everyone,
         )
-        self.positions = self.param(ParamSpec(whole.shape, (whole,)))
+        self.positions = self.param(ParamSpec(whole.shape, (whole,), role="embedding"))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         a, b = self.env.cut(batch.num_tokens)
@@ -107,8 +107,10 @@ class LayerNormHead(Block):
         super().__init__(env)
         c = config
         self.norm = LayerNorm(env, "transformer.ln_f", c.hidden_size, c.layer_norm_epsilon)
-        name, replicas = ("transformer.wte.weight", env.tied()) if c.tie_word_embeddings else ("lm_head.weight", ())
-        self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name))
+        tied = c.tie_word_embeddings
+        name, replicas = ("transformer.wte.weight", env.tied()) if tied else ("lm_head.weight", ())
+        role: Role = "embedding" if tied else "head"
+        self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), role)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.head.loss(self.norm(x), batch)

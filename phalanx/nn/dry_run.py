@@ -197,12 +197,13 @@ def leaves(x: Any) -> Any:
 
 
 def bucket_bytes(
-    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, state: float
+    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, state: Sequence[float]
 ) -> dict[str, int]:
-    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `state` (the
-    optimizer's) are bytes per element.
+    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `state` (of
+    each optimizer: layout.buckets.Updater) are bytes per element.
 
-    Where weights have the master dtype they are their own masters, as what is frozen or not trained always is.
+    Where weights have the master dtype they are their own masters, as what is frozen or not trained always is. Masters
+    and state of whole matrices are at their homes, which are not counted here.
     """
     found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
     for b in buckets:
@@ -214,8 +215,9 @@ def bucket_bytes(
         )
         if b.learns:
             found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
-            found["masters"] += 0 if weight == master and not b.coded else updated * master
-            found["moments"] += round(updated * state)
+            own = (weight == master or b.updater.matrix) and not b.coded
+            found["masters"] += 0 if own else updated * master
+            found["moments"] += 0 if b.updater.matrix else round(updated * state[b.updater.number])
     return found
 
 

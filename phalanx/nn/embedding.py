@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from phalanx.layout.box import Box, cut
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.nn.parameter import Parameter
@@ -15,7 +15,13 @@ ROW_MULTIPLE = 64  # rows of storage are padded to this, so that GEMMs over the 
 
 
 def vocabulary_spec(
-    env: Env, name: str, vocab: int, width: int, init: Init, replicas: tuple[Replica, ...] = ()
+    env: Env,
+    name: str,
+    vocab: int,
+    width: int,
+    init: Init,
+    replicas: tuple[Replica, ...] = (),
+    role: Role = "embedding",
 ) -> ParamSpec:
     """Storage (padded rows, width) of this rank's rows of a (vocab, width) matrix. Every rank has as many rows of
     storage."""
@@ -31,7 +37,7 @@ def vocabulary_spec(
         False,
         replicas,
     )
-    return ParamSpec((rows, width), (piece,))
+    return ParamSpec((rows, width), (piece,), role=role)
 
 
 class Embedding(Module):

@@ -17,6 +17,7 @@ from phalanx.nn.linear_method import LinearMethods
 from phalanx.nn.objective import Objective, pretraining
 from phalanx.nn.recompute import Recompute
 from phalanx.ops.attention.context import Form
+from phalanx.ops.dense.grads import GradientQueue
 from phalanx.ops.experts.exchange import Dispatch
 from phalanx.ops.op import Kernels, Op
 
@@ -30,6 +31,7 @@ class WeightRules:
     mtp_stage     the one that predicts tokens further ahead with both; None: the model has no such block
     linears       chooses the method of each linear; None: all are plain
     freeze        globs of names that train.freeze lists
+    gradients     what weight gradients go through
     """
 
     dtype: torch.dtype = torch.float32
@@ -37,6 +39,7 @@ class WeightRules:
     mtp_stage: int | None = None
     linears: LinearMethods | None = None
     freeze: tuple[str, ...] = ()
+    gradients: GradientQueue = field(default_factory=GradientQueue, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.layout.box import cut
-from phalanx.layout.param import Init, Replica
+from phalanx.layout.param import Init, Replica, Role
 from phalanx.nn.embedding import vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
@@ -66,7 +66,8 @@ def metric_names(objective: Objective) -> tuple[str, ...]:
 
 
 class Head(Module):
-    """`weight` may be handed in: the input embedding's, when both are tied and on one rank.
+    """`weight` may be handed in: the input embedding's, when both are tied and on one rank. `role`: of one that is made
+    here, "embedding" if both are tied.
 
     tally (K,) float64 adds up the sums of the objective's K metrics over micro-batches; made by whoever trains.
     """
@@ -80,6 +81,7 @@ class Head(Module):
         std: float,
         replicas: tuple[Replica, ...] = (),
         weight: Parameter | None = None,
+        role: Role = "head",
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)
@@ -87,7 +89,7 @@ class Head(Module):
         self.weight = (
             weight
             if weight is not None
-            else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+            else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas, role))
         )
         self.tally: Tensor | None = None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import Batch
@@ -35,7 +35,8 @@ class Module(nn.Module):
 
     def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=self.env.freezes(spec))
-        return Parameter(torch.empty(spec.shape, dtype=self.env.weights.dtype, device="meta"), spec, spec.learns)
+        empty = torch.empty(spec.shape, dtype=self.env.weights.dtype, device="meta")
+        return Parameter(empty, spec, spec.learns, self.env.weights.gradients)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         for _, each in self.named_parameters(recurse=recurse):
@@ -53,13 +54,13 @@ class Module(nn.Module):
                 found = _reordered(found, path, module.first_in_memory)
         yield from found.items()
 
-    def replicated(self, name: str, size: int, init: Init) -> Parameter:
+    def replicated(self, name: str, size: int, init: Init, role: Role = "bias") -> Parameter:
         """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight
         decay."""
         whole = Piece(
             name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone
         )
-        return self.param(ParamSpec((size,), (whole,)))
+        return self.param(ParamSpec((size,), (whole,), role=role))
 
     def takes_lazy(self, x: Tensor) -> bool:
         """Whether a lazy tensor (ops.lazy_tensor) may be the input in place of one like x: one linear reads it, and
@@ -145,7 +146,7 @@ def bias_spec(rows: list[OutputRows], init: Init = ZEROS) -> ParamSpec:
             Piece(r.name, (r.size,), Box((r.start,), (r.stop,)), (slice(at, at + n),), init, False, False, r.replicas)
         )
         at += n
-    return ParamSpec((at,), tuple(pieces))
+    return ParamSpec((at,), tuple(pieces), role="bias")
 
 
 def row_spec(

@@ -219,14 +219,14 @@ def _stack(
         for i, e in enumerate(experts)
         for name, first in names
     ]
-    return ParamSpec((len(experts), rows, columns), tuple(pieces), summed_over="edp")
+    return ParamSpec((len(experts), rows, columns), tuple(pieces), summed_over="edp", role="expert")
 
 
 def _box(name: str, shape: tuple[int, ...], box: Box, init: Init, transposed: bool = False) -> ParamSpec:
     """Storage of one box of a tensor that holds all experts; numbers per feature (no matrix) have no weight decay."""
     stored = (*box.shape[:-2], box.shape[-1], box.shape[-2]) if transposed else box.shape
     piece = Piece(name, shape, box, Box.full(stored).slices(), init, decay=transposed, transposed=transposed)
-    return ParamSpec(stored, (piece,), summed_over="edp")
+    return ParamSpec(stored, (piece,), summed_over="edp", role="expert" if transposed else "bias")
 
 
 class MoE(Module):
@@ -250,7 +250,7 @@ class MoE(Module):
         count = router.num_experts
         box = Box.full((count, width))
         piece = Piece(names.router, (count, width), box, box.slices(), Init("normal", std), replicas=env.everyone)
-        self.gate = self.param(ParamSpec((count, width), (piece,)))
+        self.gate = self.param(ParamSpec((count, width), (piece,), role="router"))
         self.gate_bias = self.replicated(names.router_bias, count, Init("normal", std)) if names.router_bias else None
         self.down_bias = self._down_bias(names.down_bias, count, width) if names.down_bias else None
         self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
@@ -308,7 +308,7 @@ class MoE(Module):
         whole = Piece(
             name, (count,), Box.full((count,)), (slice(0, count),), init, decay=False, replicas=self.env.everyone
         )
-        return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours))
+        return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours, role="router"))
 
     def _down_bias(self, name: str, count: int, width: int) -> Parameter:
         """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs a token's choice and no
@@ -323,7 +323,7 @@ class MoE(Module):
             True,
             self.env.everyone,
         )
-        return self.param(ParamSpec((width, count), (whole,)))
+        return self.param(ParamSpec((width, count), (whole,), role="bias"))
 
     def flops(self, seq_length: int) -> float:
         count, width = self.gate.shape

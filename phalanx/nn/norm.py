@@ -13,7 +13,7 @@ class RMSNorm(Module):
     def __init__(self, env: Env, name: str, width: int, eps: float):
         super().__init__(env)
         self.eps = eps
-        self.weight = self.replicated(f"{name}.weight", width, ONES)
+        self.weight = self.replicated(f"{name}.weight", width, ONES, "norm")
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.env.kernels_for(NORM))
@@ -31,7 +31,7 @@ class LayerNorm(Module):
     def __init__(self, env: Env, name: str, width: int, eps: float):
         super().__init__(env)
         self.eps = eps
-        self.weight = self.replicated(f"{name}.weight", width, ONES)
+        self.weight = self.replicated(f"{name}.weight", width, ONES, "norm")
         self.bias = self.replicated(f"{name}.bias", width, ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.param import ParamSpec
+from phalanx.ops.dense.grads import GradientQueue
 
 
 class Quantizer(Protocol):
@@ -26,31 +27,36 @@ class Parameter(nn.Parameter):
 
     spec         the global tensors in it and how they are sharded
     quantizer    of a linear in low precision; None: matmuls use the weight itself
+    queue        where its gradients wait while that is open; None: they are added at once
     extra_grads  parameters that share its values and have a gradient each, one for every further micro-batch whose
                  gradients stay apart (train.deterministic)
     """
 
     spec: ParamSpec
     quantizer: Quantizer | None
+    queue: GradientQueue | None
     extra_grads: list[Parameter]
     grad_dtype: torch.dtype | None  # torch's own, which its stubs lack
 
-    def __new__(cls, data: Tensor, spec: ParamSpec, requires_grad: bool = True) -> Parameter:
+    def __new__(
+        cls, data: Tensor, spec: ParamSpec, requires_grad: bool = True, queue: GradientQueue | None = None
+    ) -> Parameter:
         made: Parameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
-        made.spec, made.quantizer, made.extra_grads = spec, None, []
+        made.spec, made.quantizer, made.queue, made.extra_grads = spec, None, queue, []
         return made
 
     def add_extra_grads(self, count: int) -> None:
         """Make so many parameters more with these values, each with a gradient of its own; the flat buffers give them
         memory (FlatBucket.attach)."""
         for _ in range(count):
-            extra = Parameter(torch.empty_like(self), self.spec, self.requires_grad)
+            extra = Parameter(torch.empty_like(self), self.spec, self.requires_grad, self.queue)
             extra.quantizer = self.quantizer
             self.extra_grads.append(extra)
 
     def to_empty(self, device: torch.device) -> None:
         """Move to a device, without values and without memory: its storage will be a flat buffer."""
         for each in (self, *self.extra_grads):
-            moved = Parameter(torch.empty(0, dtype=each.dtype, device=device), each.spec, each.requires_grad)
+            empty = torch.empty(0, dtype=each.dtype, device=device)
+            moved = Parameter(empty, each.spec, each.requires_grad, each.queue)
             moved.quantizer, moved.extra_grads = each.quantizer, each.extra_grads
             torch.utils.swap_tensors(each, moved)

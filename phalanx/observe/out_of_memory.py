@@ -174,9 +174,10 @@ def held(state: State) -> dict[str, int]:
         t for f in flat if f.tree is not None for t in f.tree.tensors
     ]
     kinds = {
-        "weights": [t for f in flat for t in f.held],
+        "weights": [t for f in flat for t in f.storage.tensors],
         "gradients": gradients,
-        "masters": [f.master for f in flat if f.separate_masters],
+        "masters": [f.master for f in flat if f.storage.separate_masters]
+        + [s.master for s in shards if s.home is not None],
         "moments": [t for s in shards for t in s.moments],
     }
     return {

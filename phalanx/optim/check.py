@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from phalanx.base.errors import Problem
+from phalanx.base.registry import NotFound
 from phalanx.base.rules import at_least, no_effect, problem, within
+from phalanx.layout.param import ROLES
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import find_optimizer
+from phalanx.optim.optimizer import find_optimizer, roles_left
+from phalanx.optim.schedules import READABLE, find_schedule, learning_rate
 
 
 def check(config: OptimConfig, *, steps: int) -> list[Problem]:
@@ -18,26 +22,54 @@ def check(config: OptimConfig, *, steps: int) -> list[Problem]:
 
 
 def check_ranges(config: OptimConfig) -> list[Problem]:
-    intervals = {
-        "lr": "[0, inf)",
-        "min_lr": "[0, inf)",
-        "weight_decay": "[0, inf)",
-    }
-    found = [p for name, interval in intervals.items() for p in within("optim", config, name, interval)]
+    found = check_own(config, "optim")
+    found += within("optim", config, "min_lr", "[0, inf)")
     if not (math.isfinite(config.clip_grad) and config.clip_grad >= 0):
         found.append(
             problem("optim", config, "clip_grad", "must be a number in [0, inf); 0 turns clipping off", {}, (1.0, 0.0))
         )
-    found += find_optimizer(config.name).check(config)
     if not found and config.min_lr > config.lr:
         found.append(
             problem("optim", config, "min_lr", "must be <= lr", {"optim.lr": config.lr}, (config.lr, config.lr / 10))
         )
-    for pattern, scale in config.lr_scale.items():
-        if not (math.isfinite(scale) and scale >= 0):
-            found.append(Problem(f"optim.lr_scale.{pattern}", scale, "must be a number in [0, inf)", {}, (1.0,)))
+    found += check_fallback(config)
     found += at_least("optim", config, 0, "warmup_steps")
     return found + at_least("optim", config, 1, "decay_steps", "wsd_decay_steps")
+
+
+def check_own(config: OptimConfig, section: str) -> list[Problem]:
+    """What each optimizer has for itself, a fallback too."""
+    found = within(section, config, "lr", "[0, inf)") + within(section, config, "weight_decay", "[0, inf)")
+    found += [p if section == "optim" else _moved(p, section) for p in find_optimizer(config.name).check(config)]
+    for pattern, scale in config.lr_scale.items():
+        if not (math.isfinite(scale) and scale >= 0):
+            found.append(Problem(f"{section}.lr_scale.{pattern}", scale, "must be a number in [0, inf)", {}, (1.0,)))
+    return found
+
+
+def _moved(found: Problem, section: str) -> Problem:
+    """A problem of an optimizer's own fields, which its check calls `optim.`, in another section."""
+    because = {key.replace("optim.", f"{section}.", 1): value for key, value in found.because.items()}
+    return replace(found, field=found.field.replace("optim.", f"{section}.", 1), because=because)
+
+
+SHARED = ("min_lr", "clip_grad", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps", "fallback")
+"""Fields of optim that hold for its fallback too."""
+
+
+def check_fallback(config: OptimConfig) -> list[Problem]:
+    own = config.fallback
+    if own is None:
+        return []
+    section, name = "optim.fallback", {"optim.name": config.name}
+    if not set(find_optimizer(config.name).roles) < set(ROLES):
+        return no_effect("optim", config, ("fallback",), "an optimizer that leaves some roles to it", name)
+    found = check_own(own, section) + roles_left(config)
+    found += no_effect(section, own, SHARED, "an optimizer that reads it: that of optim holds for both", {})
+    if config.lr == 0 and own.lr > 0:
+        rule = "must be > 0 where optim.fallback.lr is: the fallback follows the schedule of optim.lr in proportion"
+        found.append(problem("optim", config, "lr", rule, {"optim.fallback.lr": own.lr}, (own.lr,)))
+    return found
 
 
 def check_schedule(config: OptimConfig, steps: int) -> list[Problem]:
@@ -46,29 +78,40 @@ def check_schedule(config: OptimConfig, steps: int) -> list[Problem]:
         found.append(
             problem("optim", config, "warmup_steps", "must be < train.steps", {"train.steps": steps}, (steps - 1,))
         )
-    if config.schedule in ("constant", "inverse_sqrt"):
-        unread = (
-            ("min_lr", "decay_steps", "wsd_decay_steps")
-            if config.schedule == "constant"
-            else ("decay_steps", "wsd_decay_steps")
-        )
-        return found + no_effect("optim", config, unread, "a schedule that reads it", _schedule(config))
-    if config.decay_steps is not None and config.decay_steps <= config.warmup_steps:
-        because = {"optim.warmup_steps": config.warmup_steps}
+    try:
+        schedule = find_schedule(config.schedule)
+    except NotFound as error:
+        return [*found, error.problem("optim.schedule", config.schedule)]
+    because = {"optim.schedule": config.schedule}
+    for name in (name for name in READABLE if name not in schedule.reads):
+        ends = name == "wsd_decay_steps" and "decay_steps" in schedule.reads
+        without = "optim.schedule=wsd" if ends else "a schedule that reads it"
+        found += no_effect("optim", config, (name,), without, because)
+    if "decay_steps" in schedule.reads and config.decay_steps is not None and config.decay_steps <= config.warmup_steps:
         valid = (config.warmup_steps + 1, None)
-        found.append(problem("optim", config, "decay_steps", "must be > warmup_steps", because, valid))
-    if config.schedule != "wsd":
-        return found + no_effect("optim", config, ("wsd_decay_steps",), "optim.schedule=wsd", _schedule(config))
+        warmup = {"optim.warmup_steps": config.warmup_steps}
+        found.append(problem("optim", config, "decay_steps", "must be > warmup_steps", warmup, valid))
     longest = (config.decay_steps or steps) - config.warmup_steps
-    if not found and config.wsd_decay_steps is not None and config.wsd_decay_steps > longest:
-        because = {"decay_steps - warmup_steps": longest}
+    given = config.wsd_decay_steps if "wsd_decay_steps" in schedule.reads else None
+    if not found and given is not None and given > longest:
+        rule = "must fit between warm-up and the end"
         found.append(
-            problem(
-                "optim", config, "wsd_decay_steps", "must fit between warm-up and the end", because, (longest, None)
-            )
+            problem("optim", config, "wsd_decay_steps", rule, {"decay_steps - warmup_steps": longest}, (longest, None))
         )
-    return found
+    return found or check_rates(config, steps)
 
 
-def _schedule(config: OptimConfig) -> dict[str, str]:
-    return {"optim.schedule": config.schedule}
+def check_rates(config: OptimConfig, steps: int) -> list[Problem]:
+    """What a schedule says of the first step after warm-up, of one in the middle and of the last."""
+    for step in sorted({config.warmup_steps + 1, (config.warmup_steps + steps) // 2 + 1, steps}):
+        try:
+            rate = learning_rate(config, step, steps)
+        except Exception as error:  # of code that is not ours
+            said = f"raises {type(error).__name__}: {error}"
+        else:
+            if isinstance(rate, int | float) and math.isfinite(rate) and rate >= 0:
+                continue
+            said = f"gives {rate!r}"
+        rule = "must give a learning rate, a number >= 0, at every step"
+        return [Problem("optim.schedule", config.schedule, rule, {f"at step {step} it": said})]
+    return []

@@ -26,8 +26,9 @@ class OptimConfig:
     """Decoupled weight decay of matrices and embeddings; norms, biases and attention sinks have none."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """Learning-rate schedule after warm-up."""
+    schedule: str = "cosine"
+    """Learning-rate schedule after warm-up: constant, linear, cosine, wsd, inverse_sqrt, or one of your own as
+    PACKAGE.MODULE:NAME."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0 to lr."""
     decay_steps: int | None = None
@@ -37,3 +38,6 @@ class OptimConfig:
     lr_scale: dict[str, float] = field(default_factory=dict)
     """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first
     match counts."""
+    fallback: OptimConfig | None = None
+    """The optimizer of parameters that the one of optim.name does not take, such as norms and embeddings: its name
+    (unset: adamw), lr, weight_decay, moments, lr_scale and own fields. Its rate follows the same schedule."""

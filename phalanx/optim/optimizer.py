@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from phalanx.base import registry
-from phalanx.base.errors import Problem
-from phalanx.base.registry import NotFound, find, register
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, register, registered
+from phalanx.layout.buckets import Updater
+from phalanx.layout.param import ROLES, ParamSpec, Role
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
     from phalanx.ops.optimizer.shard import StateRange
 
 SEAM = OptimConfig.seam
+SCHEDULE = "lr_schedule"
 
 
 @dataclass
@@ -60,6 +63,11 @@ class ParamRange:
             raise AttributeError(f"a range has no {name}; an optimizer's state is declared in its `state`")
 
 
+class WholeMatrix(ParamRange):
+    """As ParamRange, of one global matrix as a whole: master, grad and state are (rows, columns), in the orientation of
+    Hugging Face checkpoints (linears: outputs, inputs). A vector, where an optimizer takes any, is (n,)."""
+
+
 RANGE_FIELDS = tuple(f.name for f in fields(ParamRange))
 
 
@@ -77,22 +85,26 @@ class Optimizer(ABC):
     """How weights follow from gradients. Subclass it, and name it with `@optimizer("name")` or by `module:NAME`.
 
     Config      its fields in the `optim` section, beside the shared ones
-    owns        range: any run of elements can be updated alone, so it works with layout.sharding 0 to 3
+    owns        range: any run of elements can be updated alone, wherever it lies; matrix: it needs whole global
+                matrices, each of which one rank then updates (a WholeMatrix). Both work with layout.sharding 0 to 3
+    roles       of the parameters that it takes (layout.param.Role); the others go to optim.fallback
     state       what it remembers of each element, by name; memory, sharding and checkpoints follow
     """
 
     Config: ClassVar[type[OptimConfig]] = OptimConfig
-    owns: ClassVar[Literal["range"]] = "range"
+    owns: ClassVar[Literal["range", "matrix"]] = "range"
+    roles: ClassVar[tuple[Role, ...]] = ROLES
     state: ClassVar[Mapping[str, Moment]] = {}
 
     def __init__(self, config: OptimConfig):
         self.config: Any = config
 
     @abstractmethod
-    def update(self, p: ParamRange) -> None:
-        """Change p.master and the state for one step. Element by element: which elements are in one range, and how
-        many, depends on the layout. The caller writes nothing back where a step is skipped. Do not ask the device
-        for values (`item`, `if tensor`): that makes the host wait."""
+    def update(self, p: Any) -> None:
+        """Change p.master and the state for one step: `p` is a ParamRange, or a WholeMatrix if it owns those. Of a
+        range element by element: which elements are in one, and how many, depends on the layout. The caller writes
+        nothing back where a step is skipped. Do not ask the device for values (`item`, `if tensor`): that makes the
+        host wait."""
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
@@ -140,15 +152,64 @@ def find_optimizer(name: str) -> type[Optimizer]:
 def _wrong_with(cls: type[Optimizer]) -> list[str]:
     taken = {*RANGE_FIELDS, *dir(ParamRange)}
     bad = [name for name in cls.state if not name.isidentifier() or name in taken]
+    unknown = [role for role in cls.roles if role not in ROLES]
+    whole = cls.owns == "matrix"
     other = [name for name, kind in cls.state.items() if not isinstance(kind, Moment)]
     return [
-        f'has owns={cls.owns!r}; what exists is "range"' if cls.owns != "range" else "",
+        f'has owns={cls.owns!r}; what exists is "range" and "matrix"' if cls.owns not in ("range", "matrix") else "",
+        f"has owns={cls.owns!r}, but its update_ranges takes ranges"
+        if whole and issubclass(cls, FusedOptimizer)
+        else "",
+        f"takes a role that there is not: {', '.join(map(repr, unknown))} (there are {', '.join(ROLES)})"
+        if unknown
+        else "",
+        "" if cls.roles else "takes no role",
         f"names a state {', '.join(map(repr, bad))}, which is no free attribute name of a range" if bad else "",
         f"has a state that is no Moment: {', '.join(map(repr, other))}" if other else "",
         "" if issubclass(cls.Config, OptimConfig) else "has a Config that is not derived from phalanx.OptimConfig",
     ]
 
 
+def optimizers_of(config: OptimConfig) -> tuple[Optimizer, ...]:
+    """The optimizer of a config and, where that leaves any role, its fallback."""
+    found = find_optimizer(config.name)(config)
+    return (found,) if config.fallback is None else (found, find_optimizer(config.fallback.name)(config.fallback))
+
+
+def updater_of(config: OptimConfig) -> Callable[[ParamSpec], Updater]:
+    """Which of these a parameter goes to, by its role. ConfigError if roles are left."""
+    left = roles_left(config)
+    if left:
+        raise ConfigError(left)
+    updaters: dict[Role, Updater] = {}
+    for number, each in enumerate(optimizers_of(config)):
+        for role in each.roles:
+            updaters.setdefault(role, Updater(number, each.owns == "matrix"))
+    return lambda spec: updaters[spec.role]
+
+
+def roles_left(config: OptimConfig) -> list[Problem]:
+    """A problem if neither the optimizer nor its fallback takes every role."""
+    if config.fallback is None:
+        return []
+    taken, rest = find_optimizer(config.name).roles, find_optimizer(config.fallback.name).roles
+    left = [role for role in ROLES if role not in (*taken, *rest)]
+    if not left:
+        return []
+    because = {"optim.name": config.name, "roles that neither takes": ", ".join(left)}
+    rule = "must be an optimizer that takes the roles which optim.name leaves, such as adamw"
+    return [Problem("optim.fallback.name", config.fallback.name, rule, because)]
+
+
 def completed(config: OptimConfig) -> OptimConfig:
-    """As base.registry.completed, of the `optim` section."""
-    return registry.completed("optim", config, OptimConfig, find_optimizer)
+    """As base.registry.completed, of the `optim` section; with a fallback where the optimizer leaves any role."""
+    config = registry.completed("optim", config, OptimConfig, find_optimizer)
+    given = config.fallback
+    if given is None and set(find_optimizer(config.name).roles) < set(ROLES):
+        given = OptimConfig()
+    if given is not None:
+        fallback = registry.completed("optim.fallback", given, OptimConfig, find_optimizer)
+        config = config if fallback == config.fallback else replace(config, fallback=fallback)
+    if config.schedule in registered(SCHEDULE) and config.schedule not in BUILT_IN[SCHEDULE]:
+        config = replace(config, schedule=path_of(SCHEDULE, config.schedule))
+    return config

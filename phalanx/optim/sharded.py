@@ -3,18 +3,29 @@ masters, steps that are skipped on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from phalanx.base.align import ELEMENTS, room
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
 from phalanx.ops.op import Kernels
 from phalanx.ops.optimizer.moments import BLOCK
 from phalanx.ops.optimizer.shard import MASTER, Shard, StateRange, keep, widened
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import FusedOptimizer, Optimizer, ParamRange, StepScalars, find_optimizer
+from phalanx.optim.optimizer import (
+    FusedOptimizer,
+    Optimizer,
+    ParamRange,
+    StepScalars,
+    WholeMatrix,
+    optimizers_of,
+)
 
 CHUNK = 1 << 22  # elements that an update without a fused form works on at once; whole blocks of FP8 moments
 
@@ -51,28 +62,62 @@ def moment_dtype(config: OptimConfig) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(config.moments)
 
 
-def state_bytes(config: OptimConfig, master: int) -> float:
-    """Of the optimizer's whole state of one element, beside a master of so many bytes."""
-    moment = {"bf16": 2.0, "fp8": 1.0 + 1.0 / BLOCK}.get(config.moments, float(master))
-    return len(find_optimizer(config.name).state) * moment
+def state_bytes(config: OptimConfig, master: int) -> list[float]:
+    """Of the whole state of one element, beside a master of so many bytes: of the optimizer, and of its fallback."""
+    moments = {"bf16": 2.0, "fp8": 1.0 + 1.0 / BLOCK}
+    return [len(o.state) * moments.get(o.config.moments, float(master)) for o in optimizers_of(config)]
+
+
+class UpdateRule:
+    """One optimizer over the shards that it takes. rate: its learning rate over that of the step."""
+
+    def __init__(self, optimizer: Optimizer, shards: list[Shard], rate: float, kernels: Kernels):
+        self.optimizer, self.rate, self.kernels = optimizer, rate, kernels
+        self.groups: dict[tuple[float, float], list[StateRange]] = {}
+        self.homes = [s for s in shards if s.home is not None]
+        for s in (s for s in shards if s.home is None):
+            for a, b, group in group_ranges(s.bucket, s.lo, s.hi, optimizer.config):
+                self.groups.setdefault(group, []).append(s.range(a - s.lo, b - s.lo))
+
+    def update(self, lr: float, scalars: StepScalars) -> None:
+        """As ShardedOptimizer.update."""
+        for (decay, scale), ranges in self.groups.items():
+            if isinstance(self.optimizer, FusedOptimizer):
+                self.optimizer.update_ranges(ranges, lr * self.rate * scale, decay, scalars, self.kernels)
+            else:
+                update_in_chunks(self.optimizer, ranges, lr * self.rate * scale, decay, scalars)
+        for shard in self.homes:
+            update_matrices(self.optimizer, shard, lr * self.rate, scalars)
 
 
 class ShardedOptimizer:
-    """The optimizer of one rank. `step` () counts applied steps on the device: a skipped step does not advance it."""
+    """The optimizer of one rank, and its fallback: `optimizers`, each with its shards. `step` () counts applied steps
+    on the device: a skipped step does not advance it."""
 
-    def __init__(self, optimizer: Optimizer, shards: list[Shard], device: torch.device, kernels: Kernels = "auto"):
-        self.optimizer, self.shards, self.kernels = optimizer, shards, kernels
-        self.config: OptimConfig = optimizer.config
+    def __init__(
+        self,
+        optimizers: Sequence[tuple[Optimizer, list[Shard]]],
+        device: torch.device,
+        kernels_for: Callable[[str], Kernels] = lambda op: "auto",
+    ):
+        """kernels_for: of a fused op (FusedOptimizer.op)."""
+        self.config: OptimConfig = optimizers[0][0].config
+        self.shards = [shard for _, shards in optimizers for shard in shards]
         self.step = torch.zeros((), dtype=torch.float32, device=device)
-        self.groups: dict[tuple[float, float], list[StateRange]] = {}
-        for s in shards:
-            for a, b, group in group_ranges(s.bucket, s.lo, s.hi, self.config):
-                self.groups.setdefault(group, []).append(s.range(a - s.lo, b - s.lo))
+        self.rules = [
+            UpdateRule(
+                optimizer,
+                shards,
+                rate_of(self.config, optimizer.config),
+                kernels_for(optimizer.op) if isinstance(optimizer, FusedOptimizer) else "plain",
+            )
+            for optimizer, shards in optimizers
+        ]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of each element: its master, then the optimizer's state."""
-        return MASTER, *self.optimizer.state
+        """What there is of elements: their masters, then the state of each optimizer."""
+        return tuple(dict.fromkeys((MASTER, *(name for rule in self.rules for name in rule.optimizer.state))))
 
     @torch.no_grad()
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
@@ -83,33 +128,60 @@ class ShardedOptimizer:
         factor = torch.ones_like(skip) if factor is None else factor
         self.step.add_(1.0 - skip)
         scalars = StepScalars(self.step, factor, skip)
-        for (decay, scale), ranges in self.groups.items():
-            if isinstance(self.optimizer, FusedOptimizer):
-                self.optimizer.update_ranges(ranges, lr * scale, decay, scalars, self.kernels)
-            else:
-                update_in_chunks(self.optimizer, ranges, lr * scale, decay, scalars)
+        for rule in self.rules:
+            rule.update(lr, scalars)
+
+
+def rate_of(config: OptimConfig, own: OptimConfig) -> float:
+    """The learning rate of one of a config's optimizers over the step's, which is that of optim.name."""
+    return 1.0 if own is config or own.lr == config.lr else own.lr / config.lr
 
 
 def update_in_chunks(
     optimizer: Optimizer, ranges: list[StateRange], lr: float, weight_decay: float, scalars: StepScalars
 ) -> None:
-    """One step of an optimizer's `update` on working copies, written back where the step is not skipped."""
-    skipped = scalars.skip.bool()
+    """One step of an optimizer's `update` on bounded ranges."""
     for stored in (r[a : a + CHUNK] for r in ranges for a in range(0, len(r.master), CHUNK)):
-        dtype = stored.master.dtype
-        before = {name: widened(kept, dtype) for name, kept in stored.state.items()}
-        p = ParamRange(
-            stored.master.clone(),
-            stored.grad * scalars.factor.to(dtype),
-            {name: value.clone() for name, value in before.items()},
-            lr,
-            weight_decay,
-            scalars.step,
-        )
-        optimizer.update(p)
-        stored.master.copy_(torch.where(skipped, stored.master, p.master))
-        for name, kept in stored.state.items():
-            keep(kept, torch.where(skipped, before[name], p.state[name]), scalars.step)
-        if stored.out is not None:
-            stored.out.copy_(stored.master)
-        stored.grad.zero_()
+        update_copies(optimizer, ParamRange, stored, stored.master.shape, (lr, weight_decay), scalars)
+
+
+def update_matrices(optimizer: Optimizer, shard: Shard, lr: float, scalars: StepScalars) -> None:
+    """One step of an optimizer's `update` on the whole matrices of a home, their way there and back included."""
+    if shard.home is None:
+        raise TypeError("whole matrices need a home")
+    shard.home.bring_gradients()
+    for slot in shard.bucket.slots:
+        (piece,) = slot.spec.pieces
+        decay, scale = group_of(piece, optimizer.config)
+        stored = shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
+        update_copies(optimizer, WholeMatrix, stored, slot.spec.shape[-2:], (lr * scale, decay), scalars)
+    shard.home.send_weights()
+
+
+def update_copies(
+    optimizer: Optimizer,
+    made: type[ParamRange],
+    stored: StateRange,
+    shape: Sequence[int],
+    rates: tuple[float, float],
+    scalars: StepScalars,
+) -> None:
+    """One step of an optimizer's `update` on working copies of `shape`, written back where the step is not skipped;
+    what is stored beyond these elements is padding. rates: learning rate and weight decay."""
+    skipped, dtype, numel = scalars.skip.bool(), stored.master.dtype, prod(shape)
+    before = {name: widened(kept, dtype) for name, kept in stored.state.items()}
+    p = made(
+        stored.master[:numel].view(shape).clone(),
+        stored.grad[:numel].view(shape) * scalars.factor.to(dtype),
+        {name: value[:numel].view(shape).clone() for name, value in before.items()},
+        *rates,
+        scalars.step,
+    )
+    optimizer.update(p)
+    stored.master[:numel].copy_(torch.where(skipped, stored.master[:numel], p.master.reshape(-1)))
+    for name, kept in stored.state.items():
+        values = torch.where(skipped, before[name][:numel], p.state[name].reshape(-1))
+        keep(kept, values if numel == len(before[name]) else pad(values, (0, len(before[name]) - numel)), scalars.step)
+    if stored.out is not None:
+        stored.out.copy_(stored.master)
+    stored.grad.zero_()

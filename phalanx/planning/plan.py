@@ -14,6 +14,7 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.layout.buckets import Bucket, cut_segments, make_buckets
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Coords, Grid, SumAxis
+from phalanx.layout.homes import whole_matrices
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
@@ -28,6 +29,7 @@ from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
@@ -345,7 +347,20 @@ class Plan:
         """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
         params, users = users_of(blocks)
         specs = [(p.spec, u) for p, u in zip(params, users)]
-        return make_buckets(specs, self.grid), params
+        return make_buckets(specs, self.grid, updater_of(self.run.optim)), params
+
+    def matrices_of(self, pp: int) -> dict[int, list[ParamSpec]]:
+        """The whole matrices of a pipeline rank's stages that each optimizer (layout.buckets.Updater) needs whole, in
+        an order that is the same on all ranks of the stage."""
+        takers = [number for number, each in enumerate(optimizers_of(self.run.optim)) if each.owns == "matrix"]
+        if not takers:
+            return {}
+        of, env = updater_of(self.run.optim), self.env(Coords(pp=pp))
+        numbers = [b for stage in self.stages_of(pp) for b in self.stages[stage]]
+        plain = replace(env.weights, linears=None)
+        uncut = replace(env, grid=Grid(pp=self.grid.pp), weights=plain, ops=replace(env.ops, sources=0))
+        specs = [p.spec for block in make_blocks(self.run.model, uncut, numbers) for p in block.parameters()]
+        return {n: whole_matrices(s for s in specs if s.learns and of(s).number == n) for n in takers}
 
     @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:

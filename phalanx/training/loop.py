@@ -175,7 +175,7 @@ class Loop:
 
     def _updated_by_others(self, tokens: Tensor) -> None:
         """Gradients were accumulated and not applied here: the weights are those of the caller's own optimizer."""
-        if self.state.plan.run.layout.sharding or any(flat.separate_masters for flat in self.state.buffers.flat):
+        if self.state.plan.run.layout.sharding or self.state.buffers.separate_masters:
             raise RuntimeError(
                 f"step {self.step}: accumulate() without apply() is for an optimizer of your own, which needs "
                 "layout.sharding=0 and train.precision=fp32: here weights are made of other numbers"

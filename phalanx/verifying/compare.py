@@ -149,14 +149,14 @@ def with_fewer_labels(batch: Batch, parts: list[float]) -> Batch:
 
 def random_weights(state: State) -> None:
     """Random values for every tensor, norms and biases too: ones and zeros would hide errors."""
-    for flat in state.buffers.flat:
-        for slot in flat.bucket.slots:
-            storage = torch.zeros(slot.spec.shape, dtype=flat.master.dtype)
+    for holder in state.buffers.holders:
+        for slot in holder.bucket.slots:
+            storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype)
             for piece in slot.spec.pieces:
                 view = piece.of(storage)
                 fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
                 view.add_(1.0 if piece.init.kind == "ones" else 0.0)
-            write_slot(flat, slot, storage)
+            write_slot(holder, slot, storage)
 
 
 def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:

@@ -11,6 +11,7 @@ Shapes: T tokens, D model, F inner features of this rank; `pre` and `d_pre` (T, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd import Function
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import gated_backward, gated_forward
 from phalanx.ops.dense.gate import SWIGLU
-from phalanx.ops.dense.grads import add_product_grad
+from phalanx.ops.dense.grads import account, add_product_grad, lasting
 from phalanx.ops.op import Case, Implementation, Kernels, Op, Package
 
 
@@ -83,21 +84,18 @@ class _GatedMLP(Function):
         gathering = tp.gather(dy)
         for rows, part in gathering.parts():
             gemms.gated_backward(part, down, pre[rows], d_pre[rows], hidden[rows])
-        d_down = add_product_grad(down, gathering.wait(), hidden) if need_down else None
+        whole_dy = gathering.wait()
+        d_down = add_product_grad(down, lasting(down, whole_dy, tp.size == 1), hidden) if need_down else None
         gathering = tp.gather(x) if need_gate_up else None
         scattering = tp.scatter(len(pre), x.shape[1], d_pre) if need_x else None
         if scattering:
             for rows, out in scattering.parts():
                 gemms.times(d_pre[rows], gate_up, out)
-        d_gate_up = _add_grad(gemms, gate_up, d_pre, gathering.wait()) if gathering else None
+        d_gate_up = None
+        if gathering:
+            whole_x = lasting(gate_up, gathering.wait(), tp.size == 1)
+            d_gate_up = account(gate_up, partial(gemms.add_product, d_pre, whole_x))
         return scattering.wait() if scattering else None, d_gate_up, d_down, None, None
-
-
-def _add_grad(gemms: Any, gate_up: Tensor, d_pre: Tensor, x: Tensor) -> Tensor | None:
-    """As ops.dense.grads.add_product_grad."""
-    buffer = torch.zeros_like(gate_up) if gate_up.grad is None else gate_up.grad
-    gemms.add_product(d_pre, x, buffer)
-    return buffer if gate_up.grad is None else None
 
 
 def gated_mlp_fits(width: int, inner: int) -> bool:

@@ -1,33 +1,111 @@
-"""Where weight gradients go: added to the parameter's flat gradient buffer by the op itself, or handed to autograd.
+"""Where weight gradients go: every op accounts for those of its parameters here.
 
 A parameter whose `.grad` exists (a view into the flat buffer, in its own dtype) gets its gradient added in place,
-and autograd sees None. Without one (a user's plain loop before the first backward) the gradient is returned and
-autograd stores it.
+and autograd sees None: at once, or, while the parameter's GradientQueue is open (a split backward), when the queue's
+work is run. Without a `.grad` (a user's plain loop before the first backward) the gradient is returned and autograd
+stores it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 from torch import Tensor
+
+AddGradient = Callable[[Tensor], object]  # adds a gradient to a buffer of the parameter's shape, in the buffer's dtype
+
+
+class PendingGradients:
+    """The weight gradients that a backward left undone, in its order: what they need of it stays in memory until
+    `run`."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], object]] = []
+
+    def append(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def run(self) -> None:
+        """Add them. Their buffers get the same sums in the same order as if they had been added at once."""
+        work, self._work = self._work, []
+        with torch.no_grad():
+            for each in work:
+                each()
+
+
+class GradientQueue:
+    """Of all parameters of a model on one rank. Closed, as it is unless somebody opens it, gradients are added at once.
+
+    A split backward opens it for the backward of a block and micro-batch (I), and runs what is pending later (W).
+    """
+
+    def __init__(self) -> None:
+        self.pending: PendingGradients | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[PendingGradients]:
+        """Inside, backward computes gradients of activations alone; those of weights wait for `run` of what this
+        gives."""
+        if self.pending is not None:
+            raise RuntimeError("the queue of weight gradients is open already: close it before the next backward")
+        self.pending = PendingGradients()
+        try:
+            yield self.pending
+        finally:
+            self.pending = None
+
+
+def pending_of(param: Tensor) -> PendingGradients | None:
+    """Where gradients of a parameter wait now; None: they are added at once."""
+    queue: GradientQueue | None = getattr(param, "queue", None)  # only nn.parameter.Parameter has one
+    return None if queue is None else queue.pending
+
+
+def account(param: Tensor, add: AddGradient) -> Tensor | None:
+    """Account for the gradient that `add` adds to a buffer; what a backward must return for this parameter. What `add`
+    reads must stay as it is until it is called (`lasting`)."""
+    buffer = param.grad
+    if buffer is None:
+        buffer = torch.zeros_like(param)
+        add(buffer)
+        return buffer
+    pending = pending_of(param)
+    if pending is None:
+        add(buffer)
+    else:
+        pending.append(partial(add, buffer))
+    return None
+
+
+def lasting(param: Tensor, x: Tensor, own: bool) -> Tensor:
+    """x, whose values stay until the gradient of this parameter is added: a copy if that waits and x is not the op's
+    `own`, but lies in memory that ranks share and use again."""
+    return x if own or pending_of(param) is None else x.clone()
 
 
 def add_grad(param: Tensor, grad: Tensor) -> Tensor | None:
     """Account for `grad`, of the parameter's shape; what a backward must return for this parameter."""
     if not param.is_leaf or param.grad is None:
         return grad.to(param.dtype)
-    param.grad.add_(grad)
-    return None
+    return account(param, lambda buffer: buffer.add_(grad))
 
 
 def add_product_grad(param: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The same for grad = dy^T x, with dy (T, out) and x (T, in): the GEMM itself accumulates where it can.
+    """The same for grad = dy^T x, with dy (T, out) and x (T, in): the GEMM itself accumulates where it can."""
+    if param.grad is None:
+        return dy.t() @ x
+    return account(param, partial(add_product_, dy, x))
+
+
+def add_product_(dy: Tensor, x: Tensor, buffer: Tensor) -> None:
+    """buffer += dy^T x.
 
     Low-precision operands on a GPU accumulate into fp32 inside the GEMM; on the CPU they are widened first, so that
     both add an unrounded product.
     """
-    buffer = param.grad
-    if buffer is None:
-        return dy.t() @ x
     if buffer.dtype == x.dtype:
         buffer.addmm_(dy.t(), x)
     elif buffer.is_meta:
@@ -36,7 +114,6 @@ def add_product_grad(param: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         torch.addmm(buffer, dy.t(), x, out_dtype=buffer.dtype, out=buffer)
     else:
         buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
-    return None
 
 
 def add_rows_grad(param: Tensor, rows: Tensor, dy: Tensor) -> Tensor | None:
@@ -45,6 +122,4 @@ def add_rows_grad(param: Tensor, rows: Tensor, dy: Tensor) -> Tensor | None:
     On a GPU this sums in the order of a stable sort, so equal inputs give equal bits (atomics, or aten's embedding
     backward, do not).
     """
-    buffer = torch.zeros_like(param) if param.grad is None else param.grad
-    buffer.index_put_((rows,), dy.to(buffer.dtype), accumulate=True)
-    return buffer if param.grad is None else None
+    return account(param, lambda buffer: buffer.index_put_((rows,), dy.to(buffer.dtype), accumulate=True))

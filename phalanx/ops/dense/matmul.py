@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.grads import add_grad, add_product_grad
+from phalanx.ops.dense.grads import add_grad, add_product_grad, lasting
 
 
 class _GatherMatmul(Function):
@@ -37,7 +37,7 @@ class _GatherMatmul(Function):
         if scattering:
             for rows, out in scattering.parts():
                 torch.mm(dy[rows], weight, out=out)
-        dw = add_product_grad(weight, dy, gathering.wait()) if gathering else None
+        dw = add_product_grad(weight, dy, lasting(weight, gathering.wait(), tp.size == 1)) if gathering else None
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         return scattering.wait() if scattering else None, dw, db, None
 
@@ -64,7 +64,7 @@ class _MatmulScatter(Function):
         if dh is not None:
             for rows, part in gathering.parts():
                 torch.mm(part, weight, out=dh[rows])
-        dw = add_product_grad(weight, gathering.wait(), h) if need_w else None
+        dw = add_product_grad(weight, lasting(weight, gathering.wait(), tp.size == 1), h) if need_w else None
         return dh, dw, db, None
 
 

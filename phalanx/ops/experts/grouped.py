@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.ops.dense.grads import account, lasting
 from phalanx.ops.op import Case, Kernels, Op, triton
 
 
@@ -56,16 +57,14 @@ def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
 
 def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, by: Any) -> Tensor | None:
     """Account for the gradient dy^T x (E, O, I) of `param`; what a backward must return for it. See ops.dense.grads."""
-    buffer = torch.zeros_like(param) if param.grad is None else param.grad
-    by.add_grouped_product_(buffer, dy, x, ends)
-    return buffer if param.grad is None else None
+    dy, x = lasting(param, dy, False), lasting(param, x, False)
+    return account(param, lambda buffer: by.add_grouped_product_(buffer, dy, x, ends))
 
 
 def add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, by: Any) -> Tensor | None:
     """The same for the bias (E, O), the sum of each expert's rows of dy. `by`: an implementation of GROUPED."""
-    buffer = torch.zeros_like(param) if param.grad is None else param.grad
-    by.add_grouped_sum_(buffer, dy, ends)
-    return buffer if param.grad is None else None
+    dy = lasting(param, dy, False)
+    return account(param, lambda buffer: by.add_grouped_sum_(buffer, dy, ends))
 
 
 class Later(list[Callable[[], Any]]):

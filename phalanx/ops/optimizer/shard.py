@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,12 +32,22 @@ class StateRange:
         return StateRange(self.master[run], self.grad[run], state, None if self.out is None else self.out[run])
 
 
+class HomeExchange(Protocol):
+    """Between the home of whole matrices and the ranks where their gradients and weights lie. All ranks of a stage
+    call it together."""
+
+    def bring_gradients(self) -> None: ...
+
+    def send_weights(self) -> None: ...
+
+
 @dataclass
 class Shard:
     """Elements lo..hi of a bucket. master, grad and each of the state are (hi - lo,) in the master dtype, the state
     perhaps in a narrower one, or in FP8; `out` their weights, where those are apart.
 
-    own   the elements that no other rank writes to a checkpoint
+    own     the elements that no other rank writes to a checkpoint
+    home    of whole matrices (layout.homes): brings their gradients before an update, sends their weights after it
     """
 
     bucket: Bucket
@@ -47,6 +58,12 @@ class Shard:
     grad: Tensor
     state: Mapping[str, Tensor | Narrow]
     out: Tensor | None = None
+    home: HomeExchange | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is of each element: its master, then the optimizer's state."""
+        return MASTER, *self.state
 
     def range(self, start: int, stop: int) -> StateRange:
         return StateRange(self.master, self.grad, self.state, self.out)[start:stop]

@@ -29,6 +29,7 @@ from torch.autograd import Function
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import GATED, GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.dense.gate import Gate
+from phalanx.ops.dense.grads import account
 from phalanx.ops.experts.grouped import GROUPED, Later, add_sum_grad, segments
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.lazy_tensor import source_of
@@ -348,13 +349,10 @@ class ExpertQuantizer(WeightQuantizer):
 
     def add_grads(self, weight: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> Tensor | None:
         """Account for dy x^T of each expert; what a backward must return for the weight. See ops.dense.grads."""
-        buffer = torch.zeros_like(weight) if weight.grad is None else weight.grad
         kernels = self._products(weight)
         if kernels is not None:
-            kernels.add_product_(buffer, dy, x, ends, self.fast_backward)
-        else:
-            add_product_(buffer, dy, x, ends)
-        return buffer if weight.grad is None else None
+            return account(weight, lambda buffer: kernels.add_product_(buffer, dy, x, ends, self.fast_backward))
+        return account(weight, lambda buffer: add_product_(buffer, dy, x, ends))
 
 
 def _quantized(

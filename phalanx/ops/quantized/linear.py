@@ -19,7 +19,7 @@ from torch.autograd import Function
 from phalanx.base.rng import key_of
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.dense.activation import GATED, Gated, GatedGrad
-from phalanx.ops.dense.grads import add_grad, add_product_grad
+from phalanx.ops.dense.grads import account, add_grad, add_product_grad, lasting
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.lazy_tensor import source_of
@@ -279,10 +279,8 @@ class WeightQuantizer:
         if dy.quantized.is_cuda and self.recipe.emulated:
             return add_product_grad(weight, dequantize(dy, weight.dtype).t(), dequantize(x, weight.dtype).t())
         if dy.quantized.is_cuda:
-            add_fast_product_(weight.grad, dy, x, self.fast_backward)
-        else:
-            weight.grad.add_(scaled_product(dy, x, weight.grad.dtype))
-        return None
+            return account(weight, lambda buffer: add_fast_product_(buffer, dy, x, self.fast_backward))
+        return account(weight, lambda buffer: buffer.add_(scaled_product(dy, x, buffer.dtype)))
 
     def transposed(self, q: Scaled) -> Scaled:
         """The transposed matrix in its own memory."""
@@ -338,19 +336,16 @@ def _add_from_gathered(
     T)."""
     if tp.size == 1:
         return quantizer.add_weight_grad(weight, columns, h)
-    quantized, scales = gathered if columns is q else _gather(columns, tp)
-    return quantizer.add_weight_grad(
-        weight, quantizer.transposed(Scaled(quantized.wait().view(columns.quantized.dtype), scales, columns.block)), h
-    )
+    gathering = gathered if columns is q else _gather(columns, tp)
+    return quantizer.add_weight_grad(weight, _whole_of(columns, gathering, quantizer, weight), h)
 
 
-def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, quantizer: WeightQuantizer) -> Scaled:
-    """x (in, T) of all ranks."""
-    return (
-        quantizer.transposed(Scaled(gathering[0].wait().view(kept.quantized.dtype), gathering[1], kept.block))
-        if gathering
-        else kept
-    )
+def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, quantizer: WeightQuantizer, weight: Tensor) -> Scaled:
+    """What was gathered of all ranks, transposed, for the gradient of `weight`; nothing was of one rank."""
+    if gathering is None:
+        return kept
+    quantized = lasting(weight, gathering[0].wait(), own=False)
+    return quantizer.transposed(Scaled(quantized.view(kept.quantized.dtype), gathering[1], kept.block))
 
 
 class _QuantizedGatherMatmul(Function):
@@ -379,7 +374,11 @@ class _QuantizedGatherMatmul(Function):
             if need_x
             else None
         )
-        dw = quantizer.add_weight_grad(weight, columns, _whole_of(kept, gathering, quantizer)) if need_w else None
+        dw = (
+            quantizer.add_weight_grad(weight, columns, _whole_of(kept, gathering, quantizer, weight))
+            if need_w
+            else None
+        )
         return scattering.wait() if scattering else None, dw, db, None, None
 
 
@@ -462,7 +461,9 @@ class _QuantizedGatedMLP(Function):
             else None
         )
         d_up = (
-            up_quantizer.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_quantizer)) if need_up else None
+            up_quantizer.add_weight_grad(gate_up, columns, _whole_of(x, gathering, up_quantizer, gate_up))
+            if need_up
+            else None
         )
         return scattering.wait() if scattering else None, d_up, d_down, None, None, None, None
 

@@ -37,4 +37,4 @@ class Shadowing(Lion):
 
 
 class Whole(Lion):
-    owns = "matrix"
+    owns = "tensor"

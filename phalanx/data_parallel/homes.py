@@ -1,0 +1,160 @@
+"""MatrixHome: the whole matrices that one rank of a stage updates, and their way there and back.
+
+Buckets of such matrices are reduced as all others; their gradients are then cut over all ranks that sum them, whatever
+the ZeRO stage (layout.shards). For an update there is one all-to-all over the stage: each rank sends the elements of
+the gradient that it has to the homes of their matrices, in the master dtype. The home updates master and state, which
+nobody else has, and a second all-to-all brings the weights to where they lie, in their own dtype; from there they are
+gathered as after any update. Of n elements on a stage of R ranks a rank sends about n / R gradients, and as many
+weights for each tp rank that holds a copy. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.base.dtypes import Precision
+from phalanx.comm.mesh import Mesh
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.storage import allocate, let_go, write_range
+from phalanx.layout.box import Box
+from phalanx.layout.homes import home_bucket, homes_of
+from phalanx.layout.param import ParamSpec, Piece
+from phalanx.layout.strided import boxes_in
+
+# a box of a matrix as ranks announce it: number of the matrix, start, stop, whether the rank's gradient counts (others
+# hold replicas of it), whether it takes weights in the master dtype and casts them itself
+Announced = tuple[int, list[int], list[int], bool, bool]
+
+
+@dataclass(frozen=True)
+class LocalBox:
+    """A box of a matrix in this rank's buckets: what is announced of it, its gradient, and where its weights go."""
+
+    said: Announced
+    grad: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class MatrixExchange:
+    """One all-to-all over the stage: tensors to send and to fill, each in the order of ranks; elements for and from
+    each rank."""
+
+    send: list[Tensor]
+    receive: list[Tensor]
+    sizes_to: list[int]
+    sizes_from: list[int]
+
+    @staticmethod
+    def of(send: list[list[Tensor]], receive: list[list[Tensor]]) -> MatrixExchange:
+        """Given by rank."""
+        return MatrixExchange(
+            [x for of_rank in send for x in of_rank],
+            [x for of_rank in receive for x in of_rank],
+            [sum(x.numel() for x in of_rank) for of_rank in send],
+            [sum(x.numel() for x in of_rank) for of_rank in receive],
+        )
+
+
+class MatrixHome:
+    """This rank as a home.
+
+    bucket   how its matrices lie in the flat tensors here, each whole, in global orientation
+    master   (numel,) in the master dtype; grad: the same, with memory from `bring_gradients` to `send_weights`
+    lo, hi, own   as of a FlatBucket whose elements are all this rank's
+    """
+
+    def __init__(self, matrices: Sequence[ParamSpec], flat: Sequence[FlatBucket], mesh: Mesh, precision: Precision):
+        """`flat`: this rank's buckets of the matrices."""
+        self.mesh, self.stage, self.flat = mesh, mesh.stage, flat
+        homes = homes_of(matrices, self.stage.size)
+        mine = [i for i, home in enumerate(homes) if home == self.stage.index]
+        self.bucket = home_bucket([matrices[i] for i in mine])
+        self.lo, self.hi, self.own = 0, self.bucket.numel, (0, self.bucket.numel)
+        self.values_dtype = precision.master
+        self.master = torch.zeros(self.hi, dtype=precision.master, device=mesh.device)
+        self.grad = torch.zeros_like(self.master)
+        slots = dict(zip(mine, self.bucket.slots))
+        here = self._boxes(matrices)
+        said: list[list[Announced]] = [
+            json.loads(text) for text in self.stage.all_gather_text(json.dumps([b.said for b in here]))
+        ]
+        to_home = [[b for b in here if homes[b.said[0]] == home] for home in range(self.stage.size)]
+        at_home = [[s for s in of_rank if s[0] in slots] for of_rank in said]
+
+        def whole(flat: Tensor, announced: Announced) -> Tensor:
+            number, start, stop, _, _ = announced
+            slot, (piece,) = slots[number], matrices[number].pieces
+            values = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            return values[Box(tuple(start), tuple(stop)).within(piece.box)]
+
+        self._gradients = MatrixExchange.of(
+            [[b.grad for b in boxes if b.said[3]] for boxes in to_home],
+            [[whole(self.grad, s) for s in of_rank if s[3]] for of_rank in at_home],
+        )
+        self._weights = [
+            (
+                MatrixExchange.of(
+                    [[whole(self.master, s) for s in of_rank if s[4] == wide] for of_rank in at_home],
+                    [[b.weight for b in boxes if b.said[4] == wide] for boxes in to_home],
+                ),
+                precision.master if wide else precision.compute,
+            )
+            for wide in sorted({s[4] for of_rank in said for s in of_rank})
+        ]
+        let_go(self.grad)
+
+    def _boxes(self, matrices: Sequence[ParamSpec]) -> list[LocalBox]:
+        numbers = {(m.pieces[0].name, _which(m.pieces[0].box)): i for i, m in enumerate(matrices)}
+        found = []
+        for f in self.flat:
+            wide = f.storage.separate_masters
+            for of_piece in boxes_in(f.bucket, f.lo, f.hi):
+                counts = self._counts(of_piece.piece)
+                for part in of_piece.matrices():
+                    number = numbers[part.piece.name, _which(part.box)]
+                    said = number, list(part.box.start), list(part.box.stop), counts, wide
+                    found.append(LocalBox(said, part.of(f.own_grad, f.lo), part.of(f.master, f.lo)))
+        return found
+
+    def _counts(self, piece: Piece) -> bool:
+        """Whether this rank's copy is the one whose gradient is sent; each stage does so for itself."""
+        return all(r.axis == "pp" or getattr(self.mesh.at, r.axis) == r.members[0] for r in piece.replicas)
+
+    def write(self, first: int, values: Tensor) -> None:
+        """Set masters of elements `first` .. of the bucket."""
+        write_range(self.master, 0, first, values)
+
+    def bring_gradients(self) -> None:
+        """Collect the gradients of this rank's matrices, and set those in the buckets to zero."""
+        allocate(self.grad)
+        self.grad.zero_()
+        self._exchange(self._gradients, self.grad.dtype)
+        for f in self.flat:
+            f.own_grad.zero_()
+
+    def send_weights(self) -> None:
+        """Bring the weights of all homes to the ranks where they lie."""
+        for transfer, dtype in self._weights:
+            self._exchange(transfer, dtype)
+        let_go(self.grad)
+
+    @torch.no_grad()
+    def _exchange(self, transfer: MatrixExchange, dtype: torch.dtype) -> None:
+        parts = [x.reshape(-1).to(dtype) for x in transfer.send]
+        packed = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.mesh.device)
+        arrived = self.stage.all_to_all(packed, transfer.sizes_to, transfer.sizes_from)
+        if transfer.receive:
+            sizes = [x.numel() for x in transfer.receive]
+            values = [x.view(to.shape) for x, to in zip(arrived.split(sizes), transfer.receive)]
+            torch._foreach_copy_(transfer.receive, values)
+
+
+def _which(box: Box) -> tuple[int, ...]:
+    """Which matrix of a stack it is."""
+    return box.start[: max(0, len(box.start) - 2)]

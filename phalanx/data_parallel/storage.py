@@ -1,0 +1,261 @@
+"""StorageFormat: how a bucket's weights are kept, sent to other ranks and brought back; FullPrecision, the plain one.
+
+weights   kept -- fetch --> coming -- ready --> here -- free --> kept              at level 3, for each use
+          here -- (update of masters) -- gather_groups, gather_parts --> coming -- ready --> here   below it
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.base.dtypes import Precision
+from phalanx.comm.axis import Work
+from phalanx.comm.mesh import Groups
+from phalanx.layout.buckets import Bucket
+from phalanx.layout.shards import Cut, Range
+from phalanx.nn.parameter import Parameter
+
+
+def allocate(x: Tensor) -> None:
+    """Give x and all views of its storage memory again; what is in it is undefined."""
+    x.untyped_storage().resize_(x.numel() * x.element_size())
+
+
+def let_go(x: Tensor) -> None:
+    """Give the memory of x and of all views of its storage back; they keep their shapes."""
+    x.untyped_storage().resize_(0)
+
+
+def memory_at(place: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) at a place, or in zeroed memory of its own."""
+    return torch.zeros(numel, dtype=dtype, device=device) if place is None else place[:numel]
+
+
+@dataclass(frozen=True)
+class BucketShare:
+    """What of a bucket is this rank's. part: elements that it keeps of its group's bucket; own: those it alone counts;
+    updated: those whose masters it has, or, where these are `homed` (data_parallel.homes), whose weights it is sent."""
+
+    bucket: Bucket
+    cut: Cut
+    groups: Groups
+    device: torch.device
+    homed: bool
+
+    @property
+    def part(self) -> Range:
+        return self.cut.part(self.groups.inner.index)
+
+    @property
+    def own(self) -> Range:
+        return self.cut.own(self.groups.inner.index, self.groups.outer.index)
+
+    @property
+    def updated(self) -> Range:
+        return self.cut.updated(self.groups.inner.index, self.groups.outer.index)
+
+    @property
+    def shared_parts(self) -> Any:
+        """Memory from which neighbours pull weights, where ranks share any."""
+        shared = self.groups.inner.shared
+        return None if shared is None else shared.parts
+
+    def staying(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) zero: memory of weights that are always here, from which the others pull where ranks share any."""
+        parts = self.shared_parts
+        return torch.zeros(numel, dtype=dtype, device=self.device) if parts is None else parts.place(numel, dtype)
+
+    def kept_of(self, whole: Tensor) -> tuple[int, Tensor]:
+        """What is always here of weights: number of its first element, and its values."""
+        if not self.cut.cuts_weights:
+            return 0, whole
+        return self.part[0], self.staying(self.part[1] - self.part[0], whole.dtype)
+
+
+class StorageFormat(ABC):
+    """The weights of one bucket on one rank.
+
+    weight   (numel,) in the compute dtype, of which the parameters are views
+    master   (hi - lo,) of the elements that this rank updates
+    place    memory where what is fetched always comes to, and others lie when it is not here; None: it is taken and
+             given back each time
+    """
+
+    weight: Tensor
+    master: Tensor
+
+    def __init__(self, share: BucketShare, place: Tensor | None):
+        self.share, self.lo, self.hi = share, *share.updated
+        self.weight_comes = share.cut.cuts_weights and place is None
+        self._gathering: Work | None = None
+        self._moved = False  # whether this rank's part came from other groups since its neighbours were given it
+
+    def attach(self, params: Sequence[Parameter]) -> None:
+        """The parameters of all buckets are views of their weights now."""
+        self.free()
+
+    # ---- what is here
+
+    @property
+    @abstractmethod
+    def weight_at(self) -> int:
+        """Element number of the first of `weight_kept`."""
+
+    @property
+    @abstractmethod
+    def weight_kept(self) -> Tensor:
+        """The weights that are always here; below level 3 all of them, if they are kept as such."""
+
+    @property
+    @abstractmethod
+    def saved(self) -> tuple[int, Tensor]:
+        """Element number of the first, and values here that are the weights once they are in the weights' dtype."""
+
+    @property
+    @abstractmethod
+    def resident(self) -> tuple[int, Tensor]:
+        """Element number of the first, and what is always here of weights as they are sent: alike where ranks keep
+        the same ones."""
+
+    @property
+    @abstractmethod
+    def out(self) -> Tensor | None:
+        """The weights of this rank's masters, which an update writes; None: there are none beside the masters."""
+
+    @property
+    @abstractmethod
+    def separate_masters(self) -> bool:
+        """Whether masters are not the weights themselves."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All that holds weights beside the masters, if not as them."""
+
+    @abstractmethod
+    def write(self, first: int, values: Tensor) -> None:
+        """Set what this rank keeps of elements `first` .. of weights and masters, from values in the master dtype."""
+
+    # ---- on their way
+
+    @abstractmethod
+    def gather_groups(self) -> None:
+        """Start gathering what each group has updated of this rank's part."""
+
+    @abstractmethod
+    def gather_parts(self) -> None:
+        """Start gathering the weights of all parts, where they are kept whole."""
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Give the weights memory and start gathering all parts into it."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back the memory of what `fetch` brought."""
+
+    def write_back(self) -> None:
+        """Weights of this rank's part from its masters."""
+        if self.out is not None:
+            self.out.copy_(self.master)
+
+    def arrive(self) -> None:
+        """Wait until this rank's part has come from other groups: neighbours may then have it too."""
+        self._wait()
+        if self._moved and self.share.shared_parts is not None:
+            self.share.shared_parts.changed()
+        self._moved = False
+
+    def ready(self) -> None:
+        """Wait until the weights have arrived."""
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+
+class FullPrecision(StorageFormat):
+    """Weights in the compute dtype, as they are used: without memory (or with that of a place) while the bucket is not
+    gathered (level 3). Where that is the master dtype, or masters are elsewhere (homed), they are their own masters."""
+
+    def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
+        super().__init__(share, place)
+        numel, dtype, cut = share.bucket.numel, precision.compute, share.cut
+        self.weight = memory_at(place, numel, dtype, share.device) if cut.cuts_weights else share.staying(numel, dtype)
+        self._kept = share.kept_of(self.weight)
+        own = self._own
+        alone = share.homed or precision.compute == precision.master
+        self.master = own if alone else torch.zeros(len(own), dtype=precision.master, device=own.device)
+
+    @property
+    def weight_at(self) -> int:
+        return self._kept[0]
+
+    @property
+    def weight_kept(self) -> Tensor:
+        return self._kept[1]
+
+    @property
+    def _own(self) -> Tensor:
+        """Those that this rank updates."""
+        return self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
+
+    @property
+    def saved(self) -> tuple[int, Tensor]:
+        return self._kept
+
+    @property
+    def resident(self) -> tuple[int, Tensor]:
+        return self._kept
+
+    @property
+    def out(self) -> Tensor | None:
+        return None if self._own.data_ptr() == self.master.data_ptr() else self._own
+
+    @property
+    def separate_masters(self) -> bool:
+        return self.out is not None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.weight, self.weight_kept]
+
+    def write(self, first: int, values: Tensor) -> None:
+        for kept, at in ((self.weight_kept, self.weight_at), (self.master, self.lo)):
+            write_range(kept, at, first, values)
+
+    def gather_groups(self) -> None:
+        if self.share.cut.outside:
+            first, stop = self.share.part
+            part = self.weight_kept[first - self.weight_at : stop - self.weight_at]
+            self._gathering, self._moved = self.share.groups.outer.all_gather_into(part, async_op=True), True
+
+    def gather_parts(self) -> None:
+        if self.share.cut.level > 0 and not self.share.cut.cuts_weights:
+            self.arrive()
+            self._gathering = self.share.groups.inner.all_gather_into(self.weight, async_op=True)
+
+    def fetch(self) -> None:
+        self.arrive()
+        if self.weight_comes:
+            allocate(self.weight)
+        self._gathering = self.share.groups.gather.all_gather_to(self.weight, self.weight_kept, async_op=True)
+
+    def free(self) -> None:
+        if self.weight_comes:
+            let_go(self.weight)
+
+
+def write_range(kept: Tensor, at: int, first: int, values: Tensor) -> None:
+    """kept[0] is element number `at`; values[0] is number `first`."""
+    a, b = max(at, first), min(at + len(kept), first + len(values))
+    if a < b:
+        kept[a - at : b - at] = values[a - first : b - first]
