@@ -45,7 +45,7 @@ from tests.weights import with_memory
 OUTSIDE = Path(__file__).parent / "outside"
 if str(OUTSIDE) not in sys.path:
     sys.path.append(str(OUTSIDE))
-SMOOTHING, PREFERENCE = "losses_example.smoothing:Smoothing", "losses_example.pairs:Preference"
+SMOOTHING, PREFERENCE = "custom_losses.smoothing:Smoothing", "custom_losses.pairs:Preference"
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
@@ -61,7 +61,7 @@ def task(name: str, **fields: Any) -> TaskConfig:
 
 TASKS = {
     "smoothing": task(SMOOTHING, smoothing=0.3, z=0.02),
-    "weighted": task("losses_example.smoothing:Weighted", smoothing=0.3, z=0.02),
+    "weighted": task("custom_losses.smoothing:Weighted", smoothing=0.3, z=0.02),
     "preference": task(PREFERENCE),
 }
 
@@ -219,7 +219,7 @@ def test_weights_of_tokens():
     """The fused cross entropy with weights, and any loss with weights, are weighted sums."""
     batch = parity.sample_batch([3, 4], documents=False)
     weights = 1 + 0.25 * (torch.arange(parity.SEQ).repeat(2) % 3)
-    name = "losses_example.smoothing:WeightedPretraining"
+    name = "custom_losses.smoothing:WeightedPretraining"
     for fused in (False, True):
         blocks = blocks_of("llama", task(name))
         if fused:
@@ -253,7 +253,7 @@ def batch_of_pairs() -> Batch:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_pairs_are_those_of_plain_autograd(masked):
-    config = task("losses_example.pairs:Masked") if masked else TASKS["preference"]
+    config = task("custom_losses.pairs:Masked") if masked else TASKS["preference"]
     blocks, batch = blocks_of("llama", config), batch_of_pairs()
     x, head = hidden(blocks, batch)
     logs = -F.cross_entropy(logits_of(x, head), batch.labels, ignore_index=IGNORE, reduction="none")
@@ -354,21 +354,21 @@ def test_the_config_has_the_fields_of_the_objective():
 
 
 def test_wrong_paths_and_classes_are_refused():
-    found = refused("task.name=losses_exmple.smoothing:Smoothing", "task.z=0.5", "train.stepz=1")
+    found = refused("task.name=custom_losss.smoothing:Smoothing", "task.z=0.5", "train.stepz=1")
     assert list(found) == ["task.name", "train.stepz"]
     rule, valid = found["task.name"]
-    assert "there is no module losses_exmple on Python's path" in rule and valid[0] == SMOOTHING
-    assert refused("task.name=losses_example.smoothing:Smoothin")["task.name"][1][0] == SMOOTHING
+    assert "there is no module custom_losss on Python's path" in rule and valid[0] == SMOOTHING
+    assert refused("task.name=custom_losses.smoothing:Smoothin")["task.name"][1][0] == SMOOTHING
     assert refused("task.name=pretran")["task.name"][1] == ("pretrain",)
     for name, text in (
         (
             "smoothing:Lossless",
-            "losses_example.smoothing:Lossless has no token_loss(self, logits: LogitStats) -> Tensor",
+            "custom_losses.smoothing:Lossless has no token_loss(self, logits: LogitStats) -> Tensor",
         ),
-        ("pairs:Lossless", "losses_example.pairs:Lossless has no loss(self, policy_P2: Tensor) -> Tensor"),
+        ("pairs:Lossless", "custom_losses.pairs:Lossless has no loss(self, policy_P2: Tensor) -> Tensor"),
         ("smoothing:SmoothingConfig", "must be derived from phalanx.TokenObjective or from phalanx.SequenceObjective"),
     ):
-        assert text in refused(f"task.name=losses_example.{name}")["task.name"][0]
+        assert text in refused(f"task.name=custom_losses.{name}")["task.name"][0]
     rule, valid = refused(f"task.name={SMOOTHING}", "task.smothing=0.5")["task.smothing"]
     assert rule == "is not a key of task" and "task.smoothing" in valid
     assert refused(f"task.name={SMOOTHING}", "task.z=much")["task.z"] == ("must be float, got string", (0.0001,))
@@ -377,7 +377,7 @@ def test_wrong_paths_and_classes_are_refused():
     with pytest.raises(TypeError, match="metrics of .*:TwoValues must return a dict of tensors, a value for each"):
         from phalanx.nn.head import metric_names
 
-        metric_names(make_objective(task("losses_example.smoothing:TwoValues")))
+        metric_names(make_objective(task("custom_losses.smoothing:TwoValues")))
 
 
 def problems(run: Run) -> list[str]:
@@ -389,7 +389,7 @@ def test_rules_between_objective_model_and_data():
     assert problems(replace(run_of("smoothing"), task=task(SMOOTHING, smoothing=1.0))) == [
         "task.smoothing: must be a number in [0, 1)"
     ]
-    referred = replace(run_of("preference"), task=task("losses_example.pairs:Referred"))
+    referred = replace(run_of("preference"), task=task("custom_losses.pairs:Referred"))
     assert "needs a reference model" in problems(referred)[0]
     assert "has no loss per token" in problems(run_of("preference", "deepseek_v3-mtp"))[0]
     without = replace(run_of("preference"), data=DataConfig(mock=True))

@@ -1,7 +1,7 @@
 """A preference between two documents, chosen and rejected, without a reference model (after Meng et al.,
 "SimPO", 2024), as a package of somebody else's has it.
 
-    task: {name: "losses_example.pairs:Preference", beta: 0.1}
+    task: {name: "custom_losses.pairs:Preference", beta: 0.1}
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cross entropy with smoothed labels (Szegedy et al., "Rethinking the Inception architecture", 2016) and a z-loss
 (Chowdhery et al., "PaLM", 2022), as a package of somebody else's has it.
 
-    task: {name: "losses_example.smoothing:Smoothing", smoothing: 0.1, z: 1.0e-4}
+    task: {name: "custom_losses.smoothing:Smoothing", smoothing: 0.1, z: 1.0e-4}
 """
 
 from __future__ import annotations
