@@ -1,5 +1,5 @@
 """Hooks of mkdocs: pages outside docs/ that the site has too (on disk they stay where people look for them), and code
-blocks whose first line has words for tests/test_docs.py."""
+blocks whose first line has words for tests/doors/test_docs.py."""
 
 from __future__ import annotations
 

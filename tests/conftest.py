@@ -2,7 +2,9 @@
 of files, `--table`."""
 
 import contextlib
+import json
 import os
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,33 +16,14 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import pytest
 
-from tests.interpreter import make_ready_once
-from tests.pool import RankPool, warm_imports
-from tests.soak import table
-from tests.warm import Warm
+from tests.harness.interpreter import make_ready_once
+from tests.harness.pool import RankPool, warm_imports
+from tests.harness.soak import table
+from tests.harness.warm import Warm
 
-# Files that take a minute and more, the longest first: begun last, one would be running long after the other workers
-# are done.
-LONG = (
-    "parity",
-    "docs",
-    "training",
-    "checkpoint",
-    "plan",
-    "precision",
-    "expert_quantizer",
-    "mutations",
-    "recompute",
-    "verify",
-    "cli",
-    "bench",
-    "faults",
-    "low",
-    "moe_ops",
-    "mixtures",
-    "no_sync",
-)
-
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of each test file in `make test`, as `--record-durations` wrote them. The longest begin first: begun last,
+one would be running long after the other workers are done."""
 
 # Of `make soak`: faults wait for seconds and take up to a minute each, pairs of features take less than one.
 SOAK = ("faults", "mutations", "llama_cpp", "training", "deterministic", "precision", "parity", "support")
@@ -56,12 +39,18 @@ with contextlib.suppress(ImportError):  # GPU machines may lack it
 
 def pytest_addoption(parser):
     parser.addoption("--table", help="write what was run, file by file, into this file of Markdown")
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write {DURATIONS.name}, by which files are ordered"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    longest = SOAK if config.option.markexpr == "soak" else LONG
-    order = {f"test_{name}": number for number, name in enumerate(longest)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if config.option.markexpr == "soak":
+        order = {f"test_{name}": number for number, name in enumerate(SOAK)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    else:
+        seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+        items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
 
 
 def pytest_collection_finish(session):
@@ -70,6 +59,12 @@ def pytest_collection_finish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if config.option.record_durations:
+        seconds = Counter()
+        for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "duration")):
+            seconds[Path(report.nodeid.partition("::")[0]).stem] += report.duration
+        longest = {name: round(s) for name, s in seconds.most_common() if s >= 5}
+        DURATIONS.write_text(json.dumps(longest, indent=1) + "\n", encoding="utf-8")
     if config.option.table:
         text = table(terminalreporter.stats, config.option.numprocesses or 1)
         Path(config.option.table).write_text(text, encoding="utf-8")

@@ -120,7 +120,7 @@ def notes_on(run: Run) -> list[str]:
     """What no small copy on CPU ranks has."""
     notes = []
     if run.train.fp8 is not None:
-        notes.append("train.fp8 (small sizes have no whole blocks of scales; tests/test_low.py compares it)")
+        notes.append("train.fp8 (small sizes have no whole blocks of scales; tests/nn/test_fp8.py compares it)")
     if run.train.recompute_budget_gib is not None:
         notes.append("recomputation that differs between blocks (what most blocks recompute is used for all)")
     if run.train.device != "cpu":

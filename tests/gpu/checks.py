@@ -35,18 +35,18 @@ from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter, wide_matmul
 from phalanx.ops.op import Case, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import Batch, room_for_documents
-from tests import test_ops
 from tests.gpu.checkpoint import checkpoint_checks
 from tests.gpu.context import context_checks
 from tests.gpu.experts import expert_checks
 from tests.gpu.low import low_checks
 from tests.gpu.truth import ROUNDINGS, within
-from tests.op_cases import run_case
-from tests.parity import base_run, sample_batch
-from tests.test_ops import OPS, attend, gradients, make_batch, normal
+from tests.harness.op_cases import run_case
+from tests.harness.parity import base_run, sample_batch
+from tests.ops import test_ops
+from tests.ops.test_ops import OPS, attend, gradients, make_batch, normal
 
 ONE = Axis("tp")
-# tensors that the ops of tests.test_ops close over
+# tensors that the ops of tests.ops.test_ops close over
 CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "ODD", "ODD_PACKED", "SEED")
 
 

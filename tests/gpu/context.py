@@ -14,7 +14,7 @@ from phalanx.ops.attention.flash import FLASH_ATTN, Spans, flash_attention
 from phalanx.ops.op import unusable
 from phalanx.sequence.shard import SequenceShard
 from tests.gpu.truth import ROUNDINGS, within
-from tests.test_ops import normal
+from tests.ops.test_ops import normal
 
 
 def joined(name: str, q: torch.Tensor, own: tuple, other: tuple, dout: torch.Tensor) -> list[torch.Tensor]:

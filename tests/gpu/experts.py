@@ -20,9 +20,9 @@ from phalanx.ops.experts.router import Router
 from phalanx.ops.experts.spread import Spread
 from phalanx.ops.op import Kernels
 from tests.gpu.truth import ROUNDINGS, within
-from tests.test_moe_ops import ROUTERS, spoil
-from tests.test_ops import normal
-from tests.test_push import Held
+from tests.ops.test_expert_ops import ROUTERS, spoil
+from tests.ops.test_ops import normal
+from tests.ops.test_push import Held
 
 EXPERTS, FIRST, HERE, SLOTS = 64, 16, 16, 8
 

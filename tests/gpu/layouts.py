@@ -24,7 +24,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.planning.plan import grid_of, without_layout
 from phalanx.verifying.compare import random_weights
-from tests.parity import assemble, base_run, compare, parts_of, step_batches
+from tests.harness.parity import assemble, base_run, compare, parts_of, step_batches
 
 STEPS = 3  # graphs are captured in the second and replayed from then on
 
@@ -173,7 +173,7 @@ def documents_of(run: Run) -> bool | str:
 
 
 def steps_of(run: Run, mesh: Mesh, documents: bool | str) -> dict:
-    """tests.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
+    """tests.harness.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
     state, device = build(make_plan(run, mesh.grid.world), mesh), mesh.device
     exact = run.train.precision == "fp64"
     random_weights(state) if exact else init_weights(state)

@@ -52,7 +52,7 @@ from phalanx.ops.quantized.recipes import (
 )
 from phalanx.ops.quantized.stored import STORED
 from tests.gpu.experts import no_host_sync
-from tests.weights import make_weight
+from tests.harness.weights import make_weight
 
 ONE = Axis("tp")
 CAST_SHAPES = [(16, 16), (272, 144), (4096, 1408), (1000, 1024)]

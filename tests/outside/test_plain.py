@@ -20,9 +20,9 @@ from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.registry import load_family
 from phalanx.verifying.shrink import shrink
+from tests.harness.parity import SEQ, VOCAB, compare, truth_of
 from tests.outside.plain import PlainConfig
-from tests.parity import SEQ, VOCAB, compare, truth_of
-from tests.test_verify import is_valid_and_passes
+from tests.verifying.test_verify import is_valid_and_passes
 
 NAME = "tests.outside.plain:FAMILY"
 STEPS = 2
@@ -54,13 +54,13 @@ def test_a_layout_changes_nothing(ranks, name):
     world, layout = LAYOUTS[name]
     run = run_of(tied=name == "pp2", **layout)
     truth = truth_of(ranks, run, STEPS, False)
-    compare(ranks.run("tests.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+    compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
 
 
 def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
-    assert all(ranks.run("tests.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
+    assert all(ranks.run("tests.harness.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
     (path,) = tmp_path.glob("step-*")
-    for found in ranks.run("tests.checkpoints:load_on_rank", 2, run_of(sharding=3), path):
+    for found in ranks.run("tests.harness.checkpoints:load_on_rank", 2, run_of(sharding=3), path):
         assert found == []
     assert json.loads((path / "manifest.json").read_text())["model"]["family"] == NAME
     written = json.loads((path / "weights/config.json").read_text())
@@ -92,7 +92,7 @@ SIZES = [
 
 def test_what_a_checkpoint_names_is_not_imported(ranks, tmp_path):
     """The manifest names a module that is there, and that nobody's config named."""
-    assert all(ranks.run("tests.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
+    assert all(ranks.run("tests.harness.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
     (path,) = tmp_path.glob("step-*")
     code = (
         "import sys\n"

@@ -1,0 +1,204 @@
+"""Saving in the background: the same bytes as saving at once, whatever training does meanwhile; errors and deaths
+lose no earlier checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.keep import Keep, latest, list_checkpoints
+from phalanx.checkpoint.manifest import read_manifest, verify
+from phalanx.checkpoint.save import Snapshot, Target
+from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.storage import Storage
+from phalanx.comm.host import host_axis
+from phalanx.config.run import GuardConfig
+from phalanx.engine.step import train_step
+from phalanx.training.saves import numbers_of
+from tests.checkpoint.test_checkpoint import TINY
+from tests.harness.checkpoints import SCALARS, Failing, make_run, make_state, save_here, set_state
+from tests.harness.parity import VOCAB, sample_batch
+
+
+@pytest.fixture
+def tiny():
+    state = make_state(replace(make_run("llama", "fp32", 100), model=TINY))
+    set_state(state)
+    return state
+
+
+def make_saver(state, root: Path, storage: Storage | None = None, background: bool = True, **options) -> Saver:
+    target = Target(root, storage or Storage(), Keep(2))
+    axis = host_axis(state.mesh.world, 60.0, 60.0)
+    return Saver(
+        state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=background, **options
+    )
+
+
+def snapshot(state, step: int) -> Snapshot:
+    return Snapshot(step, 80, state.plan.run.model, {"train": {"seed": state.plan.run.train.seed}}, SCALARS)
+
+
+def scramble(state) -> None:
+    """What the next step does to the run's memory."""
+    for flat in state.buffers.flat:
+        flat.weight.fill_(9.0)
+        flat.master.fill_(9.0)
+    for shard in state.optimizer.shards:
+        for kept in shard.state.values():
+            kept.fill_(9.0)
+    state.optimizer.step.fill_(9)
+    state.scaler.scale.fill_(9)
+
+
+class Gated(Storage):
+    """A slow disk: writes wait until `gate` opens. `begun` tells that one is waiting."""
+
+    def __init__(self):
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def write(self, file, data):
+        self.begun.set()
+        assert self.gate.wait(60)
+        return super().write(file, data)
+
+
+def save_in_background(rank: int, world: int, run, root: Path) -> list[str]:
+    """Start a save, destroy the run's memory, wait; the files that were written."""
+    state = make_state(run, rank, world)
+    set_state(state)
+    saver = make_saver(state, root, max_file_bytes=20000)
+    assert saver.start(snapshot(state, 10)) is None
+    scramble(state)
+    return [f"{name} {r.xxh3}" for name, r in read_manifest(saver.wait().saved.path).files.items()]
+
+
+@pytest.mark.parametrize(
+    "model, precision, world, layout",
+    [
+        ("llama", "bf16", 4, dict(tp=2, sharding=1)),
+        ("gpt2", "fp32", 2, dict(pp=2)),
+        ("llama", "fp16", 1, dict()),
+    ],
+)
+def test_it_writes_what_saving_at_once_writes(ranks, tmp_path, model, precision, world, layout):
+    run = make_run(model, precision, **layout)
+    ranks.run("tests.harness.checkpoints:save_on_rank", world, run, tmp_path / "at-once", {"max_file_bytes": 20000})
+    wanted = read_manifest(latest(tmp_path / "at-once"))
+    found = ranks.run("tests.checkpoint.test_checkpoint_background:save_in_background", world, run, tmp_path / "later")
+    assert found == [[f"{name} {r.xxh3}" for name, r in wanted.files.items()]] * world
+    assert read_manifest(latest(tmp_path / "later")) == wanted and verify(latest(tmp_path / "later")) == []
+
+
+def test_the_run_does_not_wait_for_a_slow_disk_and_never_has_two_saves_under_way(tmp_path, tiny):
+    disk = Gated()
+    saver = make_saver(tiny, tmp_path, disk)
+    assert saver.start(snapshot(tiny, 1)) is None and disk.begun.wait(60)
+    assert saver.finished() is None and list_checkpoints(tmp_path) == []
+    second = threading.Thread(target=lambda: saver.start(snapshot(tiny, 2)))
+    second.start()
+    disk.gate.set()
+    second.join(60)
+    assert list_checkpoints(tmp_path)[0].name == "step-00000001", "the second began when the first was over"
+    assert saver.wait().saved.path.name == "step-00000002" and saver.wait() is None and saver.finished() is None
+
+
+def test_a_failure_is_told_later_and_the_next_save_works(tmp_path, tiny):
+    save_here(tiny, tmp_path, 5)
+    saver = make_saver(tiny, tmp_path, Failing(6))
+    assert saver.start(snapshot(tiny, 10)) is None
+    with pytest.raises(
+        CheckpointError,
+        match=r"could not write .* No space left on device \(\d+ bytes of it were to be written so far, \d+ bytes",
+    ):
+        saver.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+    saver.start(snapshot(tiny, 10))
+    assert saver.wait().saved.written and verify(latest(tmp_path)) == []
+
+
+def failing_rank(rank: int, world: int, run, root: Path) -> str:
+    state = make_state(run, rank, world)
+    saver = make_saver(state, root, Failing(2, "refuse") if rank == 1 else Storage())
+    saver.start(snapshot(state, 10))
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_rank_that_cannot_write_is_told_on_all(ranks, tmp_path):
+    errors = ranks.run("tests.checkpoint.test_checkpoint_background:failing_rank", 2, make_run("llama", tp=2), tmp_path)
+    assert errors[0] == errors[1] and "rank 1: could not write" in errors[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_dies_in_mid_save_leaves_the_earlier_checkpoint(tmp_path, tiny):
+    save_here(tiny, tmp_path, 5)
+    for k in range(1, 20, 3):
+        child = os.fork()
+        if child == 0:
+            saver = make_saver(tiny, tmp_path, Failing(k, "exit"))
+            saver.start(snapshot(tiny, 10))
+            saver.wait()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
+        assert latest(tmp_path).name == "step-00000005" and verify(latest(tmp_path)) == []
+    assert save_here(tiny, tmp_path, 10).written
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000010"]
+
+
+class Rotten(Storage):
+    """A disk that stores one byte wrong and says nothing."""
+
+    def write(self, file, data):
+        return super().write(file, bytes([data[0] ^ 1]) + bytes(data[1:]))
+
+
+def test_what_reads_back_wrong_never_gets_its_name(tmp_path, tiny):
+    with pytest.raises(CheckpointError, match="does not read back as it was written"):
+        save_here(tiny, tmp_path, 5, storage=Rotten())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_without_room_for_copies_waits_instead_and_says_so(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr("phalanx.checkpoint.saver.free_memory", lambda: 1000)
+    saver = make_saver(tiny, tmp_path)
+    outcome = saver.start(snapshot(tiny, 10))
+    assert (
+        outcome is not None
+        and outcome.saved.written
+        and "of the 1000 bytes of memory that are free on" in saver.why_not
+    )
+
+
+def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
+    saver = make_saver(tiny, tmp_path)
+    places = []
+    for step in (1, 2, 3):
+        saver.start(snapshot(tiny, step))
+        saver.wait()
+        places.append([m.data_ptr() for m in saver._host._memory])
+    assert places[0] == places[1] == places[2] and len(places[0]) > 10
+
+
+def test_the_copy_is_waited_for_before_anything_of_it_changes():
+    """On a GPU the copy runs beside the next forward and backward; `release` comes before the update, the guard's
+    window included."""
+    run = replace(make_run("llama", "fp32", 100), model=replace(TINY, vocab_size=VOCAB))
+    tiny = make_state(replace(run, train=replace(run.train, guard=GuardConfig(sigmas=6.0))))
+    set_state(tiny)
+    saved = {**numbers_of(tiny), "step": tiny.optimizer.step, "scale": tiny.scaler.scale}
+    saved |= {f"{i} {k}": s.values(k) for i, s in enumerate(tiny.optimizer.shards) for k in ("master", "m", "v")}
+    saved |= {f"{i} weight": f.weight for i, f in enumerate(tiny.buffers.flat)}
+    before, same = {name: value.clone() for name, value in saved.items()}, []
+    tiny.before_update = lambda: same.append(all(torch.equal(saved[name], before[name]) for name in saved))
+    train_step(tiny, [sample_batch([0, 1], False)], lr=1e-2)
+    assert same == [True] and {name for name in saved if torch.equal(saved[name], before[name])} == {"scale"}

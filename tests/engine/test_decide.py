@@ -1,0 +1,298 @@
+"""One plan for all ranks: whatever machines and groups find, every rank acts on the same decision; a context that an
+error leaves is as before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from phalanx.base.errors import ConfigError
+from phalanx.base.log import ranks_text
+from phalanx.comm import symmetric
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Fp8Config
+from phalanx.engine.agree import (
+    EXPERTS,
+    NO_GRAPHS_GPU,
+    NO_GRAPHS_OFFLOAD,
+    NO_GRAPHS_ROOM,
+    NO_GRAPHS_ROWS,
+    NO_GRAPHS_SIZES,
+    ON,
+    OVERHEAD,
+    ROOM_FOR_POOLS,
+    TP,
+    LocalFacts,
+    decide,
+)
+from phalanx.engine.build import build, choices
+from phalanx.engine.shadow import aside
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
+from phalanx.observe.record import Recorder
+from tests.harness.parity import base_run, random_weights, step_batches
+
+GPU = LocalFacts(
+    "NVIDIA H200", 140 << 30, triton=True, no_optional_kernels=(), cublaslt=True, nccl="2.27.5", driver="580.65.06"
+)
+WHY = "off: the ranks are on 2 hosts"
+
+
+def opened(facts: LocalFacts, **said: str) -> LocalFacts:
+    return replace(facts, opened={TP: "off", "dp": "off", **said})
+
+
+# ---- the decision alone
+
+
+def moe_plan(**layout):
+    return make_plan(replace(base_run("mixtral"), layout=LayoutConfig(ep=4, **layout)), 8)
+
+
+@pytest.mark.parametrize("groups", product((ON, WHY), repeat=2))
+def test_push_only_where_every_group_has_memory(groups):
+    """All 16 mixtures of two groups: whoever decides, and in whatever order the groups come, all of them do the
+    same."""
+    everyone = [opened(GPU, experts=groups[rank // 4]) for rank in range(8)]
+    agreed = decide(moe_plan(), everyone)
+    wanted = "push" if groups == (ON, ON) else "alltoall"
+    assert agreed.plan.experts.dispatch == wanted and (agreed.memory[EXPERTS] == ON) == (wanted == "push")
+    assert agreed.graphs == ("on" if wanted == "push" else NO_GRAPHS_SIZES)
+    if len(set(groups)) > 1:
+        assert ranks_text(r for r in range(8) if groups[r // 4] != ON) in agreed.memory[EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "use", "field"),
+    [
+        ({"ep": 4, "dispatch": "push"}, EXPERTS, "layout.dispatch"),
+        ({"ep": 4, "dispatch": "allgather", "ep_overlap": "on"}, EXPERTS, "layout.ep_overlap"),
+        ({"tp": 2, "tp_overlap": "on"}, TP, "layout.tp_overlap"),
+        ({"dp_overlap": "on"}, "dp", "layout.dp_overlap"),
+        ({"dp_overlap": "on"}, "edp", "layout.dp_overlap"),
+    ],
+)
+def test_what_a_config_insists_on_is_refused_on_all_ranks(layout, use, field):
+    plan = make_plan(replace(base_run("mixtral"), layout=LayoutConfig(**layout)), 8)
+    everyone = [opened(GPU, **{use: WHY if rank == 5 else ON}) for rank in range(8)]
+    with pytest.raises(ConfigError) as caught:
+        decide(plan, everyone)
+    [problem] = caught.value.problems
+    assert (
+        problem.field == field
+        and "share (the ranks are on 2 hosts (rank 5))" in problem.rule
+        and "auto" in problem.valid
+    )
+    decide(plan, [opened(GPU, **{use: ON})] * 8)
+
+
+def test_graphs_by_the_smallest_gpu():
+    """With stages, pools have to fit on the smallest GPU of all; one rank without a GPU ends graphs on all."""
+    run = base_run("llama")
+    plan = make_plan(replace(run, layout=LayoutConfig(pp=2)), 4)
+    uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
+    need = int((max(use.total + use.pools for use in uses) + OVERHEAD) / ROOM_FOR_POOLS)
+    large, small = replace(GPU, memory=need + 2), replace(GPU, memory=need - 2)
+    assert decide(plan, [opened(large)] * 4).graphs == "on"
+    assert decide(plan, [opened(large)] * 3 + [opened(small)]).graphs == NO_GRAPHS_ROOM
+    assert decide(plan, [opened(large)] * 3 + [opened(LocalFacts())]).graphs == NO_GRAPHS_GPU
+
+
+def test_activations_on_the_host_end_graphs():
+    """Whatever else ends them, it is named: `on` is refused with it. The forecast has no pools for graphs then."""
+    run = base_run("mixtral", offload_layers=1)
+    plan = make_plan(replace(run, layout=LayoutConfig(pp=2, ep=2, dispatch="alltoall")), 4)
+    assert decide(plan, [opened(GPU)] * 4).graphs == NO_GRAPHS_OFFLOAD
+    uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
+    assert not any(use.pools for use in uses) and any(use.host for use in uses)
+
+
+def test_kernels_are_those_that_run_everywhere():
+    """With Triton missing on one machine its kernels run nowhere, and experts that then count rows on the host end
+    graphs everywhere."""
+    plan = moe_plan(dispatch="allgather")
+    without, bare = replace(GPU, triton=False), replace(GPU, no_optional_kernels=("attention",))
+    every = {
+        name: [opened(f, experts=ON) for f in facts]
+        for name, facts in {
+            "alike": [GPU] * 8,
+            "no triton": [GPU] * 7 + [without],
+            "no wheel": [bare] + [GPU] * 7,
+        }.items()
+    }
+    assert decide(plan, every["alike"]).plan is plan and decide(plan, every["alike"]).graphs == "on"
+    mixed = decide(plan, every["no triton"])
+    assert (
+        mixed.plan.run.train.kernels == "plain"
+        and not mixed.triton
+        and mixed.graphs == NO_GRAPHS_ROWS
+        and mixed.uncaptured == {"experts"}
+    )
+    assert decide(plan, every["no wheel"]).plan.run.train.kernels == "triton"
+    asked = replace(plan, run=replace(plan.run, train=replace(plan.run.train, kernels="plain")))
+    assert decide(asked, every["no wheel"]).plan is asked
+
+
+def test_differences_of_machines_are_one_warning_each():
+    other = replace(GPU, device="NVIDIA H100", driver="570.1", nccl="2.26.2")
+    agreed = decide(make_plan(base_run("llama"), 8), [opened(GPU)] * 5 + [opened(other)] + [opened(GPU)] * 2)
+    assert [text for text in agreed.warnings if "ranks 0-4, 6-7: NVIDIA H200; rank 5: NVIDIA H100" in text]
+    assert len(agreed.warnings) == 3 and any(
+        "ranks 0-4, 6-7: 580.65.06; rank 5: 570.1" in text for text in agreed.warnings
+    )
+    assert decide(make_plan(base_run("llama"), 8), [opened(GPU)] * 8).warnings == ()
+
+
+def test_facts_travel_as_text():
+    facts = opened(GPU, experts=ON)
+    assert LocalFacts(**{**json.loads(json.dumps(asdict(facts))), "no_optional_kernels": ()}) == facts
+
+
+# ---- real ranks
+
+
+class SharingMesh(Mesh):
+    """Shares memory on CPUs as on GPUs: wherever it can be had, unasked."""
+
+    def wants_memory(self, mode):
+        return mode != "off"
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def unlike(reason: str, rank: int):
+    """What ranks 4 to 7 find: two hosts, or no room for files in memory on their machine."""
+    if rank < 4:
+        return ExitStack()
+    if reason == "hosts":
+        return mock.patch("socket.gethostname", lambda: f"host-{rank % 2}")
+    if reason == "folder":
+        return mock.patch.object(symmetric, "FOLDER", os.path.join(tempfile.gettempdir(), "there-is-no-such-folder"))
+    return mock.patch("os.posix_fallocate", full)
+
+
+def two_groups(rank: int, world: int, run, reason: str) -> tuple:
+    """Two steps; one group of ep cannot share memory."""
+    plan = make_plan(run, world)
+    with unlike(reason, rank):
+        state = build(plan, SharingMesh(plan.grid, rank))
+    random_weights(state)
+    state.buffers.publish()
+    state.train()
+    losses = []
+    for step in range(2):
+        tokens = accumulate(state, step_batches(run, state.mesh, step, False))
+        losses.append(update(state, tokens, 1e-2).loss.item())
+    return losses, state.plan.experts.dispatch, choices(state)
+
+
+@pytest.mark.trust(
+    3,
+    "Two groups of ep=4, of which one shares no memory, with the default dispatch: all 8 ranks hung",
+    "all ranks take all-to-all, and the run says why",
+)
+@pytest.mark.parametrize("reason", ["hosts", "folder", "room"])
+def test_two_groups_that_differ_train(ranks, reason):
+    """expert_room is so small that every step asks whether rows lack room: only some ranks asked, and waited for the
+    others for ever."""
+    run = base_run("mixtral")
+    found = ranks.run(
+        "tests.engine.test_decide:two_groups", 8, replace(run, layout=LayoutConfig(ep=4, expert_room=0.3)), reason
+    )
+    [alone] = ranks.run("tests.engine.test_decide:two_groups", 1, run, reason)
+    assert {dispatch for _, dispatch, _ in found} == {"alltoall"}
+    for losses, _, said in found:
+        assert losses == pytest.approx(alone[0], rel=1e-9)
+        assert "no push: " in said and "ranks 4-7" in said
+
+
+def refused(rank: int, world: int, reason: str) -> str:
+    plan = make_plan(replace(base_run("mixtral"), layout=LayoutConfig(ep=4, dispatch="push")), world)
+    with unlike(reason, rank), pytest.raises(ConfigError) as caught:
+        build(plan, Mesh(plan.grid, rank))
+    return str(caught.value)
+
+
+def test_push_by_name_is_refused_on_all_ranks(ranks):
+    for text in ranks.run("tests.engine.test_decide:refused", 8, "hosts"):
+        assert (
+            "layout.dispatch='push'" in text
+            and "the ranks are on 2 hosts (ranks 4-7)" in text
+            and "auto, allgather, alltoall" in text
+        )
+
+
+# ---- contexts
+
+
+def broken_off(state, name: str) -> None:
+    """An error passes through a context; what it changes is as before."""
+    recorder = Recorder(state, 1, mock.Mock(rank=0))
+    contexts = {
+        "all-to-all": state.by_all_to_all,
+        "shadow": lambda: aside(state),
+        "in full precision": state.fp8.without,
+        "measuring": state.fp8.measuring,
+        "recording": lambda: recorder.around(6, None),
+        "before what is recorded": lambda: recorder.around(5, None),
+    }
+
+    def seen() -> tuple:
+        lows = [(low.on, low.current) for low, _ in state.fp8.here]
+        return (
+            state.stages.runner,
+            [layer.dispatch for layer in state.routed],
+            lows,
+            recorder._recording,
+            list(state.handlers.values()),
+        )
+
+    before = seen()
+    with pytest.raises(KeyError, match="passes"), contexts[name]():
+        assert seen() != before
+        raise KeyError("passes")
+    assert seen() == before
+    assert not torch.autograd._profiler_enabled()
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    run = base_run("mixtral")
+    fp8 = Fp8Config(recipe="delayed", history=4, shadow_interval=2)
+    train = replace(run.train, precision="bf16", fp8=fp8, steps=20, seq_length=run.train.seq_length)
+    model = replace(run.model, hidden_size=32, intermediate_size=32)
+    run = replace(
+        run,
+        model=model,
+        train=train,
+        layout=LayoutConfig(dispatch="allgather"),
+        dir=str(tmp_path_factory.mktemp("run")),
+        log=replace(run.log, budget=True),
+    )
+    return build(make_plan(run, 1), Mesh(Grid()))
+
+
+@pytest.mark.trust(
+    6,
+    "An error inside a shadow step, a retry of experts or a recording left their switches set",
+    "each is put back, whatever passes through",
+)
+@pytest.mark.parametrize(
+    "name", ["all-to-all", "shadow", "in full precision", "measuring", "recording", "before what is recorded"]
+)
+def test_contexts_are_left_as_they_were_found(state, name):
+    broken_off(state, name)

@@ -1,0 +1,467 @@
+"""Compile every Triton kernel for sm_90 without a GPU.
+
+`python -m tests.harness.compile_kernels [PART PARTS]` prints a line for each (of a part).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from phalanx.comm import sum_kernel
+from phalanx.ops.attention import join_kernel
+from phalanx.ops.dense import gated_kernel, head_norm_kernel, loss_kernel, norm_kernel, rope_kernel
+from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
+from phalanx.ops.dense.norm import Normed
+from phalanx.ops.dense.rope import RopeGrad
+from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
+from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.experts.rows import ExpertRows
+from phalanx.ops.optimizer import adamw_kernel, moments_kernel
+from phalanx.ops.quantized import (
+    emulated,
+    gemm_kernel,
+    grouped_gemm_kernel,
+    quantize_grouped_kernel,
+    quantize_kernel,
+    quantize_tile,
+    stored_kernel,
+)
+
+BF = "*bf16"
+
+
+def kernels() -> list[tuple]:
+    """(kernel, types of its pointers and integers, its constants[, options of the compiler])"""
+    import triton.language as tl
+
+    wide = {"WIDE": tl.float32}
+    norms = dict(EPS=1e-5, BLOCK=4096, **wide)
+    heads = dict(Q=32, KV=8, Q_BLOCK=32, KV_BLOCK=8, HALF=64, HALF_BLOCK=64, **wide)
+    strides = [f"{x}_{d}" for x in "qkv" for d in ("seq", "head", "tok")]
+    found = []
+    for center in (False, True):
+        pointers = dict(
+            x=BF, delta=BF, weight=BF, bias=BF, total=BF, y=BF, mean_out="*fp32", scale_out="*fp32", D="i32"
+        )
+        found.append((norm_kernel._norm_forward, pointers, dict(ADD=True, CENTER=center, WRITE=True, **norms)))
+        pointers = dict(
+            dy=BF,
+            x=BF,
+            weight=BF,
+            mean_in="*fp32",
+            scale_in="*fp32",
+            dtotal=BF,
+            dx=BF,
+            dw_parts="*fp32",
+            db_parts="*fp32",
+            rows="i32",
+            D="i32",
+            programs="i32",
+        )
+        found.append((norm_kernel._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
+    for gate in (
+        dict(ALPHA=1.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
+        dict(ALPHA=1.702, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
+    ):
+        gate["PAIRS"] = gate["CLAMP"]
+        some = dict(weights="*fp32", last="*i32")
+        gate |= dict(WEIGH=gate["CLAMP"], SOME=gate["CLAMP"], INTERPRETED=False, BLOCK=256, **wide)
+        found.append((gated_kernel._forward, dict(x=BF, **some, y=BF, F="i32"), gate))
+        found.append(
+            (
+                gated_kernel._backward,
+                dict(dy=BF, x=BF, **some, dx=BF, dweights="*fp32", F="i32"),
+                dict(BLOCKS=3, **gate),
+            )
+        )
+    pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))
+    found.append((rope_kernel._pack, pointers, dict(SIGN=1.0, ROTATE=True, **heads)))
+    normed = dict(qkv=BF, q_weight=BF, k_weight=BF, cos_table=BF, sin_table=BF)
+    found.append((head_norm_kernel._forward, dict(**normed, out=BF), dict(EPS=1e-6, ROTATE=True, **heads)))
+    more = dict(
+        dq=BF,
+        dk=BF,
+        dv=BF,
+        dqkv=BF,
+        dw_parts="*fp32",
+        tokens="i32",
+        length="i32",
+        programs="i32",
+        **dict.fromkeys(strides, "i32"),
+    )
+    found.append((head_norm_kernel._backward, dict(**normed, **more), dict(EPS=1e-6, ROTATE=True, **heads)))
+    rows = dict(row_of_label="*i64", here="*i1", lse="*fp32")
+    found.append(
+        (
+            loss_kernel._stats,
+            dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"),
+            dict(BLOCK=4096, **wide),
+        )
+    )
+    found.append(
+        (loss_kernel._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide))
+    )
+    found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
+    flat = dict(out="*fp32", own="*fp32", received="*fp32", n="i32", distance="i32")
+    found += [(sum_kernel._add, flat, dict(INDEX=index, SIZE=4, ADD=index > 0, BLOCK=2048)) for index in (0, 2)]
+    places = dict.fromkeys(
+        ("heads", "length", "first", "count", *(f"{x}_{d}" for x in ("out", "more") for d in ("seq", "head", "tok"))),
+        "i32",
+    )
+    found.append(
+        (
+            join_kernel._join,
+            dict(out="*fp32", lse="*fp32", more=BF, more_lse="*fp32", **places),
+            dict(V=128, V_BLOCK=128, ROWS=16, **wide),
+        )
+    )
+    found += experts(wide) + fp8_linears()
+    flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
+    found.append((adamw_kernel._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
+    narrow = dict(
+        m="*fp8e4nv", m_exponents="*i8", v="*fp8e4nv", v_exponents="*i8", out=BF, scalars="*fp64", step="*fp32", n="i64"
+    )
+    consts = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, LEAST=-54, MOST=100, RUN=1024, BLOCK=32, **wide)
+    found.append((moments_kernel._adamw, dict(p="*fp32", g="*fp32", **narrow), consts))
+    return found
+
+
+def fp8_linears() -> list[tuple]:
+    """Casts to 8 bits in every mode, and the GEMMs of codes with their own options."""
+    import triton.language as tl
+
+    found: list[tuple] = []
+    sizes = dict(R="i32", C="i32")
+    strides = {f"{x}_{d}": "i32" for x in "qkv" for d in ("seq", "head", "tok")}
+    rope_grad = dict(**dict.fromkeys(("q", "k", "v", "cos", "sin"), BF), length="i32", **strides)
+    like, heads = torch.empty(0, 0, device="meta"), torch.empty(0, 0, 0, 128, device="meta")
+    sources = {
+        quantize_kernel._cast: (like, dict(x=BF), {}),
+        quantize_kernel._cast_gated: (Gated(like), dict(x=BF), {}),
+        quantize_kernel._cast_gated_grad: (GatedGrad(like, like), dict(dy=BF, x=BF), {}),
+        quantize_kernel._cast_normed: (Normed(like, like, like), dict(x=BF, scale="*fp32", weight=BF), {}),
+        quantize_kernel._cast_rope_grad: (
+            RopeGrad(heads, heads, heads, None, None),
+            rope_grad,
+            dict(Q=32, KV=8, ROTATE=True),
+        ),
+    }
+    for kernel, (source, pointers, more) in sources.items():
+        for mode in range(7):
+            if kernel is not quantize_kernel._cast and mode == quantize_tile.SQUARES:
+                continue  # of weights alone
+            wide = mode == quantize_tile.GIVEN
+            code = "*fp8e5" if wide else "*fp8e4nv"
+            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quantize_tile.GIVEN else "*i32")
+            outs = dict(out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
+            t = quantize_kernel.tiles_of(source, mode)
+            consts = dict(
+                MODE=mode,
+                OTHER=True,
+                TRANSPOSED=True,
+                NOTE=True,
+                MAX=448.0,
+                LEAST=2.0**-10,
+                WIDE_RANGE=wide,
+                ROUND=False,
+                FLOOR=2.0**-100,
+                EVERY=16,
+                SLOTS=32,
+                ROWS=t.rows,
+                COLS=t.columns,
+            )
+            given = dict(**pointers, **amaxes, **outs, **sizes)
+            found.append((quantize_kernel._kernel_of(source, mode)[0], given, consts | more, dict(num_warps=t.warps)))
+            if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
+                found.append(uncounted(found[-1]))
+    for wide in (False, True):  # of what ranks of tp gather: as it lies
+        t, code = quantize_kernel.tiles_of(like, quantize_tile.GIVEN), "*fp8e5" if wide else "*fp8e4nv"
+        outs = dict(
+            row_amax="*fp32", col_amax=None, out=code, other=None, row_scales="*fp32", col_scales="*fp32", counts="*i64"
+        )
+        consts = dict(
+            MODE=quantize_tile.GIVEN,
+            OTHER=False,
+            TRANSPOSED=False,
+            NOTE=True,
+            MAX=57344.0 if wide else 448.0,
+            LEAST=2.0**-10,
+            WIDE_RANGE=wide,
+            ROUND=False,
+            FLOOR=2.0**-100,
+            EVERY=16,
+            SLOTS=32,
+            ROWS=t.rows,
+            COLS=t.columns,
+            col_amax=None,
+            other=None,
+        )
+        outs = {name: kind for name, kind in outs.items() if kind is not None}
+        found.append((quantize_kernel._cast, dict(x=BF, **outs, R="i32", C="i32"), consts, dict(num_warps=t.warps)))
+        found.append(uncounted(found[-1]))
+    found.append(
+        (
+            quantize_kernel._amax,
+            dict(x=BF, out="*i32", n="i32", steps="i32"),
+            dict(BLOCK=quantize_kernel.ALL),
+            dict(num_warps=8),
+        )
+    )
+    found.append(
+        (quantize_kernel._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quantize_tile.TILE), dict(num_warps=8))
+    )
+    run_of, run = (
+        dict.fromkeys(("first", "n", "columns", "high", "wide", "across"), "i32"),
+        dict(num_warps=stored_kernel.WARPS),
+    )
+    groups = dict(LINES=False, GROUP=stored_kernel.GROUP, GROUPS=stored_kernel.GROUPS, DTYPE=tl.bfloat16)
+    found.append((stored_kernel._largest, dict(x="*fp32", bits="*i32", **run_of), groups, run))
+    noted = dict(NOTE=True, LARGEST=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=False, ROUND=False, EVERY=16, SLOTS=32)
+    outs = dict(quantized="*fp8e4nv", multiplier="*fp32", counts="*i64", bits="*i32")
+    found.append((stored_kernel._cast_run, dict(x="*fp32", **outs, **run_of), groups | noted, run))
+    numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")
+    for kinds, out, add in (((0, 0), "*fp32", True), ((0, 0), BF, False), ((1, 2), BF, False), ((1, 1), "*fp32", True)):
+        c = gemm_kernel.WHOLE_TILES if kinds == (0, 0) else gemm_kernel.BLOCK_TILES
+        pair = dict(a=f"tensordesc<fp8e5[{c.m},128]>", b=f"tensordesc<fp8e4nv[{c.n},128]>")
+        consts = dict(A_KIND=kinds[0], B_KIND=kinds[1], ADD=add, TMA=True, BM=c.m, BN=c.n, BK=128, GROUP=c.group)
+        run = dict(num_warps=c.warps, num_stages=c.stages)
+        found.append(
+            (
+                gemm_kernel._scaled_gemm,
+                dict(**pair, out=out, a_scales="*fp32", b_scales="*fp32", **numbers),
+                consts,
+                run,
+            )
+        )
+    return found + emulated_casts() + expert_quantizer()
+
+
+def uncounted(cast: tuple) -> tuple:
+    """The cast where nobody asks what it loses: there is no tensor to count in."""
+    kernel, pointers, consts, options = cast
+    return kernel, {k: v for k, v in pointers.items() if k != "counts"}, consts | dict(NOTE=False, counts=None), options
+
+
+def emulated_casts() -> list[tuple]:
+    """Of MXFP8 and NVFP4, of blocks along features and along tokens."""
+    found: list[tuple] = []
+    for size, four_bits in ((32, False), (16, True)):
+        for tokens in (False, True):
+            lines, length = emulated.TILE[::-1] if tokens else emulated.TILE
+            numbers = dict.fromkeys(("N", "K", "across", "C", "signs"), "i32")
+            consts = dict(TOKENS=tokens, MIX=4 if tokens and four_bits else 0, SIZE=size, LINES=lines, LENGTH=length)
+            found.append(
+                (emulated._block_amax, dict(x=BF, out="*i32") | numbers, consts, dict(num_warps=emulated.WARPS))
+            )
+            given = dict(x=BF, multiplier="*fp32", out="*fp8e4nv", counts="*i64") | numbers | dict(k0="i32", k1="i32")
+            more = dict(
+                FOUR_BITS=four_bits,
+                RANDOM=four_bits,
+                NOTE=not tokens,
+                MAX=6.0 if four_bits else 448.0,
+                GRID=emulated.GRID,
+                F0=emulated.FACTORS[0],
+                F1=emulated.FACTORS[1],
+                SLOTS=32,
+                ROUND=False,
+            )
+            found.append((emulated._cast, given, consts | more, dict(num_warps=emulated.WARPS)))
+    return found
+
+
+def expert_quantizer() -> list[tuple]:
+    """The same of experts."""
+    found: list[tuple] = []
+    like = torch.empty(0, 0, device="meta")
+    rows = ExpertRows(*(like[0:0] for _ in range(5)))
+    sources = (
+        like,
+        Gathered(like, rows, None),
+        GatedRows(like, like, like),
+        GatedRowsGrad(like, like, like, dy=like, sums=like),
+    )
+    for source in sources:
+        for mode in range(7):
+            if mode == quantize_tile.SQUARES and source is not like:
+                continue  # of weights alone
+            wide, amax = mode == quantize_tile.GIVEN, "*fp32" if mode == quantize_tile.GIVEN else "*i32"
+            code, more = "*fp8e5" if wide else "*fp8e4nv", quantize_grouped_kernel.sources(source)[2]
+            read = dict(x=BF, dy=BF, source="*i32", weights="*fp32", sums="*fp32", ends="*i32")
+            outs = dict(
+                row_amax=amax,
+                col_amax=amax,
+                out=code,
+                other="*i32",
+                row_scales="*fp32",
+                col_scales="*fp32",
+                counts="*i64",
+            )
+            t = quantize_grouped_kernel.tiles_of(source, mode)
+            consts = dict(
+                MODE=mode,
+                PER_EXPERT=int(mode == quantize_tile.WHOLE),
+                NOTE=True,
+                MAX=448.0,
+                LEAST=2.0**-10,
+                WIDE_RANGE=wide,
+                ROUND=False,
+                FLOOR=2.0**-100,
+                EVERY=16,
+                SLOTS=32,
+                ROWS=t.rows,
+                COLS=t.columns,
+                TILE=128,
+                E_BLOCK=16,
+            )
+            found.append(
+                (
+                    quantize_grouped_kernel._cast,
+                    read | outs | dict.fromkeys("RCPE", "i32"),
+                    consts | more,
+                    dict(num_warps=t.warps),
+                )
+            )
+            if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
+                found.append(uncounted(found[-1]))
+    for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
+        c = (
+            grouped_gemm_kernel.BY_BLOCK
+            if per_step
+            else grouped_gemm_kernel.FAST
+            if fast
+            else grouped_gemm_kernel.CAREFUL
+        )
+        tiles, run = (
+            dict(BM=c.m, BN=c.n, BK=128, GROUP=c.group, HALVES=c.halves),
+            dict(num_warps=c.warps, num_stages=c.stages, maxnreg=c.registers),
+        )
+        kinds, left = dict(PER_STEP=per_step, FAST=fast, E_BLOCK=16), "fp8e4nv" if by_row else "fp8e5"
+        scales = dict(a_scales="*fp32", b_scales="*fp32")
+        numbers = dict.fromkeys(
+            ("R", "N", "K", "E", "b_rows", "b_cols", "a_row", "a_col", "b_expert", "b_row", "b_col"), "i32"
+        )
+        stored_kernel = dict(
+            a=f"tensordesc<{left}[{c.m},128]>",
+            b=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>",
+            bias=BF,
+            y=BF,
+            ends="*i32",
+        )
+        more = dict(BY_ROW=by_row, BY_COL=by_row, RUN=run_of, BIAS=fast, FLATTEN=c.flatten)
+        found.append((grouped_gemm_kernel._gemm, dict(**stored_kernel, **scales, **numbers), more | kinds | tiles, run))
+        numbers = dict.fromkeys(("M", "N", "E", "dy_row", "dy_group", "x_row", "x_group"), "i32")
+        stored_kernel = dict(
+            dy=f"tensordesc<{left}[{c.m},128]>",
+            x=f"tensordesc<fp8e4nv[{c.n >> c.halves},128]>",
+            dw="*fp32",
+            ends="*i32",
+        )
+        more = kinds | tiles | dict(BY_LINE=by_row, INTERPRETED=False)
+        found.append(
+            (
+                grouped_gemm_kernel._gemm_dw,
+                dict(**stored_kernel, dy_scales="*fp32", x_scales="*fp32", **numbers),
+                more,
+                run,
+            )
+        )
+    return found
+
+
+def experts(wide: dict) -> list[tuple]:
+    """Those of mixtures of experts. A tile on tensor cores needs the number of warps it was made for: the fourth
+    entry."""
+    import triton.language as tl
+
+    found = []
+    for dtype, tma in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True), (torch.float64, False)):
+        c = grouped_kernel.tiles_of(dtype)
+        name = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}[dtype]
+        sizes = dict(TMA=tma, WIDE=tl.float64 if name == "fp64" else tl.float32, BM=c.m, BN=c.n, BK=c.k, GROUP=c.group)
+        run, sums = dict(num_warps=c.warps, num_stages=c.stages), "*fp64" if name == "fp64" else "*fp32"
+
+        def tile(*shape: int, tma: bool = tma, name: str = name) -> str:
+            return f"tensordesc<{name}[{','.join(map(str, shape))}]>" if tma else f"*{name}"
+
+        for transposed in (True, False):
+            pointers = dict(
+                x=tile(c.m, c.k),
+                weight=tile(1, c.n, c.k) if transposed else tile(1, c.k, c.n),
+                bias=f"*{name}",
+                y=f"*{name}",
+                ends="*i32",
+            )
+            more = dict(TRANSPOSED=transposed, BIAS=transposed, E_BLOCK=16, FLATTEN=c.flatten)
+            found.append(
+                (grouped_kernel._grouped_gemm, dict(**pointers, R="i32", N="i32", K="i32", E="i32"), sizes | more, run)
+            )
+        pointers = dict(dy=tile(c.k, c.m), x=tile(c.k, c.n), dw=sums, ends="*i32")
+        found.append((grouped_kernel._grouped_gemm_dw, dict(**pointers, R="i32", M="i32", N="i32"), sizes, run))
+    found.append(
+        (grouped_kernel._grouped_sum, dict(dy=BF, db="*fp32", ends="*i32", N="i32"), dict(BR=64, BC=64, **wide))
+    )
+    sort = dict(COUNT=16, COUNT_BLOCK=16, BLOCK=256)
+    found.append((permute_kernel._count, dict(experts="*i64", counts="*i32", pairs="i32", first="i32"), sort))
+    pointers = dict.fromkeys(("counts", "sums", "source", "slot", "row", "ends"), "*i32")
+    found.append(
+        (
+            permute_kernel._place,
+            dict(experts="*i64", **pointers, **dict.fromkeys(("pairs", "first", "rows", "slots"), "i32")),
+            sort,
+        )
+    )
+    found.append((permute_kernel._gather, dict(x=BF, y=BF, row="*i32", D="i32"), dict(SLOTS=8, BLOCK=2048)))
+    found.append(
+        (
+            permute_kernel._sum,
+            dict(y=BF, weights="*fp32", out=BF, row="*i32", D="i32"),
+            dict(SLOTS=8, WEIGH=True, BLOCK=2048, **wide),
+        )
+    )
+    pointers = dict(dout=BF, y=BF, weights="*fp32", dy=BF, dweights="*fp32", row="*i32", D="i32")
+    found.append((permute_kernel._weighted_backward, pointers, dict(SLOTS=8, BLOCK=2048, **wide)))
+    form = dict(HERE=8, ETP=2, RANKS=8, SLOTS=8, K_BLOCK=8, BLOCK=2048)
+    found.append((push_kernel._send_tokens, dict(x=BF, experts="*i64", addresses="*i64", first="i32", D="i32"), form))
+    pointers = dict(y=BF, row="*i32", experts="*i64", addresses="*i64", tokens="i32", first="i32", index="i32", D="i32")
+    found.append((push_kernel._send_sums, pointers, dict(**form, **wide)))
+    found.append(
+        (push_kernel._add_sums, dict(parts=BF, out=BF, experts="*i64", tokens="i32", D="i32"), dict(**form, **wide))
+    )
+    pointers = dict(
+        logits="*fp32",
+        bias="*fp32",
+        samples="*i64",
+        positions="*i64",
+        experts_out="*i64",
+        weights_out="*fp32",
+        scores_out="*fp32",
+    )
+    form = dict(SIGMOID=True, AFTER=False, RENORMALIZE=True, SCALE=2.5, ROWS=4, E_BLOCK=256, E=256, K=8, **wide)
+    for drawn in (False, True):
+        choice = dict(GROUPS=8, TOP_GROUPS=4, DRAWN=drawn, BIAS=True, KEY=2**64 - 3, K_BLOCK=8)
+        found.append((route_kernel._route, dict(**pointers, T="i32", layer="i32"), form | choice))
+    pointers = dict(logits="*fp32", experts_in="*i64", dweights="*fp32", dscores="*fp32", dlogits="*fp32", T="i32")
+    found.append((route_kernel._route_backward, pointers, form | dict(WEIGHTS=True, SCORES=True)))
+    found.append(
+        (route_kernel._route_backward, pointers, form | dict(WEIGHTS=True, SCORES=True, SIGMOID=False, AFTER=True))
+    )
+    return found
+
+
+if __name__ == "__main__":
+    part, parts = map(int, sys.argv[1:] or (0, 1))
+    for kernel, signature, constants, *options in kernels()[part::parts]:
+        types = {**signature, **dict.fromkeys(constants, "constexpr")}
+        made = triton.compile(
+            ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32), options=dict(*options)
+        )
+        print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")

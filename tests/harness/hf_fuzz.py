@@ -1,0 +1,560 @@
+"""Random config.json files of every family, read by us and by transformers: the same logits in float64, or a
+refusal, never another model.
+
+    python -m tests.harness.hf_fuzz 5000 [first seed]
+
+A trial deletes, changes or adds one to three keys of a tiny model's config.json. Its weights fit the changed config
+as transformers reads it, or (in some trials) are those of the unchanged one; norms, biases and routers are random,
+and weights large, so that every key matters.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from phalanx.base.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.checkpoint.hf import read_folder
+from phalanx.checkpoint.load import load_weights
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build_for_inference
+from phalanx.forecast.decide import make_plan
+from phalanx.models.check import check
+from phalanx.pipeline.execute import execute
+from phalanx.sequence.batch import Batch
+
+SEQ, VOCAB, BATCH = 16, 61, 2
+LARGEST = 3_000_000  # parameters of a model that is built: a deleted size may mean billions
+HEAD, TIMES = "lm_head.weight", 1e-9
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+)
+WINDOW = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(COMMON, num_key_value_heads=2),
+    "mistral": dict(COMMON, num_key_value_heads=2, sliding_window=5),
+    "ministral": dict(
+        COMMON, num_key_value_heads=2, sliding_window=5, layer_types=["full_attention", "sliding_attention"], head_dim=8
+    ),
+    "qwen2": dict(COMMON, num_key_value_heads=2, **WINDOW),
+    "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=10, **WINDOW),
+    "mixtral": dict(
+        COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6
+    ),
+    "qwen3_moe": dict(
+        COMMON,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
+    "gpt_oss": dict(
+        COMMON, num_key_value_heads=2, head_dim=10, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+    ),
+    "deepseek_v3": dict(
+        COMMON,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        kv_lora_rank=10,
+        q_lora_rank=12,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        qk_nope_head_dim=5,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        moe_intermediate_size=12,
+    ),
+    "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
+}
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    dict(rope_type="default"),
+    dict(rope_type="default", rope_theta=500.0),
+    dict(rope_theta=77.0),
+    dict(type="linear", factor=2.0),
+    dict(rope_type="linear", factor=3.0, rope_theta=100.0),
+    dict(rope_type="dynamic", factor=2.0),
+    YARN,
+    dict(YARN, rope_theta=100.0),
+    dict(YARN, type="linear"),
+    dict(YARN, truncate=False),
+    dict(YARN, truncate=None),
+    dict(YARN, beta_fast=0, beta_slow=None),
+    dict(YARN, mscale=1.0, mscale_all_dim=0.7),
+    dict(YARN, attention_factor=1.3),
+    dict(YARN, factor=None),
+    dict(YARN, beta_fast=6, beta_slow=2),
+    dict(type="yarn", factor=2.5),
+    dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    dict(
+        rope_type="llama3",
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8,
+        rope_theta=50.0,
+    ),
+    dict(
+        rope_type="longrope",
+        short_factor=[1.0, 1.5, 2.0, 2.5],
+        long_factor=[2.0, 3.0, 4.0, 5.0],
+        original_max_position_embeddings=8,
+    ),
+    dict(
+        rope_type="longrope",
+        short_factor=[1.0, 1.5, 2.0],
+        long_factor=[2.0, 3.0, 4.0],
+        original_max_position_embeddings=30,
+        factor=3.0,
+    ),
+    dict(
+        type="longrope",
+        short_factor=[1.1] * 5,
+        long_factor=[2.0, 3.0, 4.0, 5.0, 6.0],
+        original_max_position_embeddings=12,
+        attention_factor=1.2,
+    ),
+    dict(rope_type="proportional", partial_rotary_factor=0.5),
+    dict(rope_type="proportional", factor=2.0),
+    dict(type="mrope", mrope_section=[1, 2]),
+    dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
+    dict(rope_type="default", partial_rotary_factor=0.5),
+    dict(rope_type=None),
+    dict(full_attention=dict(rope_type="default", rope_theta=9.0)),
+    dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0),
+)
+TYPES = ("full_attention", "sliding_attention")
+POOL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu", "swish", "silu", "relu", "gelu_new"),
+    "activation_function": ("gelu", "gelu_pytorch_tanh", "relu", "gelu_fast"),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "tie_word_embeddings": (True, False),
+    "rms_norm_eps": (0.3, 1e-2, 0, 1),
+    "layer_norm_epsilon": (0.3, 1e-2),
+    "rope_theta": (100.0, 500, 1e6),
+    "partial_rotary_factor": (0.5, 1.0, 0.9),
+    "original_max_position_embeddings": (4, 8, 64),
+    "max_position_embeddings": (8, 64, 1024),
+    "n_positions": (16, 8, 64),
+    "num_key_value_heads": (1, 2, 4, 3, 8),
+    "head_dim": (8, 10, 6, 7, 16),
+    "hidden_size": (24, 40, 30),
+    "n_embd": (24, 40),
+    "vocab_size": (64, 50),
+    "intermediate_size": (16, 31),
+    "n_inner": (16, 31),
+    "num_hidden_layers": (1, 3),
+    "n_layer": (1, 3),
+    "num_attention_heads": (2, 8, 1),
+    "n_head": (2, 8),
+    "sliding_window": (3, 7, 100, 1, 0),
+    "use_sliding_window": (True, False),
+    "max_window_layers": (0, 1, 2, 28, -1),
+    "layer_types": (
+        [TYPES[1], TYPES[0]],
+        [TYPES[1]] * 2,
+        [TYPES[0]] * 2,
+        ["attention", TYPES[1]],
+        ["linear_attention"] * 2,
+        [TYPES[0]],
+        "full",
+    ),
+    "num_local_experts": (4, 6, 8, 2),
+    "num_experts": (4, 6, 8, 0),
+    "num_experts_per_tok": (1, 3, 4, 9),
+    "norm_topk_prob": (True, False),
+    "decoder_sparse_step": (1, 2, 3, 0),
+    "mlp_only_layers": ([], [1], [0, 1], [7], [-1]),
+    "moe_intermediate_size": (8, 13),
+    "scoring_func": ("softmax", "sigmoid"),
+    "topk_method": ("greedy", "noaux_tc"),
+    "router_aux_loss_coef": (0.1, 0.0, 1),
+    "output_router_logits": (True, False),
+    "router_jitter_noise": (0.0, 0.1),
+    "attention_dropout": (0.0, 0.1),
+    "resid_pdrop": (0.0, 0.2),
+    "embd_pdrop": (0.0, 0.2),
+    "attn_pdrop": (0.0, 0.2),
+    "initializer_range": (0.01, 0.5, 1, 3.0),
+    "swiglu_alpha": (1.0, 0.5),
+    "swiglu_limit": (0.5, 2.0, 7),
+    "n_shared_experts": (0, 2, 3),
+    "n_routed_experts": (4, 16),
+    "n_group": (2, 1, 8),
+    "topk_group": (1, 4, 3),
+    "routed_scaling_factor": (1.0, 3.3),
+    "kv_lora_rank": (6,),
+    "q_lora_rank": (None, 6),
+    "qk_rope_head_dim": (4, 8, 5),
+    "qk_nope_head_dim": (3,),
+    "v_head_dim": (5,),
+    "first_k_dense_replace": (0, 2, 5),
+    "rope_interleave": (True, False),
+    "num_nextn_predict_layers": (0, 1, 2),
+    "num_mtp_layers": (0, 1),
+    "scale_attn_weights": (True, False),
+    "scale_attn_by_inverse_layer_idx": (True, False),
+    "reorder_and_upcast_attn": (True, False),
+    "add_cross_attention": (False, True),
+    "n_ctx": (16,),
+    "use_cache": (False,),
+    "dtype": ("float16",),
+    "torch_dtype": ("bfloat16",),
+    "pad_token_id": (0, 5),
+    "bos_token_id": (3,),
+    "eos_token_id": ([1, 2],),
+    "architectures": (["X"],),
+    "quantization_config": ({"bits": 4},),
+    "pretraining_tp": (2,),
+    "per_layer_config": ({"0": {"hidden_act": "gelu"}},),
+    "moe_layer_freq": (1, 2),
+    "logit_scale": (2.0,),
+    "use_alibi": (True,),
+    "attn_implementation": ("eager",),
+    "aux_loss_alpha": (0.1,),
+    "seq_aux": (False,),
+    "qk_head_dim": (3,),
+    "experts_per_token": (3,),
+    "rotary_pct": (0.5,),
+    "chunk_size_feed_forward": (4,),
+    "return_dict": (False,),
+    "is_encoder_decoder": (True,),
+    "auto_map": ({"AutoModelForCausalLM": "code.Model"},),
+    "num_labels": (5,),
+    "tokenizer_class": ("X",),
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "final_logit_softcapping": (3.0,),
+    "attention_multiplier": (2.0,),
+    "top_k": (3,),
+}
+ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
+# what is refused although transformers reads it, and why
+REASONS: dict[str, str] = {
+    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head) is missing",  # noqa: E501
+    "a value of another type": r"\(it must be ",
+    "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
+    r"number|even|numbers|> |>= |<= |true)",
+    "an activation or dropout that we do not have": r"(hidden_act|activation_function|attention_dropout|router_jitter_noise|embd_pdrop)=",  # noqa: E501
+    "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
+    "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
+    "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
+    "weights that the config has no place for, or lacks": r"does not fit the model|has no lm_head|has a lm_head",
+    "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
+    "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
+    "no layer has experts": r"must leave a layer with experts",
+    "heads that do not divide": r"must divide|must be a multiple|num_key_value_heads=|head_dim=",
+    "modules of multi-token prediction": r"num_nextn_predict_layers",
+    "experts or groups that do not fit": r"must be <= ",
+    "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str  # equal, both refuse, we refuse, only we read, different, traceback
+    why: str = ""
+
+
+class _Wide:
+    """torch with float64 in the place of float32."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """transformers computes norms, angles and routers in float32 whatever the weights are: here in float64."""
+    from transformers import modeling_rope_utils
+
+    import_families()
+    names = [n for n in sys.modules if re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\1", n)]
+    modules = [modeling_rope_utils, *(sys.modules[n] for n in names if hasattr(sys.modules[n], "torch"))]
+    before = [module.torch for module in modules]
+    narrow = torch.Tensor.float
+    try:
+        for module in modules:
+            module.torch = _Wide()
+        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+        yield
+    finally:
+        torch.Tensor.float = narrow  # type: ignore[method-assign]
+        for module, own in zip(modules, before):
+            module.torch = own
+
+
+@cache
+def import_families() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in FAMILIES:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+
+
+def base_config(family: str, old: bool) -> dict[str, Any]:
+    """config.json as transformers 5 saves it, or with the rotary embedding as older ones did."""
+    import transformers
+
+    found = transformers.AutoConfig.for_model(family, **deepcopy(FAMILIES[family])).to_dict()
+    drop = {"transformers_version", "id2label", "label2id", "_name_or_path"}
+    found = {k: v for k, v in found.items() if k not in drop and not k.startswith("summary_")}
+    if old and "rope_parameters" in found:
+        rope = found.pop("rope_parameters")
+        found["rope_theta"] = rope.pop("rope_theta")
+        found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return json.loads(json.dumps(found, default=str))
+
+
+def mutate(config: dict[str, Any], dice: random.Random) -> list[str]:
+    """Change one to three keys; what was done, in words."""
+    done = []
+    for _ in range(dice.choices((1, 2, 3), (6, 3, 1))[0]):
+        key = dice.choice(sorted(config)) if dice.random() < 0.5 else dice.choice(sorted(POOL))
+        if key == "model_type":
+            continue
+        if key in config and dice.random() < 0.25:
+            del config[key]
+            done.append(f"del {key}")
+            continue
+        value = deepcopy(dice.choice(POOL[key] if key in POOL and dice.random() < 0.85 else ANY))
+        if isinstance(value, dict) and value and dice.random() < 0.25:
+            inner = dice.choice(sorted(value))
+            if dice.random() < 0.5:
+                del value[inner]
+            else:
+                value[inner] = dice.choice(ANY)
+        config[key] = value
+        done.append(f"{key}={value!r}")
+    return done
+
+
+def randomise(model: Any) -> None:
+    """Weights of the size that makes attention sharp; norms, biases, sinks and routers' biases all random."""
+    with torch.no_grad():
+        for name, p in [
+            *model.named_parameters(),
+            *((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")),
+        ]:
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and "norm" in name else 0.0)
+
+
+def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
+    """Random weights that fit a config as transformers reads it. False: it refuses the config, or the model is too
+    large to be tried."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        theirs = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+        if size > LARGEST:
+            return False
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
+        randomise(model)
+        model.save_pretrained(folder)
+    except Exception:  # whatever a config does to it: that is what is tried
+        return False
+    (folder / "config.json").write_text(json.dumps(config))
+    return True
+
+
+def change_head(folder: Path, dice: random.Random) -> str:
+    """The head and the embedding in the files: as saved, one more, one less, a copy."""
+    tensors = load_file(folder / "model.safetensors")
+    embedding = next((n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    if embedding is None or dice.random() < 0.7:
+        return ""
+    what = dice.choice(("copy", "other", "none", "alone"))
+    if what == "none":
+        tensors.pop(HEAD, None)
+    elif what == "alone":
+        tensors[HEAD] = tensors.pop(embedding)
+    else:
+        tensors[HEAD] = tensors[embedding] + (0.0 if what == "copy" else torch.randn_like(tensors[embedding]) * 0.1)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return f"head: {what}"
+
+
+def tokens_of(vocab: int) -> torch.Tensor:
+    return torch.randint(0, min(vocab, 50), (BATCH, SEQ), generator=torch.Generator().manual_seed(3))
+
+
+def their_logits(folder: Path) -> torch.Tensor | str:
+    """(BATCH x SEQ, vocab), or why there are none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            if sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) > LARGEST:
+                return "too large to be tried"
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+        parameters = dict(model.named_parameters())
+        missing = [n for n in info["missing_keys"] if n not in parameters or parameters[n].numel()]
+        if missing:
+            return f"random weights for {missing[0]}"
+        out = model.eval()(tokens_of(VOCAB), use_cache=False, return_dict=True).logits
+    except Exception as error:  # whatever a config does to it: that is what is tried
+        return f"{type(error).__name__}: {error}"
+    return out.detach().flatten(0, 1) if out.isfinite().all() else "not finite"
+
+
+def our_logits(folder: Path) -> torch.Tensor:
+    """The same of ours, on one process. PhalanxError: refused."""
+    model = read_folder(folder).model
+    problems = check(model, tp=1, seq_length=SEQ)
+    if problems:
+        raise ConfigError(problems)
+    plan = make_plan(
+        Run(
+            model=model,
+            train=TrainConfig(steps=1, global_batch=BATCH, micro_batch=BATCH, seq_length=SEQ, precision="fp64"),
+        ),
+        1,
+    )
+    mesh = Mesh(plan.grid, 0)
+    buffers, stages = build_for_inference(plan, mesh)
+    load_weights(folder, buffers, mesh)
+    tokens = tokens_of(VOCAB).flatten()
+    if tokens.max() >= model.vocab_size:
+        raise CheckpointError("must be <= vocab_size")
+    zeros = torch.zeros_like(tokens)
+    batch = Batch(tokens, zeros, torch.arange(SEQ).repeat(BATCH), zeros, BATCH, SEQ)
+    stages.finish = lambda head, x, _: head.logits(x, torch.arange(len(tokens)))
+    stages.begin([batch], seed=None)
+    with torch.no_grad():
+        execute(
+            [i for i in plan.programs(1, backward=False).lists[0] if type(i) in stages.handlers()], stages.handlers()
+        )
+    stages.end()
+    return stages.outputs[0]
+
+
+def loss_of(logits: torch.Tensor) -> float:
+    labels = tokens_of(VOCAB).roll(-1, 1).flatten()
+    return float(F.cross_entropy(logits, labels))
+
+
+def trial(seed: int, folder: Path) -> tuple[str, list[str], Outcome]:
+    """(family, what was changed, what came of it)."""
+    dice = random.Random(seed)
+    family = sorted(FAMILIES)[seed % len(FAMILIES)]
+    config = base_config(family, old=dice.random() < 0.5)
+    original = deepcopy(config)
+    done = mutate(config, dice)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if dice.random() < 0.25 or not write_weights(config, folder, seed):
+        done.append("weights of the unchanged config")
+        if not write_weights(original, folder, seed):
+            raise RuntimeError(f"transformers refuses its own config of {family}")
+    done.append(change_head(folder, dice))
+    (folder / "config.json").write_text(json.dumps(config))
+    return family, [d for d in done if d], outcome(folder)
+
+
+def outcome(folder: Path) -> Outcome:
+    with wide():
+        theirs = their_logits(folder)
+    try:
+        ours = our_logits(folder)
+    except PhalanxError as error:
+        if isinstance(theirs, str):
+            return Outcome("both refuse", str(error))
+        why = next((reason for reason, text in REASONS.items() if re.search(text, str(error))), None)
+        return Outcome("we refuse", why) if why else Outcome("refused without a stated reason", str(error))
+    except Exception as error:  # what a user would see as a traceback
+        return Outcome("traceback", f"{type(error).__name__}: {error}")
+    if isinstance(theirs, str):
+        return Outcome("different" if theirs.startswith("random weights") else "only we read", theirs)
+    if ours.shape != theirs.shape:
+        return Outcome("different", f"{tuple(ours.shape)} instead of {tuple(theirs.shape)}")
+    off = float((ours - theirs).abs().max() / theirs.abs().max())
+    loss, truth = loss_of(ours), loss_of(theirs)
+    good = off <= TIMES and abs(loss - truth) <= TIMES * abs(truth)
+    return (
+        Outcome("equal") if good else Outcome("different", f"logits off by {off:.2g}, loss {loss} instead of {truth}")
+    )
+
+
+BAD = ("different", "traceback", "refused without a stated reason")
+
+
+def soak(count: int, first: int = 0) -> tuple[Counter[tuple[str, str]], Counter[str], list[str]]:
+    """Trials of seeds from `first` on: (family, outcome) and reasons by number, and every bad one in a line."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity(50)
+    transformers.logging.disable_progress_bar()
+    counts, reasons, bad = Counter[tuple[str, str]](), Counter[str](), list[str]()
+    with tempfile.TemporaryDirectory() as temporary:
+        for seed in range(first, first + count):
+            family, done, found = trial(seed, Path(temporary) / "folder")
+            counts[family, found.kind] += 1
+            if found.kind == "we refuse":
+                reasons[found.why] += 1
+            if found.kind in BAD:
+                bad.append(f"seed {seed} {family}: {'; '.join(done)}: {found.kind}: {found.why[:400]}")
+                print(bad[-1], flush=True)
+    return counts, reasons, bad
+
+
+def main(count: int, first: int = 0) -> None:
+    torch.set_num_threads(1)
+    counts, reasons, _ = soak(count, first)
+    kinds = sorted({kind for _, kind in counts})
+    for family in sorted(FAMILIES):
+        print(family, {kind: counts[family, kind] for kind in kinds})
+    print("all", {kind: sum(n for (_, k), n in counts.items() if k == kind) for kind in kinds})
+    for reason, number in reasons.most_common():
+        print(f"  {number:5d} {reason}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

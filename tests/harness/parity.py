@@ -1,0 +1,350 @@
+"""What the central test runs on each rank: a few steps of a tiny model in any layout, and everything that must not
+depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import State, build
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
+from phalanx.layout.box import Box
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.mistral import MistralConfig
+from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.qwen2 import Qwen2Config
+from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.rope import RopeScaling
+from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.verifying.compare import allowed, random_weights
+
+SEQ, VOCAB = 16, 131
+
+MODELS = {
+    "llama": LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=6,
+        rope_scaling=RopeScaling(
+            factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8
+        ),
+    ),
+    "llama-tied": LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+    ),
+    "mixtral": MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=21,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.1,
+        router_z_loss_coef=0.01,
+    ),
+    "mixtral-full": MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=21,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.1,
+        router_aux_loss_scope="global_batch",
+        expert_capacity_factor=1.0,
+    ),
+    "qwen3_moe": Qwen3MoEConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        moe_intermediate_size=14,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_experts=8,
+        num_experts_per_tok=3,
+        decoder_sparse_step=2,
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        router_aux_loss_coef=0.1,
+        router_aux_loss_scope="sequence",
+    ),
+    "gpt_oss": GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=14,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=5,
+        swiglu_limit=1.5,
+        router_aux_loss_coef=0.1,
+        router_z_loss_coef=0.01,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, truncate=False),
+    ),
+    "mistral": MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        sliding_window=5,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
+    "qwen2": Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=9,
+        max_window_layers=2,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        q_lora_rank=18,
+        kv_lora_rank=10,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        moe_intermediate_size=14,
+        n_group=4,
+        topk_group=2,
+        router_bias_update_rate=0.05,
+        router_aux_loss_coef=0.1,
+    ),
+    "deepseek_v3-mtp": DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=10,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=14,
+        n_group=2,
+        topk_group=1,
+        router_aux_loss_coef=0.1,
+        num_nextn_predict_layers=2,
+        mtp_loss_weight=0.7,
+    ),
+    "deepseek_v3-dense": DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        num_attention_heads=4,
+        q_lora_rank=18,
+        kv_lora_rank=10,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        rms_norm_eps=1e-5,
+        rope_scaling=RopeScaling(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.8
+        ),
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        max_position_embeddings=SEQ,
+        dropout=0.1,
+        attention_dropout=0.1,
+    ),
+}
+MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
+
+
+def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -> Run:
+    options = {
+        "steps": 10,
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "seq_length": SEQ,
+        "precision": "fp64",
+        **train,
+    }
+    return Run(model=MODELS[model], train=TrainConfig(**options))
+
+
+def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Batch:
+    """Sequences made from their sample ids alone, some labels ignored (more in later samples: counts differ between
+    micro-batches)."""
+    rows = [torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(i)) for i in ids]
+    tokens = torch.stack(rows)
+    labels = tokens[:, 1:].clone()
+    for row, i in enumerate(ids):
+        labels[row, : i % 5] = IGNORE
+    positions = torch.arange(length).repeat(len(ids))
+    docs = real = None
+    if documents:
+        cuts = torch.tensor([[(t >= 3 + i % 7) + (t >= 11) for t in range(length)] for i in ids])
+        if documents == "packed":  # one of 1 to 5 tokens, a long one, perhaps a short one, and padding
+            cuts = torch.tensor([[(t >= 1 + i % 5) + (t >= 9 + i % 4) + (t >= 13) for t in range(length)] for i in ids])
+            real = (cuts < 3).long().reshape(-1)
+            labels = torch.where(cuts < 3, labels, IGNORE)
+        if (
+            documents == "filling"
+        ):  # short ones that fill four ranks of 4 tokens only where the long one is cut into parts of other lengths
+            cuts = torch.tensor(
+                [[(t >= (12, 2)[i % 2]) + (t >= 13 + i % 2) + (t >= 14 + i % 2) for t in range(length)] for i in ids]
+            )
+        docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 4).reshape(-1)
+        starts = torch.cat([torch.tensor([0]), (docs[1:] != docs[:-1]).nonzero()[:, 0] + 1])
+        positions = (
+            torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
+        )
+    samples = torch.tensor(ids).repeat_interleave(length)
+    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs, real=real)
+
+
+def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
+    n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
+    first, length = step * n + mesh.dp.index * (n // dp), run.train.seq_length
+    return [
+        sample_batch(list(range(i, i + size)), documents, length).cut(mesh.part)
+        for i in range(first, first + n // dp, size)
+    ]
+
+
+Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]
+
+
+def parts_of(state: State, what: str) -> Parts:
+    """This rank's boxes of every global tensor of its shards ('grad' or 'master'); elements of other ranks are NaN."""
+    found: Parts = []
+    for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
+        whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
+        whole[flat.lo : flat.hi] = (flat.own_grad if what == "grad" else flat.master).double()
+        for slot in flat.bucket.slots:
+            storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            for piece in slot.spec.pieces:
+                found.append((piece.name, piece.shape, piece.box, piece.of(storage).numpy().copy()))
+    return found
+
+
+def run_layout(
+    rank: int,
+    world: int,
+    run: Run,
+    steps: int,
+    documents: bool | str = False,
+    drop: Site | None = None,
+    watch: bool = False,
+) -> dict:
+    """Train `steps` steps; losses, norms, all gradients of each step and the last weights, as this rank's parts."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    random_weights(state)
+    mesh.watch.on, mesh.watch.drop = watch or drop is not None, drop
+    state.train()
+    losses, norms, grads = [], [], []
+    for step in range(steps):
+        tokens = accumulate(state, step_batches(run, mesh, step, documents))
+        grads.append(parts_of(state, "grad"))
+        result = update(state, tokens, lr=1e-2)
+        mtp_loss = 0.0 if result.mtp_loss is None else result.mtp_loss.item()
+        losses.append((result.loss.item(), mtp_loss, *(value.item() for value in result.metrics.values())))
+        norms.append(result.grad_norm.item())
+    state.buffers.ready()
+    sites = list(mesh.watch.calls)
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master"), "sites": sites}
+
+
+def assemble(parts: list[Parts]) -> dict[str, np.ndarray]:
+    """Global tensors from all ranks' boxes: complete, and equal where ranks hold the same elements."""
+    whole: dict[str, np.ndarray] = {}
+    for rank_parts in parts:
+        for name, shape, box, values in rank_parts:
+            target = whole.setdefault(name, np.full(shape, np.nan))[box.slices()]
+            both = ~np.isnan(target) & ~np.isnan(values)
+            np.testing.assert_allclose(
+                values[both], target[both], rtol=1e-12, atol=1e-14, err_msg=f"replicas of {name} differ"
+            )
+            np.copyto(target, values, where=~np.isnan(values))
+    for name, values in whole.items():
+        assert not np.isnan(values).any(), f"{name} has elements that no rank holds, or NaN"
+    return whole
+
+
+def compare(results: list[dict], truth: dict, steps: int) -> None:
+    """All that a layout must not change: per tensor within 1e-9 x max(its own scale, 1e-6 x the largest gradient)."""
+    for result in results:
+        np.testing.assert_allclose(result["losses"], truth["losses"], rtol=1e-10, err_msg="losses")
+        np.testing.assert_allclose(result["norms"], truth["norms"], rtol=1e-9, err_msg="norms")
+    for step in range(steps):
+        same_tensors(assemble([r["grads"][step] for r in results]), truth["grads"][step], f"step {step} gradient of")
+    same_tensors(assemble([r["weights"] for r in results]), truth["weights"], "weights of")
+
+
+def same_tensors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], what: str) -> None:
+    assert found.keys() == truth.keys()
+    largest = max(np.abs(t).max() for t in truth.values())
+    for name, expected in truth.items():
+        bound = allowed(np.abs(expected).max(), largest)
+        off = np.abs(found[name] - expected).max()
+        assert off <= bound, f"{what} {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+def truth_of(ranks, run: Run, steps: int, documents: bool) -> dict:
+    """The single-process run of the same config."""
+    from phalanx.planning.plan import storing_all, without_layout
+
+    alone = replace(without_layout(run), layout=replace(without_layout(run).layout, sharding=0))
+    (result,) = ranks.run("tests.harness.parity:run_layout", 1, storing_all(alone), steps, documents)
+    return {**result, "grads": [assemble([g]) for g in result["grads"]], "weights": assemble([result["weights"]])}

@@ -1,0 +1,263 @@
+"""docs/howto-multi-node.md, done: two "nodes" are two network namespaces joined by a cable that exists only in the
+kernel.
+
+Needs root and `ip` (package iproute2); skipped with the reason where they are missing. Nothing is installed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import wait_for
+from tests.harness.hostile import listeners
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "model": {
+        "family": "llama",
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "seq_length": 32, "device": "cpu"},
+    "layout": {"tp": 2},
+    "optim": {"lr": 3e-3},
+    "data": {"mock": True},
+    "log": {"report": False},
+}
+PORT = "29511"  # free: nothing else runs in a fresh namespace
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    device: str
+    address: str
+
+
+def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Node, Node]]:
+    """Two namespaces that reach each other and nothing else; always removed again."""
+    if os.geteuid() != 0:
+        pytest.skip("making network namespaces needs root")
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` command: install the package iproute2")
+    tag = f"phx{os.getpid()}"
+    pair = Node(f"{tag}a", f"v{os.getpid()}a", "10.77.0.1"), Node(f"{tag}b", f"v{os.getpid()}b", "10.77.0.2")
+    try:
+        if refused := connect(pair):
+            pytest.skip(f"network namespaces are not allowed here: {refused}")
+        yield pair
+    finally:
+        for node in pair:
+            end_ranks(node)
+            ip("netns", "del", node.name, check=False)
+            shutil.rmtree(Path("/etc/netns") / node.name, ignore_errors=True)
+
+
+def connect(pair: tuple[Node, Node]) -> str:
+    """What the system said if it refuses; else nothing."""
+    a, b = pair
+    try:
+        for node in pair:
+            ip("netns", "add", node.name)
+        ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
+    except subprocess.CalledProcessError as error:
+        return error.stderr.strip()
+    for node in pair:
+        ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)
+        ip("-n", node.name, "link", "set", "lo", "up")
+        ip("-n", node.name, "link", "set", node.device, "up")
+        # each node knows both names, its own host name means its own address, and nobody asks a DNS server that it
+        # cannot reach
+        etc = Path("/etc/netns") / node.name
+        etc.mkdir(parents=True, exist_ok=True)
+        names = [f"{n.address} node-{n.name[-1]}" for n in pair]
+        (etc / "hosts").write_text(
+            "\n".join(["127.0.0.1 localhost", f"{node.address} {os.uname().nodename}", *names, ""])
+        )
+        (etc / "nsswitch.conf").write_text("hosts: files\n")
+    return ""
+
+
+def run_on(node: Node, words: list[str], **more: str) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": node.device, **more}
+    command = ["ip", "netns", "exec", node.name, sys.executable, "-m", *words]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def end_ranks(node: Node) -> None:
+    """End what still runs in a namespace: ranks whose torchrun was killed after a failure."""
+    for pid in ip("netns", "pids", node.name, check=False).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def finish(processes: list[subprocess.Popen]) -> list[str]:
+    """What each node printed; all of them must have ended well."""
+    try:
+        outputs = [p.communicate(timeout=120)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n----\n".join(outputs)
+    return outputs
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["loss"], r["grad_norm"]) for r in rows if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("multi-node") / "run.yaml"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def on_one_node(config, nodes) -> list[tuple[float, float]]:
+    """The same config on one machine, with the launcher of `phalanx train`. Asks for `nodes` so as not to run for
+    nothing."""
+    folder = config.parent / "one"
+    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={folder}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(folder)
+
+
+SECRET = "5d1c7e" * 8  # of these runs
+SLURM = {
+    "SLURM_JOB_ID": "14511",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "node-a,node-b",
+}
+
+
+def test_torchrun_on_two_nodes(nodes, config, on_one_node, tmp_path):
+    """tp=2 over the cable: the same losses as on one machine, bit by bit; node 1 prints no step lines."""
+    train = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
+    start = [
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "node-a",
+        "--master-port",
+        PORT,
+    ]
+    secret = {"PHALANX_RUN_SECRET": SECRET}
+    outputs = finish(
+        [run_on(node, [*start, "--node-rank", str(i), "-m", *train], **secret) for i, node in enumerate(nodes)]
+    )
+    assert losses(tmp_path / "run") == on_one_node and len(on_one_node) == CONFIG["train"]["steps"]
+    assert "step=5 loss=" in outputs[0] and "step=" not in outputs[1] and "PHALANX_RUN_SECRET" not in outputs[0]
+
+
+def test_slurm_variables_on_two_nodes(nodes, config, on_one_node, tmp_path):
+    """What `srun phalanx train` sets: each process is a rank; the first name of the node list is where rank 0 is.
+    Without a secret one warning."""
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
+    outputs = finish([run_on(node, words, **SLURM, SLURM_PROCID=str(i)) for i, node in enumerate(nodes)])
+    assert losses(tmp_path / "run") == on_one_node
+    assert outputs[0].count("warning: PHALANX_RUN_SECRET is not set") == 1 and "PHALANX_RUN_SECRET" not in outputs[1]
+
+
+@pytest.mark.trust(
+    1,
+    "start a rank on another machine with a wrong secret: it trained along",
+    "all ranks refuse with exit 2 before they connect",
+)
+@pytest.mark.parametrize("other", ["another secret, of somebody else", None])
+def test_a_rank_with_another_secret_is_refused(nodes, config, tmp_path, other):
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
+    secrets = [{"PHALANX_RUN_SECRET": SECRET}, {"PHALANX_RUN_SECRET": other} if other else {}]
+    ranks = [run_on(node, words, **SLURM, SLURM_PROCID=str(i), **secrets[i]) for i, node in enumerate(nodes)]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], outputs
+    assert all(
+        "config error: PHALANX_RUN_SECRET='(not shown)'" in text and "Traceback" not in text for text in outputs
+    ), outputs
+    assert not any(secret in text for text in outputs for secret in (SECRET, other or SECRET))
+
+
+def listening_in(node: Node) -> set[tuple[str, int]]:
+    return {found for pid in ip("netns", "pids", node.name).stdout.split() for found in listeners(of=pid)}
+
+
+def can_reach(node: Node, address: str, port: int) -> bool:
+    code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=5)"
+    return (
+        subprocess.run(
+            ["ip", "netns", "exec", node.name, sys.executable, "-c", code], capture_output=True, timeout=20
+        ).returncode
+        == 0
+    )
+
+
+def until_trained(folder: Path) -> None:
+    wait_for(lambda: (folder / "log.txt").exists() and " step=2 " in (folder / "log.txt").read_text())
+
+
+@pytest.mark.trust(
+    1,
+    "list the listening sockets of ranks on two machines: rank 0's store on all interfaces",
+    "each on the chosen interface alone",
+)
+def test_between_nodes_ranks_listen_at_the_chosen_interface(nodes, config, tmp_path):
+    """Which is chosen without a word by the way to rank 0, and by name."""
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}", "train.steps=100000"]
+    choices = [{}, {"PHALANX_INTERFACE": nodes[1].device, "GLOO_SOCKET_IFNAME": "lo"}]
+    ranks = [
+        run_on(node, words, **{**SLURM, "SLURM_PROCID": str(i), "PHALANX_RUN_SECRET": SECRET, **choices[i]})
+        for i, node in enumerate(nodes)
+    ]
+    try:
+        until_trained(tmp_path / "run")
+        found = [listening_in(node) for node in nodes]
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    for node, sockets in zip(nodes, found):
+        assert {address for address, _ in sockets} == {node.address}, (sockets, outputs)
+    assert (nodes[0].address, 15000 + int(SLURM["SLURM_JOB_ID"]) % 15000) in found[0]
+    assert [rank.returncode for rank in ranks] == [75, 75] and "PHALANX_RUN_SECRET" not in outputs[0], outputs
+
+
+def test_ranks_of_one_node_cannot_be_reached_from_another(nodes, config, tmp_path):
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}", "train.steps=100000"]
+    launcher = run_on(nodes[0], words)  # with GLOO_SOCKET_IFNAME, which names the node's interface
+    try:
+        until_trained(tmp_path / "run")
+        found = listening_in(nodes[0])
+        reached = [can_reach(nodes[1], nodes[0].address, port) for _, port in found]
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        said = launcher.communicate(timeout=120)[0]
+    assert {address for address, _ in found} == {"127.0.0.1"} and len(found) > 2, found
+    assert not any(reached) and launcher.returncode == 75, said

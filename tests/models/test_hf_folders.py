@@ -1,0 +1,214 @@
+"""Hugging Face folders are read exactly as transformers reads them, or refused: tests.harness.hf_fuzz, and the
+cases that users meet."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import transformers
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.convert import export
+from phalanx.checkpoint.hf import differences, from_hf, read_folder, to_hf
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.experts import ExpertsConfig
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.rope import RopeScaling
+from tests.harness import hf_fuzz
+from tests.harness.checkpoints import make_run, make_state, save_here, set_state
+from tests.harness.parity import MODELS, base_run, compare, truth_of
+from tests.harness.sample import rest_in_soak
+
+
+def bad_trials(first: int, count: int) -> list[str]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return hf_fuzz.soak(count, first)[2]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.trust(
+    7,
+    "a config.json with a key deleted, changed or added (36 of 850 trained another model)",
+    "the loss of transformers, or refused",
+)
+def test_a_changed_config_is_read_as_transformers_reads_it_or_refused():
+    assert not bad_trials(random.Random().randrange(10**6) * 100, 80)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(10))
+def test_five_thousand_changed_configs(part):
+    assert not bad_trials(10**9 + 500 * part, 500)
+
+
+def folder_of(tmp_path, family: str, **changes):
+    config = hf_fuzz.base_config(family, old=False)
+    assert hf_fuzz.write_weights(config, tmp_path, 0)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    return tmp_path
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.trust(
+    7,
+    "rope_scaling added to a folder that transformers 5 saved",
+    "YaRN, as in transformers; refused where it would lose the base",
+)
+def test_rope_scaling_beside_rope_parameters(tmp_path):
+    found = hf_fuzz.outcome(folder_of(tmp_path, "qwen3", rope_scaling=YARN))
+    assert found.kind == "equal"
+    scaling = read_folder(tmp_path).model.rope_scaling
+    assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("yarn", 4.0, 8)
+    lost = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN}
+    with pytest.raises(CheckpointError, match="rope_theta=1000000.0 of rope_parameters beside rope_scaling"):
+        read_folder(folder_of(tmp_path, "qwen3", **lost))
+    assert (
+        hf_fuzz.outcome(folder_of(tmp_path, "qwen3", **{**lost, "rope_scaling": {**YARN, "rope_theta": 1e6}})).kind
+        == "equal"
+    )
+
+
+@pytest.mark.parametrize("family", [f for f in hf_fuzz.FAMILIES if f != "ministral"])
+def test_missing_keys_are_what_transformers_takes(family):
+    """Truth: the config class of transformers, given the sizes alone."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "n_embd", "n_layer", "n_head")
+    full = hf_fuzz.base_config(family, old=False)
+    short = {"model_type": family, **{k: full[k] for k in sizes if k in full}}
+    if family != "gpt2":
+        short |= {
+            "num_attention_heads": 128,
+            "hidden_size": 256,
+        }  # as many as DeepSeek has heads of keys where it says none
+    theirs = json.loads(json.dumps(transformers.AutoConfig.for_model(**short).to_dict(), default=str))
+    theirs.pop("num_nextn_predict_layers", None)  # 1 whatever the folder holds
+    assert from_hf(short) == from_hf(theirs)
+
+
+def test_a_config_of_an_unknown_class_is_not_written_as_llamas():
+    @dataclass(frozen=True, kw_only=True)
+    class GemmaLikeConfig(LlamaConfig):
+        family: str = "gemma"
+
+    model = GemmaLikeConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(CheckpointError, match="no config.json is known for GemmaLikeConfig"):
+        to_hf(model, torch.float32)
+
+
+def test_a_checkpoint_from_before_a_field_was_added_is_of_the_same_model():
+    now = MODELS["qwen2"]
+    old = {k: v for k, v in vars(now).items() if k not in ("attention_bias", "mlp_bias", "layer_types")}
+    assert differences(old, vars(now)) == []
+    assert (
+        differences(
+            old, vars(replace(now, layer_types=("full_attention",) * 3 + ("sliding_attention",), max_window_layers=0))
+        )
+        != []
+    )
+
+
+def test_a_tied_config_with_another_head_is_read_untied(tmp_path):
+    folder_of(tmp_path, "llama", tie_word_embeddings=True)
+    assert not read_folder(tmp_path).model.tie_word_embeddings and hf_fuzz.outcome(tmp_path).kind == "equal"
+
+
+def test_multi_token_prediction_is_seen_from_the_files(tmp_path):
+    folder_of(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    assert from_hf(json.loads((tmp_path / "config.json").read_text())).num_nextn_predict_layers == 1
+    assert read_folder(tmp_path).model.num_nextn_predict_layers == 0 and hf_fuzz.outcome(tmp_path).kind == "equal"
+
+
+NEW = {
+    "llama: biases": replace(MODELS["llama"], attention_bias=True, mlp_bias=True),
+    "llama: part of each head rotated": replace(
+        MODELS["llama"], rope_scaling=RopeScaling(rope_type="proportional", partial_rotary_factor=0.5)
+    ),
+    "qwen3: biases, layer types": replace(
+        MODELS["qwen3"],
+        attention_bias=True,
+        sliding_window=5,
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+    ),
+    "qwen2: layer types": replace(
+        MODELS["qwen2"],
+        max_window_layers=0,
+        layer_types=("sliding_attention", "full_attention", "full_attention", "sliding_attention"),
+    ),
+    "mistral: layer types": replace(
+        MODELS["mistral"], layer_types=("full_attention", "sliding_attention", "full_attention", "sliding_attention")
+    ),
+    "gpt2: untied, exact gelu": replace(
+        MODELS["gpt2"],
+        dropout=0.0,
+        attention_dropout=0.0,
+        num_hidden_layers=2,
+        tie_word_embeddings=False,
+        activation_function="gelu",
+    ),
+    "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
+    "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),
+    "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),
+    "deepseek_v3: no shared experts": replace(MODELS["deepseek_v3"], n_shared_experts=0),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_configs_of_new_features_go_there_and_back(name):
+    model = NEW[name]
+    written = to_hf(model, torch.float32)
+    found = from_hf(written)
+    assert [d for d in differences(vars(model) | {"rope_scaling": None}, vars(found) | {"rope_scaling": None})] == []
+    if not isinstance(model, GPT2Config):
+        assert found.rope_scaling == model.rope_scaling
+
+
+LAYOUTS = {
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "cp2": dict(cp=2),
+    "dp2 sharding 3": dict(sharding=3),
+    "ep2": dict(ep=2),
+}
+CASES = {
+    (name, layout): {name}
+    for name in NEW
+    for layout in LAYOUTS
+    if layout != "ep2" or isinstance(NEW[name], ExpertsConfig)
+}
+SAMPLE = [(name, ("tp2", "cp2", "pp2", "dp2 sharding 3")[i % 2 if i % 3 else i % 4]) for i, name in enumerate(NEW)]
+
+
+@pytest.mark.trust(
+    10, "biases, windows, layer types, partial rotary, an untied or gelu GPT-2 in a folder", "trained in every layout"
+)
+@pytest.mark.parametrize("case", rest_in_soak(CASES, SAMPLE), ids=str)
+def test_new_features_in_every_layout(ranks, case):
+    name, layout = case
+    run = base_run("llama", global_batch=4)
+    run = replace(run, model=NEW[name], layout=LayoutConfig(**LAYOUTS[layout]))
+    compare(ranks.run("tests.harness.parity:run_layout", 2, run, 2), truth_of(ranks, run, 2, False), 2)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_features_are_exported(tmp_path, name):
+    """Truth: transformers reads the folder with no tensor missing or left over, and computes the same."""
+    state = make_state(replace(make_run("llama", "fp32"), model=NEW[name]))
+    set_state(state)
+    folder = export(save_here(state, tmp_path / "run").path, tmp_path / "out", "fp64")
+    options = dict(dtype=torch.float64, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    empty = {n for n, p in theirs.named_parameters() if not p.numel()}
+    assert not any(set(found) - empty for found in info.values()), info
+    assert hf_fuzz.outcome(folder).kind == "equal"
+    assert differences(vars(read_folder(folder).model), vars(NEW[name])) == []

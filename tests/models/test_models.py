@@ -1,0 +1,331 @@
+"""Our models against Hugging Face's: logits, loss and the gradient of every tensor in float64, from the same weights
+by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.checkpoint.hf import to_hf
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import State, build, write_slot
+from phalanx.engine.step import accumulate, loss_and_stops
+from phalanx.forecast.decide import make_plan
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.decoder_config import DecoderConfig
+from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.llama import LlamaConfig
+from phalanx.models.rope import ROPE_FIELDS, RopeScaling
+from phalanx.ops.dense.rope import rotary_table
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.pipeline.execute import execute
+from phalanx.sequence.batch import IGNORE, Batch
+from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
+
+CASES = {
+    "llama: GQA, wide heads, llama3 scaling": MODELS["llama"],
+    "llama: tied": MODELS["llama-tied"],
+    "llama: MQA, theta": replace(
+        MODELS["llama"], num_key_value_heads=1, head_dim=None, rope_scaling=None, rope_theta=500000.0
+    ),
+    "qwen3": MODELS["qwen3"],
+    "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
+    "mistral: window, yarn": MODELS["mistral"],
+    "mistral: no window, MQA, tied": replace(
+        MODELS["mistral"],
+        num_key_value_heads=1,
+        head_dim=6,
+        sliding_window=None,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+    ),
+    "qwen2: window in upper layers": MODELS["qwen2"],
+    "qwen2: no window, tied, linear scaling": replace(
+        MODELS["qwen2"],
+        sliding_window=None,
+        max_window_layers=0,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
+    ),
+    "deepseek_v3: latents, yarn": MODELS["deepseek_v3-dense"],
+    "deepseek_v3: queries from x, halves, tied": replace(
+        MODELS["deepseek_v3-dense"],
+        q_lora_rank=None,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+        rope_scaling=None,
+    ),
+    "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3-dense"], rope_scaling=MODELS["llama"].rope_scaling),
+    "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
+    "gpt2: narrow mlp": replace(
+        MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
+    ),
+}
+LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
+BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
+
+
+def hf_config(config: LlamaConfig | GPT2Config):
+    import transformers
+
+    c, options = config, dict(attn_implementation="sdpa", vocab_size=config.vocab_size, bos_token_id=0, eos_token_id=0)
+    if isinstance(c, GPT2Config):
+        return transformers.GPT2Config(
+            n_positions=c.max_position_embeddings,
+            n_embd=c.hidden_size,
+            n_layer=c.num_hidden_layers,
+            n_head=c.num_attention_heads,
+            n_inner=c.intermediate_size,
+            layer_norm_epsilon=c.layer_norm_epsilon,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            **options,
+        )
+    if isinstance(c, DeepseekV3Config):
+        return transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options)
+    same = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "max_position_embeddings",
+    )
+    written = to_hf(c, torch.float64)
+    scaling = {
+        k: written[k]
+        for k in ("rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers")
+        if written.get(k) is not None
+    }
+    cls = getattr(transformers, type(c).__name__)
+    return cls(
+        **{k: getattr(c, k) for k in same}, head_dim=head_dim_of(c), **{"sliding_window": None, **scaling}, **options
+    )
+
+
+def head_dim_of(config: DecoderConfig) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def rotation_of(config: DecoderConfig) -> Rotation:
+    dim = config.qk_rope_head_dim if isinstance(config, DeepseekV3Config) else head_dim_of(config)
+    return Rotation(dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+
+
+def hf_inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
+    """Hugging Face's formulas (modeling_rope_utils.py) in float64, unscaled and of llama3."""
+    dim = head_dim_of(config)
+    found = []
+    for i in range(0, dim, 2):
+        f = 1.0 / config.rope_theta ** (i / dim)
+        if (s := config.rope_scaling) is not None:
+            low, high = (
+                s.original_max_position_embeddings / s.low_freq_factor,
+                s.original_max_position_embeddings / s.high_freq_factor,
+            )
+            wavelength = 2 * math.pi / f
+            smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
+                s.high_freq_factor - s.low_freq_factor
+            )
+            if wavelength > low:
+                f = f / s.factor
+            elif wavelength >= high:
+                f = (1 - smooth) * f / s.factor + smooth * f
+        found.append(f)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def widen(model, config: DecoderConfig) -> None:
+    """Hugging Face computes RMSNorm and rotary angles in float32 whatever the weights are: the same formulas in
+    float64."""
+    inv, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
+
+    def rotary(x, position_ids):
+        angle = position_ids.double().unsqueeze(-1) * torch.cat([inv, inv])
+        return angle.cos() * factor, angle.sin() * factor
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda h, m=module: (
+                m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
+            )
+    model.model.rotary_emb.forward = rotary
+
+
+@lru_cache
+def hugging_face(case: str) -> dict:
+    """Weights, and Hugging Face's logits, loss and gradients on BATCHES."""
+    import transformers
+
+    config = CASES[case]
+    cls = getattr(transformers, to_hf(config, torch.float64)["architectures"][0])
+    torch.manual_seed(0)
+    model = cls(hf_config(config)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+    if isinstance(config, DecoderConfig):
+        widen(model, config)
+    tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
+    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
+    loss.backward()
+    named = dict(model.named_parameters())
+    return {
+        "weights": {k: p.detach().numpy() for k, p in named.items()},
+        "grads": {k: p.grad.numpy() for k, p in named.items()},
+        "logits": logits.detach().numpy(),
+        "loss": loss.item(),
+    }
+
+
+def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
+    for flat in state.buffers.flat:
+        for slot in flat.bucket.slots:
+            storage = torch.zeros(slot.spec.shape, dtype=torch.float64)
+            for piece in slot.spec.pieces:
+                piece.of(storage).copy_(torch.from_numpy(weights[piece.name][piece.box.slices()]))
+            write_slot(flat, slot, storage)
+
+
+def all_logits(state: State, batches: list[Batch]) -> list[np.ndarray]:
+    """Logits of every token of each micro-batch, on the ranks of the last stage."""
+    state.train(False)
+    state.stages.finish = lambda head, x, batch: head.logits(x, torch.arange(batch.num_tokens))
+    state.stages.begin(batches, seed=None)
+    execute(state.program(len(batches), backward=False), state.handlers)
+    state.stages.end()
+    return [state.stages.outputs[mb].numpy() for mb in sorted(state.stages.outputs)]
+
+
+def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
+    plan = make_plan(run, world)
+    state = build(plan, Mesh(plan.grid, rank))
+    load_weights(state, weights)
+    state.train()
+    tokens = accumulate(state, batches)
+    return {
+        "loss": (loss_and_stops(state)[0] / tokens).item(),
+        "grads": parts_of(state, "grad"),
+        "logits": all_logits(state, batches),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_hugging_face(ranks, case, layout):
+    """Truth: transformers in float64 (SDPA attention), to 1e-10 of each tensor's scale; layouts through the pool of
+    ranks."""
+    truth, world = hugging_face(case), math.prod(LAYOUTS[layout].values())
+    train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
+    arguments = (Run(model=CASES[case], train=train, layout=LayoutConfig(**LAYOUTS[layout])), truth["weights"], BATCHES)
+    results = (
+        [run_model(0, 1, *arguments)]
+        if world == 1
+        else ranks.run("tests.models.test_models:run_model", world, *arguments)
+    )
+    for result in results:
+        assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
+    logits = [np.concatenate(r["logits"]) for r in results if r["logits"]]
+    assert len(logits) == LAYOUTS[layout].get("tp", 1)
+    for found in logits:
+        assert np.abs(found - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
+    grads = assemble([r["grads"] for r in results])
+    assert grads.keys() == truth["grads"].keys()
+    largest = max(np.abs(g).max() for g in truth["grads"].values())
+    for name, expected in truth["grads"].items():
+        off, bound = np.abs(grads[name] - expected).max(), 1e-10 * max(np.abs(expected).max(), 1e-6 * largest)
+        assert off <= bound, f"gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.startswith("llama")])
+def test_frequencies_equal_the_formula(case):
+    """Truth: the formulas of transformers, feature by feature in float64."""
+    torch.testing.assert_close(
+        rotation_of(CASES[case]).frequencies(SEQ)[0], hf_inverse_frequencies(CASES[case]), rtol=1e-14, atol=0
+    )
+
+
+LONG, SHORT = tuple(1.0 + i / 7 for i in range(32)), tuple(1.0 + i / 90 for i in range(32))
+SCALINGS = {
+    "none": None,
+    "linear": RopeScaling(rope_type="linear", factor=2.5),
+    "dynamic": RopeScaling(rope_type="dynamic", factor=2.0),
+    "llama3": RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+    "yarn": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
+    "yarn of gpt-oss": RopeScaling(
+        rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    ),
+    "yarn of DeepSeek": RopeScaling(
+        rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7
+    ),
+    "yarn, all given": RopeScaling(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=512,
+        attention_factor=1.3,
+        beta_fast=24.0,
+        beta_slow=2.0,
+    ),
+    "longrope": RopeScaling(
+        rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024
+    ),
+    "longrope, factor": RopeScaling(
+        rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024, factor=9.0
+    ),
+    "longrope, attention factor": RopeScaling(
+        rope_type="longrope",
+        short_factor=SHORT,
+        long_factor=LONG,
+        original_max_position_embeddings=1024,
+        attention_factor=1.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [64, 1024, 1025, 5000])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scalings_equal_transformers(name, theta, length):
+    """Truth: cos and sin that transformers' Llama makes for positions up to this length, to float32 rounding of its
+    angles."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = replace(
+        MODELS["llama"], head_dim=64, rope_theta=theta, rope_scaling=SCALINGS[name], max_position_embeddings=2048
+    )
+    theirs = LlamaRotaryEmbedding(hf_config(config))
+    cos, sin = (t[0] for t in theirs(torch.zeros(1), torch.arange(length)[None]))
+    inv, factor = rotation_of(config).frequencies(length)
+    torch.testing.assert_close(inv.float(), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-14)
+    ours = rotary_table(torch.arange(length), inv, torch.float64, factor)
+    for a, b in zip(ours, (cos, sin)):
+        torch.testing.assert_close(a.float(), b[:, : 64 // 2], rtol=0, atol=2e-7 * length)
+
+
+def test_every_scaling_is_tested():
+    elsewhere = {"proportional"}  # which turns a part of each head: tests/models/test_hf_folders.py
+    assert {s.rope_type for s in SCALINGS.values() if s} == set(ROPE_FIELDS) - elsewhere
+
+
+def test_scaling_has_all_three_regimes():
+    """The real Llama 3.1 values (head 128, theta 500000): kept, blended and divided frequencies all occur."""
+    ours, plain = (
+        Rotation(128, 500000.0, SCALINGS["llama3"]).frequencies(8)[0],
+        Rotation(128, 500000.0).frequencies(8)[0],
+    )
+    ratio = (plain / ours).round(decimals=12)
+    assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1) & (ratio < 8)).any()

@@ -1,0 +1,123 @@
+"""From transformers and back: a model of theirs imported, run in a layout, saved and exported computes what it did,
+at every stop.
+
+Everything in float64, so logits and the gradient of every tensor are those of transformers' own model to 1e-10 of
+their scale.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import save_file
+
+from phalanx.checkpoint.convert import export, import_weights
+from phalanx.checkpoint.hf import model_config_from_hf, to_hf
+from phalanx.checkpoint.keep import latest
+from phalanx.checkpoint.load import load_weights
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate
+from phalanx.forecast.decide import make_plan
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.decoder_config import DecoderConfig
+from phalanx.models.experts import ExpertsConfig
+from phalanx.planning.plan import exported_shapes
+from phalanx.sequence.batch import IGNORE
+from tests.harness.checkpoints import save_here
+from tests.harness.parity import SEQ, assemble, parts_of
+from tests.models import test_models, test_moe_models
+from tests.models.test_models import all_logits
+
+BATCHES = test_models.BATCHES  # the same in both
+TRIPS = [
+    ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)),
+    ("llama: tied", dict(pp=2)),
+    ("qwen3: tied, MQA", dict(tp=2)),
+    ("mistral: window, yarn", dict(pp=2)),
+    ("qwen2: window in upper layers", dict(tp=2)),
+    ("deepseek_v3: latents, yarn", dict(tp=2)),
+    ("gpt2", dict(tp=2)),
+    ("mixtral", dict(ep=2)),
+    ("mixtral", dict(tp=2, etp=2)),
+    ("qwen3_moe: some layers dense", dict(ep=2)),
+    ("qwen3_moe: renormalised", dict(pp=2)),
+    ("deepseek_v3", dict(ep=2)),
+    ("deepseek_v3", dict(pp=2)),
+    ("gpt_oss", dict(ep=2)),
+    ("gpt_oss", dict(tp=2)),
+]
+
+
+def run_and_save(rank: int, world: int, run: Run, folder: Path, root: Path) -> dict:
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    load_weights(folder, state.buffers, mesh)
+    state.train()
+    mine = BATCHES[mesh.dp.index :: mesh.dp.size]
+    accumulate(state, mine)
+    grads = parts_of(state, "grad")
+    save_here(state, root)
+    return {"grads": grads, "logits": all_logits(state, mine), "dp": mesh.dp.index}
+
+
+def theirs(folder: Path, config) -> dict:
+    """Logits and gradients of transformers' model of a folder, by its own names."""
+    from transformers import AutoModelForCausalLM
+
+    options = (
+        {"experts_implementation": "eager"} if isinstance(config, ExpertsConfig) else {"attn_implementation": "sdpa"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
+    experts = isinstance(config, ExpertsConfig) and config.routed_experts
+    if isinstance(config, DecoderConfig):
+        (test_moe_models if experts else test_models).widen(model, config)
+    tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
+    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    (F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()).backward()
+    if not experts:
+        return {"grads": {k: p.grad.numpy() for k, p in model.named_parameters()}, "logits": logits.detach().numpy()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    grads = {k: v for k, v in test_moe_models.saved(model).items() if not k.endswith("e_score_correction_bias")}
+    return {"grads": grads, "logits": logits.detach().numpy()}
+
+
+def same(found: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> None:
+    assert found.keys() == truth.keys()
+    largest = max(np.abs(g).max() for g in truth.values())
+    for name, right in truth.items():
+        assert np.abs(found[name] - right).max() <= 1e-10 * max(np.abs(right).max(), 1e-6 * largest), name
+
+
+@pytest.mark.parametrize("case, layout", TRIPS, ids=str)
+def test_there_and_back(ranks, tmp_path, case, layout):
+    module = test_moe_models if case in test_moe_models.CASES else test_models
+    truth, config = module.hugging_face(case), module.CASES[case]
+    (tmp_path / "theirs").mkdir()
+    save_file(
+        {f"module.{n}": np.ascontiguousarray(t) for n, t in truth["weights"].items()},
+        tmp_path / "theirs/part.safetensors",
+    )
+    (tmp_path / "theirs/config.json").write_text(json.dumps(to_hf(config, torch.float64)))
+    wanted = exported_shapes(model_config_from_hf(tmp_path / "theirs"))
+    imported = import_weights(tmp_path / "theirs", tmp_path / "imported", tmp_path / "theirs", wanted, "module.")
+    train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
+    run = Run(model=config, train=train, layout=LayoutConfig(**layout))
+    results = ranks.run("tests.models.test_round_trip:run_and_save", 2, run, imported, tmp_path / "run")
+    dp = 1 + max(r["dp"] for r in results)
+    expected = truth["logits"].reshape(len(BATCHES), -1, truth["logits"].shape[-1])
+    for r in (r for r in results if r["logits"]):
+        for found, right in zip(r["logits"], expected[r["dp"] :: dp], strict=True):
+            assert np.abs(found - right).max() <= 1e-10 * np.abs(right).max()
+    same(assemble([r["grads"] for r in results]), truth["grads"])
+    back = theirs(export(latest(tmp_path / "run"), tmp_path / "exported", "fp64"), config)
+    assert np.abs(back["logits"] - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
+    same(back["grads"], truth["grads"])

@@ -1,0 +1,248 @@
+"""Twenty steps of each family against transformers with torch.optim.AdamW: which tensors have weight decay,
+clipping, learning rates.
+
+Float64 on both sides. Gradients are clipped in every step, the learning rate warms up and falls along a cosine, the
+output projection of attention has a learning rate of its own (optim.lr_scale). Which tensors decay is decided here
+by their names, not by what our parameters say.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.param import Piece
+from phalanx.optim import sharded
+from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.config import OptimConfig
+from phalanx.optim.schedules import learning_rate
+from phalanx.sequence.batch import IGNORE
+from tests.harness.parity import SEQ, assemble, base_run, parts_of, sample_batch, step_batches
+from tests.models import test_models, test_moe_models
+
+STEPS, BATCH = 20, 4
+OPTIM = AdamWConfig(
+    lr=1e-2,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-6,
+    weight_decay=0.3,
+    clip_grad=0.5,
+    schedule="cosine",
+    warmup_steps=5,
+    lr_scale={"*o_proj*": 0.25, "*attn.c_proj*": 0.25},
+)
+MODELS = {
+    "llama": test_models.CASES["llama: GQA, wide heads, llama3 scaling"],
+    "mistral": test_models.CASES["mistral: window, yarn"],
+    "qwen2": test_models.CASES["qwen2: window in upper layers"],
+    "qwen3": test_models.CASES["qwen3"],
+    "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
+    "mixtral": test_moe_models.CASES["mixtral"],
+    "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
+    "gpt_oss": test_moe_models.CASES["gpt_oss"],
+    "deepseek_v3": replace(test_moe_models.CASES["deepseek_v3"], router_bias_update_rate=0.0),
+}
+DENSE = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2, sharding 3": dict(sharding=3, bucket_mb=0), "cp2": dict(cp=2)}
+EXPERTS = {
+    "tp2, etp2": dict(tp=2, etp=2),
+    "pp2": dict(pp=2),
+    "dp2, sharding 3": dict(sharding=3, bucket_mb=0),
+    "ep2": dict(ep=2),
+}
+CASES = [(family, layout) for family in MODELS for layout in (EXPERTS if MODELS[family].routed_experts else DENSE)]
+OFTEN = [
+    ("gpt2", "tp2"),
+    ("gpt_oss", "ep2"),
+    ("deepseek_v3", "pp2"),
+    ("qwen3", "dp2, sharding 3"),
+]  # in each run of the tests
+
+
+def decays(name: str) -> bool:
+    """Matrices decay: linears, embeddings, routers. Norms, biases and attention's sinks do not, however many dims
+    they are stored with."""
+    return not (name.endswith(("bias", "sinks")) or "norm" in name or ".ln_" in name)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Of transformers: tensors by the names of its files, before and after; losses, and norms before clipping."""
+
+    before: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+    losses: list[float]
+    norms: list[float]
+
+
+@lru_cache
+def truth(family: str) -> Truth:
+    import transformers
+
+    config = MODELS[family]
+    model = random_model(config)
+    before = test_moe_models.saved(model)
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        scale = next((s for glob, s in OPTIM.lr_scale.items() if fnmatchcase(name, glob)), 1.0)
+        groups.setdefault((OPTIM.weight_decay if decays(name) else 0.0, scale), []).append(p)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": members, "weight_decay": decay, "lr": OPTIM.lr * scale}
+            for (decay, scale), members in groups.items()
+        ],
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+    )
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, OPTIM.warmup_steps, STEPS)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(loss_of(model, step))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad).item())
+        advance(schedule)  # its first rate is 0, ours that of the first step
+        optimizer.step()
+    return Truth(before, test_moe_models.saved(model), losses, norms)
+
+
+def random_model(config: Any) -> torch.nn.Module:
+    """Of transformers, in float64 throughout, with random numbers in every tensor: ones and zeros would hide decay."""
+    import transformers
+
+    torch.manual_seed(0)
+    if config.routed_experts:
+        model = test_moe_models.hf_model(config).double().eval()
+    else:
+        name = {"gpt2": "GPT2LMHeadModel"}.get(config.family, type(config).__name__.replace("Config", "ForCausalLM"))
+        model = getattr(transformers, name)(test_models.hf_config(config)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+    if config.family != "gpt2":
+        (test_moe_models if config.routed_experts else test_models).widen(model, config)
+    return model
+
+
+def loss_of(model: torch.nn.Module, step: int) -> float:
+    """The mean loss of a step's tokens; its gradients are added."""
+    batch = sample_batch(list(range(step * BATCH, (step + 1) * BATCH)), documents=False)
+    logits = model(batch.tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, batch.labels, ignore_index=IGNORE, reduction="sum") / (batch.labels != IGNORE).sum()
+    loss.backward()
+    return loss.item()
+
+
+def advance(schedule: Any) -> None:
+    with warnings.catch_warnings():  # torch wants the optimizer to step first
+        warnings.simplefilter("ignore")
+        schedule.step()
+
+
+def run_of(family: str, layout: dict[str, Any]) -> Run:
+    base = base_run("llama", global_batch=BATCH, steps=STEPS)
+    return replace(base, model=MODELS[family], optim=OPTIM, layout=LayoutConfig(**layout))
+
+
+def run_steps(rank: int, world: int, run: Run, weights: dict[str, np.ndarray]) -> dict:
+    """Twenty steps as the loop takes them."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    test_models.load_weights(state, weights)
+    state.train()
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens = accumulate(state, step_batches(run, mesh, step, False))
+        result = update(state, tokens, learning_rate(run.optim, step + 1, STEPS))
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    state.buffers.ready()
+    return {"losses": losses, "norms": norms, "weights": parts_of(state, "master")}
+
+
+def assert_equal(family: str, results: list[dict]) -> None:
+    right = truth(family)
+    assert min(right.norms) > OPTIM.clip_grad, "clipping was not active in every step"
+    for result in results:
+        np.testing.assert_allclose(result["losses"], right.losses, rtol=1e-9, err_msg="losses")
+        np.testing.assert_allclose(result["norms"], right.norms, rtol=1e-8, err_msg="norms")
+    assert wrong(family, results) == []
+
+
+def wrong(family: str, results: list[dict]) -> list[str]:
+    """Names of the tensors that are not those of transformers after the last step."""
+    right = truth(family)
+    weights = assemble([r["weights"] for r in results])
+    assert weights.keys() == right.after.keys()
+    return [
+        name
+        for name, expected in right.after.items()
+        if np.abs(weights[name] - expected).max() > 1e-9 * max(1.0, np.abs(expected).max())
+    ]
+
+
+@pytest.mark.trust(
+    9,
+    "weight decay on every norm",
+    "twenty steps of each family must equal those of transformers with torch.optim.AdamW",
+)
+@pytest.mark.parametrize("family", MODELS)
+def test_twenty_steps_equal_transformers(family):
+    assert_equal(family, [run_steps(0, 1, run_of(family, {}), truth(family).before)])
+
+
+@pytest.mark.parametrize(
+    "family, layout", [pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.soak) for case in CASES]
+)
+def test_twenty_steps_on_layouts(ranks, family, layout):
+    options = (EXPERTS if MODELS[family].routed_experts else DENSE)[layout]
+    assert_equal(
+        family, ranks.run("tests.models.test_twenty_steps:run_steps", 2, run_of(family, options), truth(family).before)
+    )
+
+
+def with_decay(family: str, changes: Callable[[Piece], bool]) -> list[str]:
+    """What is wrong when the tensors that `changes` is true of decay if they should not, and do not if they should."""
+    real = sharded.group_of
+
+    def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
+        return real(replace(piece, decay=piece.decay != changes(piece)), config)
+
+    with mock.patch.object(sharded, "group_of", group_of):
+        return wrong(family, [run_steps(0, 1, run_of(family, {}), truth(family).before)])
+
+
+def kinds_of(family: str) -> list[str]:
+    """Names with a star for the numbers of layers and experts; a rate of 0 keeps the bias of choice where it is."""
+    names = (re.sub(r"\.\d+\.", ".*.", name) for name in truth(family).before)
+    return [kind for kind in dict.fromkeys(names) if not kind.endswith("e_score_correction_bias")]
+
+
+def test_decay_of_all_norms_is_found():
+    assert with_decay("qwen3", lambda piece: "norm" in piece.name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", MODELS)
+def test_decay_of_any_kind_of_tensor_is_found(family):
+    """One kind at a time has decay that should have none, or none that should have it."""
+    for kind in kinds_of(family):
+        assert with_decay(family, lambda piece, kind=kind: fnmatchcase(piece.name, kind)), (
+            f"the decay of {kind} makes no difference"
+        )

@@ -1,0 +1,85 @@
+"""Nothing in a micro-batch copies from the host or waits for the device: such a call would stall a GPU and break
+CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.comm.axis import ModelAxes
+from phalanx.comm.dry import DryAxis
+from phalanx.layout.grid import Grid
+from phalanx.nn.env import Env, OpChoices, WeightRules
+from phalanx.nn.recompute import PRESETS
+from phalanx.nn.run_block import run_block
+from phalanx.planning.plan import make_blocks, num_blocks
+from phalanx.sequence.batch import Batch
+from tests.harness.parity import MODELS, SEQ
+
+
+class NoHost(TorchDispatchMode):
+    """Fails on any operation that has a CPU tensor beside tensors of the device (a copy, or an upload), or reads a
+    value."""
+
+    READS = ("_local_scalar_dense", "nonzero", "item", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
+        out = func(*args, **(kwargs or {}))
+        tensors += [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        kinds = {t.device.type for t in tensors}
+        name = func.overloadpacket.__name__
+        if "cpu" in kinds or name in self.READS:
+            raise AssertionError(f"{func} on {kinds}")
+        return out
+
+
+RECOMPUTE = ["none", "pointwise", "selective", "full"]
+# Each model with each way to recompute, and in turn with documents and without; the other way round in `make soak`.
+CASES = [
+    pytest.param(model, recompute, documents, marks=[pytest.mark.soak] if (m + r + documents) % 2 else [])
+    for m, model in enumerate(MODELS)
+    for r, recompute in enumerate(RECOMPUTE)
+    for documents in (False, True)
+]
+
+
+@pytest.mark.parametrize("model, recompute, documents", CASES)
+def test_a_micro_batch_needs_nothing_from_the_host(model, recompute, documents):
+    """The model's blocks, forward and backward, on the meta device, after a first time in which constants may move
+    there."""
+    needs_nothing(MODELS[model], Env(weights=WeightRules(dtype=torch.float32)), documents, recompute)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("dispatch, recompute", [("allgather", "none"), ("push", "none"), ("push", "full")])
+def test_experts_elsewhere_need_nothing_from_the_host(model, dispatch, recompute):
+    """Over axes that only count: the host learns no number of tokens."""
+    axes = ModelAxes(ep=DryAxis("ep", 4), experts=DryAxis("ep x etp", 4))
+    needs_nothing(
+        MODELS[model], Env(grid=Grid(dp=4, ep=4), axes=axes, ops=OpChoices(dispatch=dispatch)), False, recompute
+    )
+    assert axes.experts.sent["push" if dispatch == "push" else "reduce_scatter"] > 0
+
+
+def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
+    blocks = make_blocks(config, env, range(num_blocks(config)))
+    for block in blocks:
+        block.recomputed = frozenset(PRESETS[recompute])
+        for module in block.modules():
+            if getattr(module, "rotary", None) is not None:
+                module.rotary.frequencies(SEQ, torch.device("meta"))
+        for p in block.parameters():
+            p.grad = torch.empty_like(p)
+    ids = torch.empty(2 * SEQ, dtype=torch.int64, device="meta")
+    batch = Batch(ids, ids, ids, ids, 2, SEQ, ids if documents else None, loss_seed=torch.empty((), device="meta"))
+    with NoHost():
+        x = torch.empty(0, device="meta")
+        for block in blocks:
+            x = run_block(block, x, replace(batch))
+        x.backward()

@@ -1,0 +1,141 @@
+"""Attention as data: which backend computes which kind, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.comm.axis import Axis, ModelAxes
+from phalanx.config.run import Run, TrainConfig
+from phalanx.data.config import DataConfig
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
+from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
+from phalanx.models.registry import load_family
+from phalanx.nn.attention import Attention
+from phalanx.nn.env import Env
+from phalanx.ops.attention import context
+from phalanx.ops.attention.attention import BACKENDS, attention, choose
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, UnsupportedAttention
+from tests.harness.parity import SEQ, VOCAB, compare, truth_of
+from tests.ops.test_ops import UNIFORM, normal
+from tests.outside.plain import PlainConfig
+
+CAPPED = "tests.outside.soft_cap:FAMILY"
+
+
+def chosen(kind: AttentionKind, kernels: str = "auto", dtype: torch.dtype = torch.float32) -> str:
+    q = torch.empty(1, 2, 8, 64, dtype=dtype)
+    return choose(kind, q, q, kind.window is not None, kernels).name  # type: ignore[arg-type]
+
+
+def test_a_kind_is_computed_by_the_first_backend_that_has_it():
+    for kind in (CAUSAL, AttentionKind(window=3), AttentionKind(sinks=True, scale=0.1)):
+        assert chosen(kind) == chosen(kind, "plain") == "torch"
+    for kind in (AttentionKind(soft_cap=5.0), AttentionKind(direction="both"), AttentionKind(chunk=4, window=2)):
+        assert chosen(kind) == "formula"
+    assert chosen(CAUSAL, "optional", torch.bfloat16) == "flash-attn"  # insisted on; the config was checked before
+
+
+def test_features_are_what_differs_from_plain_causal_attention():
+    assert CAUSAL.features == set()
+    assert AttentionKind(window=3, soft_cap=1.0, sinks=True).features == {"window", "soft_cap", "sinks"}
+
+
+def test_a_kind_that_nobody_has_is_refused_by_name():
+    q = torch.empty(2, 2, 5, 3)
+    with pytest.raises(UnsupportedAttention) as error:
+        attention(q, q, q, UNIFORM, AttentionKind(bias="alibi", soft_cap=5.0))
+    assert str(error.value) == (
+        "no backend computes attention with bias, soft_cap: flash-attn has no bias, no soft_cap; torch-flash has no "
+        "bias, no soft_cap; torch has no bias, no soft_cap; formula has no bias"
+    )
+    with pytest.raises(ValueError, match="sinks=False"):
+        attention(q, q, q, UNIFORM, CAUSAL, torch.zeros(2))
+
+
+def layer(kind: AttentionKind, sinks: str | None = None, dropout: float = 0.0, **env: object) -> Attention:
+    return Attention(Env(**env), ("q", "k", "v", "o"), 8, 4, 4, 4, 0.1, 0.1, kind=kind, sinks=sinks, dropout=dropout)
+
+
+def test_a_layer_is_refused_when_it_is_built():
+    assert layer(AttentionKind(soft_cap=5.0)).kind.soft_cap == 5.0
+    assert layer(AttentionKind(window=3), sinks="sinks").kind.sinks
+    assert layer(AttentionKind(soft_cap=5.0), grid=Grid(cp=2, ulysses=2)).kind.soft_cap == 5.0  # whole sequences
+    assert layer(AttentionKind(window=3), "sinks", grid=Grid(cp=2)).kind.window == 3
+    with pytest.raises(UnsupportedAttention, match="context parallelism by ring has no soft_cap"):
+        layer(AttentionKind(soft_cap=5.0), grid=Grid(cp=2))
+    with pytest.raises(UnsupportedAttention, match="flash-attn has no chunk"):
+        layer(AttentionKind(chunk=4), kernels="optional")
+    assert layer(AttentionKind(chunk=4), kernels="optional", plain_ops=("attention",)).kind.chunk == 4
+    with pytest.raises(UnsupportedAttention, match="attention with dropout has no window"):
+        layer(AttentionKind(window=4), dropout=0.1)
+
+
+def test_the_ring_refuses_what_it_lacks():
+    q = torch.empty(2, 2, 5, 3)
+    axes = ModelAxes(keys=Axis("cp keys", (0, 1)))
+    with pytest.raises(UnsupportedAttention, match="context parallelism by allgather has no direction"):
+        context.attention(q, q, q, UNIFORM, axes, "allgather", AttentionKind(direction="both"))
+
+
+@pytest.mark.parametrize(
+    "kind", [AttentionKind(soft_cap=0.7), AttentionKind(chunk=3), AttentionKind(sinks=True)], ids=str
+)
+def test_each_feature_changes_the_result(kind):
+    """A backend that left it out would be seen."""
+    q, k, v = (normal(2, 2, 5, 3, seed=i) for i in range(3))
+    sinks = torch.zeros(2, dtype=torch.float64) if kind.sinks else None
+    assert not torch.allclose(attention(q, k, v, UNIFORM, kind, sinks), attention(q, k, v, UNIFORM))
+
+
+def test_keys_are_counted_for_flops():
+    """Truth: counted one by one; the diagonal of causal attention is half a key."""
+    for kind in (CAUSAL, AttentionKind(window=5), AttentionKind(chunk=8), AttentionKind(chunk=8, window=3)):
+        chunk, window = kind.chunk or 32, kind.window or 32
+        counted = sum(min(i % chunk + 0.5, window) if window < chunk else i % chunk + 0.5 for i in range(32)) / 32
+        assert kind.keys_per_query(32) == pytest.approx(counted, rel=0.02)
+        assert AttentionKind("both", kind.window, kind.chunk).keys_per_query(32) == 2 * kind.keys_per_query(32)
+
+
+def test_backends_are_told_apart_by_name():
+    assert [backend.name for backend in BACKENDS] == ["flash-attn", "torch-flash", "torch", "formula"]
+
+
+# ---- a family of another package whose layers cap their scores -------------------------------------
+
+
+def run_of(**layout: object) -> Run:
+    load_family(CAPPED)
+    train = TrainConfig(steps=10, global_batch=8, micro_batch=1, seq_length=SEQ, precision="fp64")
+    sizes = dict(hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
+    model = PlainConfig(family=CAPPED, vocab_size=VOCAB, num_key_value_heads=2, final_logit_softcapping=0.01, **sizes)
+    return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
+
+
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2, sharding 3": {"sharding": 3},
+    "cp2 by heads": {"cp": 2, "cp_ulysses": 2},
+}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_changes_nothing(ranks, name, documents):
+    run = run_of(**LAYOUTS[name])
+    truth = truth_of(ranks, run, 2, documents)
+    compare(ranks.run("tests.harness.parity:run_layout", 2, run, 2, documents), truth, 2)
+
+
+def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
+    assert all(ranks.run("tests.harness.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
+    (path,) = tmp_path.glob("step-*")
+    assert ranks.run("tests.harness.checkpoints:load_on_rank", 2, run_of(sharding=3), path) == [[], []]
+
+
+def test_a_plan_says_what_the_ring_lacks():
+    with pytest.raises(UnsupportedAttention, match="context parallelism by ring has no soft_cap"):
+        rank_uses(make_plan(run_of(cp=2), 2), 8)
