@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from phalanx.base import tree
 from phalanx.cli.main import cli
 from phalanx.config.run import Run
+from phalanx.optim.adamw import AdamWConfig
 from tests.harness.trust import BEGIN, END, with_table
 from tests.harness.warm import Warm
 
@@ -126,7 +127,8 @@ def test_shown_output_is_compared_line_by_line():
 
 
 def keys() -> set[str]:
-    return {k.path for k in tree.keys(Run)}
+    paths = {k.path for k in tree.keys(Run)}
+    return paths | {f"optim.fallback.{k.path}" for k in tree.keys(AdamWConfig)}
 
 
 def documented(page: Path) -> str:

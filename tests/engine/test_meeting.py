@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from phalanx.base import tree
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, PhalanxError
@@ -32,6 +33,8 @@ from phalanx.engine.meeting import Identity, compare, identity, problems
 from phalanx.forecast.check import checked_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.nn.objective import TaskConfig, TokenObjective
+from phalanx.ops.dense.token_loss import LogitStats
 from phalanx.planning.order import total_samples
 from phalanx.training.main import train
 from tests.harness.pool import free_port
@@ -80,6 +83,11 @@ def another(value: Any, hint: Any, dice: random.Random) -> Any:
     return f"{value}-{dice.randrange(99)}"
 
 
+class Halved(TokenObjective):
+    def token_loss(self, logits: LogitStats) -> Tensor:
+        return (logits.log_z - logits.target) / 2
+
+
 def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     """One field of one section, chosen at random, with another value."""
     sections = [name for name in tree.field_names(Run) if name not in NOT_COMPARED]
@@ -88,9 +96,11 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     fields = [key for key in fields if section != "model" or key.owner is type(base.model)] or [
         k for k in tree.keys(Run) if k.path == section
     ]
-    fields = [key for key in fields if key.path not in ("optim.name", "task.name")]  # others need other classes
+    fields = [key for key in fields if key.path != "optim.name"]  # others need other classes
     key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
+    if key.path == "task.name":
+        return key.path, replace(base, task=TaskConfig(name="tests.engine.test_meeting:Halved"))
     if key.path == "model.family":
         return key.path, replace(
             base, model=GPT2Config(vocab_size=67, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)

@@ -287,17 +287,17 @@ def reshard_on_rank(rank: int, world: int, saved: Run, loaded: Run) -> list[str]
     """What differs, bit for bit, after state went from one layout to another without files."""
     old, new = make_state(saved, rank, world), make_state(loaded, rank, world)
     set_state(old)
-    kinds, kept = old.optimizer.kinds, kept_to_save(old.buffers, old.mesh)
-    held = state_to_save(kinds, old.optimizer.shards, old.mesh)
-    to = {kind: [torch.full_like(shard.values(kind), 5.0) for shard in new.optimizer.shards] for kind in kinds}
+    kinds, boxes = old.optimizer.kinds, state_to_save(old.optimizer.shards, old.mesh)
+    held = {kind: [box[kind] for box in boxes] for kind in kinds}
+    to = [{kind: torch.full_like(s.values(kind), 5.0) for kind in s.kinds} for s in new.optimizer.shards]
     wanted = state_to_load(new.optimizer.shards, to)
-    held[MASTER] += kept
+    held[MASTER] += kept_to_save(old.buffers, old.mesh)
     wanted[MASTER] += kept_to_load(new.buffers)
     for kind in kinds:
         exchange(new.mesh.world, held[kind], wanted[kind], new.mesh.device)
     wrong = []
-    for kind in kinds:
-        for shard, got in zip(new.optimizer.shards, to[kind]):
+    for shard, values_of in zip(new.optimizer.shards, to):
+        for kind, got in values_of.items():
             right, padding = expected(shard, kind), torch.ones(len(got), dtype=torch.bool)
             for item in items_in(shard.bucket, padding, shard.lo, shard.lo, shard.hi):
                 item.view.fill_(False)

@@ -14,7 +14,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
 from phalanx.nn.attention import Attention
-from phalanx.nn.env import Env
+from phalanx.nn.env import Env, OpChoices
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import BACKENDS, attention, choose
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, UnsupportedAttention
@@ -55,8 +55,15 @@ def test_a_kind_that_nobody_has_is_refused_by_name():
         attention(q, q, q, UNIFORM, CAUSAL, torch.zeros(2))
 
 
-def layer(kind: AttentionKind, sinks: str | None = None, dropout: float = 0.0, **env: object) -> Attention:
-    return Attention(Env(**env), ("q", "k", "v", "o"), 8, 4, 4, 4, 0.1, 0.1, kind=kind, sinks=sinks, dropout=dropout)
+def layer(
+    kind: AttentionKind,
+    sinks: str | None = None,
+    dropout: float = 0.0,
+    grid: Grid | None = None,
+    ops: OpChoices | None = None,
+) -> Attention:
+    env = Env(grid=grid or Grid(), ops=ops or OpChoices())
+    return Attention(env, ("q", "k", "v", "o"), 8, 4, 4, 4, 0.1, 0.1, kind=kind, sinks=sinks, dropout=dropout)
 
 
 def test_a_layer_is_refused_when_it_is_built():
@@ -67,8 +74,8 @@ def test_a_layer_is_refused_when_it_is_built():
     with pytest.raises(UnsupportedAttention, match="context parallelism by ring has no soft_cap"):
         layer(AttentionKind(soft_cap=5.0), grid=Grid(cp=2))
     with pytest.raises(UnsupportedAttention, match="flash-attn has no chunk"):
-        layer(AttentionKind(chunk=4), kernels="optional")
-    assert layer(AttentionKind(chunk=4), kernels="optional", plain_ops=("attention",)).kind.chunk == 4
+        layer(AttentionKind(chunk=4), ops=OpChoices(kernels="optional"))
+    assert layer(AttentionKind(chunk=4), ops=OpChoices(kernels="optional", plain_ops=("attention",))).kind.chunk == 4
     with pytest.raises(UnsupportedAttention, match="attention with dropout has no window"):
         layer(AttentionKind(window=4), dropout=0.1)
 

@@ -249,7 +249,7 @@ def test_a_request_to_stop_before_training_ends_with_75(warm, config, tmp_path, 
     code = (
         "import os, signal, sys\n"
         "from phalanx.cli.main import main\n"
-        "import phalanx.config.read as load\n"
+        "import phalanx.config.validate as load\n"
         "before = load.create_model\n"
         "def create(*a, **k):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

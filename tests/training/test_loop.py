@@ -22,10 +22,10 @@ from phalanx.config.run import LogConfig, RampConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import train_loader
 from phalanx.models.llama import LlamaConfig
+from phalanx.observe import report
 from phalanx.observe.sinks import Sinks
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.order import global_batch_at, micro_batches, total_samples
-from phalanx.training import main
 from phalanx.training.main import train
 
 MODEL = LlamaConfig(vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
@@ -174,7 +174,7 @@ def test_a_signal_during_the_report_is_too_late(tmp_path, monkeypatch):
     """The run is done: what was there before to hear signals does not hear it."""
     heard = []
     monkeypatch.setattr(
-        main, "write_report", lambda folder: os.kill(os.getpid(), signal.SIGTERM) or folder / "report.html"
+        report, "write_report", lambda folder: os.kill(os.getpid(), signal.SIGTERM) or folder / "report.html"
     )
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
     try:
