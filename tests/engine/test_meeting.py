@@ -35,6 +35,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.nn.objective import TaskConfig, TokenObjective
 from phalanx.ops.dense.token_loss import LogitStats
+from phalanx.optim.adamw import AdamWConfig
 from phalanx.planning.order import total_samples
 from phalanx.training.main import train
 from tests.harness.pool import free_port
@@ -99,6 +100,8 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     fields = [key for key in fields if key.path != "optim.name"]  # others need other classes
     key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
+    if key.path == "optim.fallback":
+        return key.path, tree.replace_at(base, key.path, AdamWConfig(lr=dice.random()))
     if key.path == "task.name":
         return key.path, replace(base, task=TaskConfig(name="tests.engine.test_meeting:Halved"))
     if key.path == "model.family":
