@@ -18,8 +18,8 @@ import torch
 
 from phalanx.bench.timing import measure
 from phalanx.ops.attention.attention import attention
-from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
+from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.op import unusable
 from phalanx.sequence.batch import Batch, room_for_documents
 

@@ -51,8 +51,8 @@ from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.host import host_axis
 from phalanx.config.read import load_run
-from phalanx.config.write import to_dict
 from phalanx.config.run import Run
+from phalanx.config.write import to_dict
 from phalanx.engine.build import State
 from phalanx.engine.step import train_step
 from phalanx.forecast.text import num_parameters

@@ -176,8 +176,8 @@ def most_heads(cp: int, tiny: bool = False) -> int:
 def state_of(run: Run, placement: Placement) -> Iterator[State]:
     mesh = join(run, placement)
     state = build(make_plan(run, placement.world_size), mesh)
-    init_weights(state)
-    state.train()
+    init_weights(state.model)
+    state.model.train()
     yield state
     mesh.close()
     leave_world()

@@ -22,7 +22,7 @@ from phalanx.bench.timing import measure
 from phalanx.comm.axis import ModelAxes
 from phalanx.ops.dense.activation import GatedRows, GatedRowsGrad, parts_of_sums
 from phalanx.ops.experts import grouped_kernel
-from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.experts.permute import PERMUTE, Gathered
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import grouped_gemm_kernel, quantize_grouped_kernel
 from phalanx.ops.quantized.experts import ExpertQuantizer, tiles_for

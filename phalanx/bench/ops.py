@@ -302,7 +302,7 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     alone = replace(without_layout(run), model=replace(run.model, num_hidden_layers=1))
     plan = make_plan(alone, 1)
     state = build(plan, Mesh(plan.grid, 0, device))
-    init_weights(state)
+    init_weights(state.model)
     tokens = torch.ones((), dtype=torch.float64, device=device)
     numel = sum(f.weight.numel() for f in state.buffers.flat)
     kind = precision(run.train.precision)

@@ -89,8 +89,8 @@ def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[Sta
         watched = after.enter_context(reported(plan, mesh))
         watched.state = build(plan, mesh)
         if weights:
-            init_weights(watched.state)
-        watched.state.train()
+            init_weights(watched.state.model)
+        watched.state.model.train()
         yield watched.state
 
 

@@ -3,13 +3,12 @@ line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.base.dtypes import precision
 from phalanx.base.registry import find
@@ -23,86 +22,48 @@ from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.engine.deterministic import be_deterministic
 from phalanx.engine.fp8_state import Fp8State
 from phalanx.engine.guard import Guard
+from phalanx.engine.model import Model
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.layout.shards import Sharding
 from phalanx.nn.head import Head, metric_names
 from phalanx.nn.module import Block
-from phalanx.nn.moe import MISSING, TALLIED, MoE
+from phalanx.nn.moe import TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.op import SEAM, Op, packaged, unusable
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
-from phalanx.pipeline.execute import Handlers, Stages
+from phalanx.pipeline.execute import Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
 from phalanx.planning.plan import Plan, fp8_linears, fp8_names
-from phalanx.schedule.actions import Backward, Instruction, Ready
+from phalanx.schedule.actions import Backward, Ready
 
 
 @dataclass
 class State:
-    """What a rank trains with. `plan` is the final one, on which all ranks have `agreed`. `routed`: its layers with
-    experts. `mtp`: its block of multi-token prediction, if any. `metrics`: names of what the objective logs, and
-    `heads`: those here that count it. `programs` caches the instruction lists by (number of micro-batches, backward
-    or not). `before_update` is called before weights or state change: a copy of
-    them may be under way."""
+    """What a rank trains with: a model, and what training adds to it. `before_update` is called before weights or
+    state change: a copy of them may be under way."""
 
-    plan: Plan
-    mesh: Mesh
-    blocks: dict[tuple[int, int], list[Block]]
-    buffers: Buffers
+    model: Model
     optimizer: ShardedOptimizer
     scaler: LossScaler
     guard: Guard
-    stages: Stages
-    handlers: Handlers
-    agreed: Agreed
-    routed: tuple[MoE, ...] = ()
-    mtp: tuple[MultiTokenPrediction, ...] = ()
-    metrics: tuple[str, ...] = ()
-    heads: tuple[Head, ...] = ()
-    fp8: Fp8State | None = None  # of runs in low precision (train.fp8)
-    programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
     before_update: Callable[[], None] = lambda: None
 
-    def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
-        key = (num_micro_batches, backward)
-        if key not in self.programs:
-            self.programs[key] = self.plan.programs(num_micro_batches, backward).lists[self.mesh.at.pp]
-        return self.programs[key]
+    @property
+    def plan(self) -> Plan:
+        return self.model.plan
 
     @property
-    def model(self) -> nn.ModuleList:
-        """This rank's blocks, in order. At sharding level 0 any torch optimizer may update `model.parameters()`."""
-        return nn.ModuleList(block for segment in self.blocks.values() for block in segment)
+    def mesh(self) -> Mesh:
+        return self.model.mesh
 
-    @contextmanager
-    def by_all_to_all(self) -> Iterator[None]:
-        """To do a step's gradients once more: inside, tokens get to their experts by all-to-all, which always has
-        room."""
-        self.buffers.zero_grads()
-        runner, self.stages.runner = self.stages.runner, Eager()
-        tallies = [layer.tally for layer in self.routed if layer.tally is not None]
-        missing = [tally[MISSING].clone() for tally in tallies]
-        for layer, tally in zip(self.routed, tallies):
-            tally.zero_()
-            layer.dispatch = "alltoall"
-        try:
-            yield
-        finally:
-            self.stages.runner = runner
-            for layer, tally, rows in zip(self.routed, tallies, missing):
-                layer.dispatch = layer.env.ops.dispatch
-                tally[MISSING] += rows  # for the log
-
-    def train(self, mode: bool = True) -> None:
-        """Dropout and recompute on or off."""
-        for segment in self.blocks.values():
-            for block in segment:
-                block.train(mode)
+    @property
+    def buffers(self) -> Buffers:
+        return self.model.buffers
 
 
 def build(plan: Plan, mesh: Mesh) -> State:
@@ -111,6 +72,31 @@ def build(plan: Plan, mesh: Mesh) -> State:
 
     ConfigError on every rank where the config insists on what some machine does not have.
     """
+    model = build_model(plan, mesh)
+    plan, train = model.plan, model.plan.run.train
+    homes = plan.matrices_of(mesh.at.pp)
+    if homes:
+        mesh.prepare_stage()
+    for updater, matrices in homes.items():
+        model.buffers.make_home(updater, matrices)
+    optimizer = sharded_optimizer(plan, model.buffers, mesh)
+    scales = precision(train.precision).loss_scaling
+    scaler = LossScaler(
+        mesh.device,
+        train.loss_scale if scales else 1.0,
+        train.loss_scale_window,
+        train.loss_scale_hysteresis,
+        train.loss_scale_min,
+        scales,
+    )
+    guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
+    mesh.warm_up()
+    return State(model, optimizer, scaler, guard)
+
+
+def build_model(plan: Plan, mesh: Mesh) -> Model:
+    """This rank's part of the model, by the plan that all ranks agree on, without what training adds. A frozen one
+    (train.freeze) has no gradients."""
     train, kind = plan.run.train, precision(plan.run.train.precision)
     if train.deterministic:
         be_deterministic(mesh)
@@ -127,9 +113,6 @@ def build(plan: Plan, mesh: Mesh) -> State:
         blocks = plan.blocks_of(mesh.at, mesh.model)
         buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
-    whole = plan.matrices_of(mesh.at.pp)
-    if whole:
-        mesh.prepare_stage()
     for p in params:
         p.to_empty(mesh.device)
     buffers = Buffers(
@@ -143,18 +126,6 @@ def build(plan: Plan, mesh: Mesh) -> State:
         together=1 + (plan.run.model.predict_layers > 0),
         slots=plan.slots[mesh.at.pp] if plan.slots else None,
     )
-    for updater, matrices in whole.items():
-        buffers.make_home(updater, matrices)
-    optimizer = sharded_optimizer(plan, buffers, mesh)
-    scaler = LossScaler(
-        mesh.device,
-        train.loss_scale if kind.loss_scaling else 1.0,
-        train.loss_scale_window,
-        train.loss_scale_hysteresis,
-        train.loss_scale_min,
-        kind.loss_scaling,
-    )
-    guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.segments_per_stage, mesh, plan.borders, runner, plan.loss_seed)
@@ -168,25 +139,19 @@ def build(plan: Plan, mesh: Mesh) -> State:
     handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
     if plan.leaves:
         handlers[Backward] = backward_in_order(stages, buffers)
-    mesh.warm_up()
-    routed, mtp = routed_layers(blocks, mesh.device), mtp_blocks(blocks, mesh.device)
     metrics = metric_names(plan.objective)
-    heads = counting_heads(blocks, len(metrics), mesh.device)
-    return State(
+    return Model(
         plan,
         mesh,
+        agreed,
         blocks,
         buffers,
-        optimizer,
-        scaler,
-        guard,
         stages,
         handlers,
-        agreed,
-        routed,
-        mtp,
+        routed_layers(blocks, mesh.device),
+        mtp_blocks(blocks, mesh.device),
         metrics,
-        heads,
+        counting_heads(blocks, len(metrics), mesh.device),
         fp8,
     )
 
@@ -289,11 +254,11 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
 
 def choices(state: State) -> str:
     """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
-    run, mesh, agreed = state.plan.run, state.mesh, state.agreed
+    run, mesh, agreed = state.plan.run, state.mesh, state.model.agreed
     plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
     optional = optional_kernels_chosen(state.plan, mesh.device) if agreed.triton else ""
     graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
-    dispatch = f"; tokens to experts by {state.plan.experts.dispatch}" if state.routed else ""
+    dispatch = f"; tokens to experts by {state.plan.experts.dispatch}" if state.model.routed else ""
     beside = agreed.memory.get(EXPERTS)
     if beside is not None and mesh.model.experts.size > 1:
         by_messages = state.plan.experts.dispatch == "alltoall"
@@ -315,7 +280,7 @@ def choices(state: State) -> str:
 
 def shared_text(state: State) -> str:
     """How what is sharded is exchanged, by axis, where there is anything to exchange."""
-    mesh, memory = state.mesh, state.agreed.memory
+    mesh, memory = state.mesh, state.model.agreed.memory
     found = [(axis, memory[axis]) for axis in sorted(mesh.exchanges) if mesh.groups(axis).inner.size > 1]
     return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
 
@@ -356,14 +321,14 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.borders)
 
 
-def init_weights(state: State, exported: bool = True) -> None:
+def init_weights(model: Model, exported: bool = True) -> None:
     """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported`
     those alone that no Hugging Face folder has."""
-    for holder in state.buffers.holders:
+    for holder in model.buffers.holders:
         for slot in (s for s in holder.bucket.slots if exported or not s.spec.exported):
             storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype, device=holder.master.device)
             for piece in slot.spec.pieces:
-                fill(piece.of(storage), piece, state.plan.run.train.seed)
+                fill(piece.of(storage), piece, model.plan.run.train.seed)
             write_slot(holder, slot, storage)
 
 

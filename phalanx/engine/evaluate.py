@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.data.loader import Loader
-from phalanx.engine.build import State
+from phalanx.engine.model import Model
 from phalanx.engine.step import evaluate_step
 from phalanx.planning.order import eval_samples
 from phalanx.sequence.batch import IGNORE, Batch
@@ -23,20 +23,20 @@ Forward = Callable[[list[Batch]], Tensor]
 """(2 + K,) float64 sums over all ranks, given this rank's micro-batches: loss, number of tokens, K metrics."""
 
 
-def evaluate(state: State, loaders: dict[str, Loader]) -> dict[str, float]:
+def evaluate(model: Model, loaders: dict[str, Loader]) -> dict[str, float]:
     """Set name -> mean loss (per token, or what else the objective divides by) over the first train.eval_samples
     samples, or all samples of a smaller set; `SET/METRIC` -> mean of what else the objective logs."""
-    state.buffers.ready()
+    model.buffers.ready()
 
     def forward(batches: list[Batch]) -> Tensor:
-        return evaluate_step(state, batches)
+        return evaluate_step(model, batches)
 
-    run, mesh = state.plan.run, state.mesh
+    run, mesh = model.plan.run, model.mesh
     sums = {name: summed(run, mesh, loader, eval_samples(run, loader), forward) for name, loader in loaders.items()}
     found: dict[str, float] = {}
     for name, total in sums.items():
         loss, *metrics = (total[[0, *range(2, len(total))]] / total[1]).tolist()
-        found |= {name: loss, **{f"{name}/{metric}": value for metric, value in zip(state.metrics, metrics)}}
+        found |= {name: loss, **{f"{name}/{metric}": value for metric, value in zip(model.metrics, metrics)}}
     return found
 
 

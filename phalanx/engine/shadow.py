@@ -22,32 +22,32 @@ def aside(state: State) -> Iterator[None]:
     """Inside, gradients are those of a pass that is not the step: they and all counts of it go afterwards. No CUDA
     graphs."""
     try:
-        with state.by_all_to_all():
+        with state.model.by_all_to_all():
             yield
     finally:
-        for layer in state.routed:
+        for layer in state.model.routed:
             layer.tally.zero_()  # type: ignore[union-attr]
-        if state.fp8 is not None:
-            state.fp8.totals()
+        if state.model.fp8 is not None:
+            state.model.fp8.totals()
         state.buffers.zero_grads()
 
 
 def begin_history(state: State, forward_backward: Callable[[], None]) -> None:
     """Before the first step of delayed scaling: the amaxes of its tensors, by doing it with scales of their own."""
-    if state.fp8 is None:
+    if state.model.fp8 is None:
         return
-    with state.fp8.measuring(), aside(state):
+    with state.model.fp8.measuring(), aside(state):
         # as in the step itself: all-to-all weighs elsewhere, so its amaxes are others; rows without room only miss here
-        for layer in state.routed:
+        for layer in state.model.routed:
             layer.dispatch = layer.env.ops.dispatch
         forward_backward()
-    state.fp8.settle(state.mesh.world)
+    state.model.fp8.settle(state.mesh.world)
 
 
 def reference(state: State, forward_backward: Callable[[], None]) -> dict[int, Tensor]:
     """The step's reduced gradients in train.precision, this rank's part of each bucket that has linears in low
     precision."""
-    fp8 = state.fp8
+    fp8 = state.model.fp8
     if fp8 is None:
         return {}
     kept = {}
@@ -67,7 +67,7 @@ def gradient_distance(state: State, kept: dict[int, Tensor] | None) -> Tensor | 
     `kept` as of `reference` (empty on a rank without linears in low precision, which adds nothing), None in a step
     without a shadow. NaN where a linear has no gradient. Parts that several ranks hold count several times in both.
     """
-    fp8 = state.fp8
+    fp8 = state.model.fp8
     if fp8 is None or kept is None:
         return None
     sums = torch.zeros(len(fp8.names), 4, dtype=torch.float64, device=state.mesh.device)

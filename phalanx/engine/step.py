@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.engine.build import State
 from phalanx.engine.guard import NOT_FINITE
+from phalanx.engine.model import Model
 from phalanx.engine.shadow import begin_history, gradient_distance, reference
 from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
@@ -58,54 +59,55 @@ def train_step(
 
 
 def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
-    tokens = count_tokens(state, batches)
+    tokens = count_tokens(state.model, batches)
     return reference(state, lambda: forward_backward(state, batches, tokens))
 
 
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
     """Sum the gradients of all micro-batches and reduce them; what the sums are divided by (count_tokens)."""
-    tokens = count_tokens(state, batches)
-    if state.fp8 is not None and state.fp8.needs_history:
+    tokens = count_tokens(state.model, batches)
+    if state.model.fp8 is not None and state.model.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
     forward_backward(state, batches, tokens)
-    if state.plan.experts.room_may_lack and lacked_room(state):
-        with state.by_all_to_all():
+    if state.plan.experts.room_may_lack and lacked_room(state.model):
+        with state.model.by_all_to_all():
             forward_backward(state, batches, tokens)
     return tokens
 
 
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
-    for block in state.mtp:
+    model = state.model
+    for block in model.mtp:
         block.tally.zero_()  # type: ignore[union-attr]
-    zero_metrics(state)
-    state.buffers.begin(len(batches))
-    if state.fp8 is not None:
-        state.fp8.begin()
-    state.stages.begin(batches, seed=state.scaler.scale / tokens)
-    execute(state.program(len(batches)), state.handlers)
-    state.stages.end()
-    state.buffers.finish()
+    zero_metrics(model)
+    model.buffers.begin(len(batches))
+    if model.fp8 is not None:
+        model.fp8.begin()
+    model.stages.begin(batches, seed=state.scaler.scale / tokens)
+    execute(model.program(len(batches)), model.handlers)
+    model.stages.end()
+    model.buffers.finish()
 
 
-def zero_metrics(state: State) -> None:
-    for head in state.heads:
+def zero_metrics(model: Model) -> None:
+    for head in model.heads:
         head.tally.zero_()  # type: ignore[union-attr]
 
 
-def lacked_room(state: State) -> bool:
+def lacked_room(model: Model) -> bool:
     """Whether any rank had too little room for its experts' tokens; the one question that the host waits for at the
     end of a step."""
-    missing = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
-    for layer in state.routed:
+    missing = torch.zeros((), dtype=torch.float64, device=model.mesh.device)
+    for layer in model.routed:
         missing += layer.tally[MISSING]  # type: ignore[index]
-    return state.mesh.world.all_reduce(missing).wait().item() > 0
+    return model.mesh.world.all_reduce(missing).wait().item() > 0
 
 
-def count_tokens(state: State, batches: Sequence[Batch]) -> Tensor:
+def count_tokens(model: Model, batches: Sequence[Batch]) -> Tensor:
     """() float64: what the sums over the global batch are divided by: tokens with a loss, or what else the objective
     counts."""
-    mine = torch.stack([state.plan.objective.divisor(b) for b in batches]).sum().double()
-    return state.mesh.data.all_reduce(mine).wait()
+    mine = torch.stack([model.plan.objective.divisor(b) for b in batches]).sum().double()
+    return model.mesh.data.all_reduce(mine).wait()
 
 
 def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepResult:
@@ -118,7 +120,7 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
     state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
-    totals = reduce_step_totals(state, stop)
+    totals = reduce_step_totals(state.model, stop)
     verdict = state.guard.judge(totals.loss / tokens, norm)
     skip = (verdict > 0).float()
     factor = 1.0 / scaler.scale
@@ -130,11 +132,11 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
     buffers.zero_rest()
     before = scaler.scale.clone()
     scaler.update((verdict == NOT_FINITE).float())
-    for layer in state.routed:
+    for layer in state.model.routed:
         layer.settle(totals.routing[layer.layer, : layer.router.num_experts], skip)  # type: ignore[index]
-    if state.fp8 is not None:
-        state.fp8.settle(state.mesh.world, scaler.scale / before)
-        state.fp8.renew()
+    if state.model.fp8 is not None:
+        state.model.fp8.settle(state.mesh.world, scaler.scale / before)
+        state.model.fp8.renew()
     depths = state.plan.run.model.predict_layers
     return StepResult(
         totals.loss / tokens,
@@ -145,7 +147,7 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
         totals.routing,
         totals.mtp_loss / (depths * tokens) if depths else None,
         totals.fp8,
-        metrics=dict(zip(state.metrics, totals.metrics / tokens)),
+        metrics=dict(zip(state.model.metrics, totals.metrics / tokens)),
     )
 
 
@@ -162,59 +164,59 @@ class StepTotals:
     fp8: Tensor | None = None
 
 
-def reduce_step_totals(state: State, stop: bool = False) -> StepTotals:
+def reduce_step_totals(model: Model, stop: bool = False) -> StepTotals:
     """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its
     own tokens' routing.
 
     Each of the ranks with tokens of their own has a place for its loss: added up in a fixed order, losses do not
     depend on dp.
     """
-    model, device = state.plan.run.model, state.mesh.device
+    config, device = model.plan.run.model, model.mesh.device
     layers, width = (
-        model.num_hidden_layers + model.predict_layers,
-        model.routed_experts + len(TALLIED) if model.routed_experts else 0,
+        config.num_hidden_layers + config.predict_layers,
+        config.routed_experts + len(TALLIED) if config.routed_experts else 0,
     )
-    lost = torch.zeros(0, dtype=torch.float64, device=device) if state.fp8 is None else state.fp8.totals()
-    sizes = (1, 1, state.mesh.data.size, layers * width, lost.numel(), len(state.metrics))
+    lost = torch.zeros(0, dtype=torch.float64, device=device) if model.fp8 is None else model.fp8.totals()
+    sizes = (1, 1, model.mesh.data.size, layers * width, lost.numel(), len(model.metrics))
     totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     stops, mtp_loss, losses, routing, fp8, metrics = totals.split(sizes)
     stops.fill_(float(stop))
     fp8.copy_(lost.flatten())
     routing = routing.view(layers, width)
-    if state.mesh.at.tp == 0:
-        mtp_loss += sum(block.tally for block in state.mtp)  # type: ignore[misc]
-        losses[state.mesh.data.index].copy_(state.stages.loss_sum)
-        for head in state.heads:
+    if model.mesh.at.tp == 0:
+        mtp_loss += sum(block.tally for block in model.mtp)  # type: ignore[misc]
+        losses[model.mesh.data.index].copy_(model.stages.loss_sum)
+        for head in model.heads:
             metrics += head.tally
-    for layer in state.routed:
+    for layer in model.routed:
         routing[layer.layer] = layer.tally  # type: ignore[assignment]
         layer.tally.zero_()  # type: ignore[union-attr]
-    state.mesh.world.all_reduce(totals).wait()
-    loss = pairwise_sum(pairwise_sum(losses.view(-1, state.mesh.grid.cp)))
-    of_fp8 = None if state.fp8 is None else fp8.view(lost.shape)
+    model.mesh.world.all_reduce(totals).wait()
+    loss = pairwise_sum(pairwise_sum(losses.view(-1, model.mesh.grid.cp)))
+    of_fp8 = None if model.fp8 is None else fp8.view(lost.shape)
     return StepTotals(loss, stops[0], mtp_loss[0], metrics, routing if width else None, of_fp8)
 
 
-def loss_and_stops(state: State, stop: bool = False) -> tuple[Tensor, Tensor]:
+def loss_and_stops(model: Model, stop: bool = False) -> tuple[Tensor, Tensor]:
     """The summed loss, and how many ranks were asked to stop."""
-    totals = reduce_step_totals(state, stop)
+    totals = reduce_step_totals(model, stop)
     return totals.loss, totals.stop
 
 
 @torch.no_grad()
-def evaluate_step(state: State, batches: Sequence[Batch]) -> Tensor:
+def evaluate_step(model: Model, batches: Sequence[Batch]) -> Tensor:
     """(2 + K,) float64 over all data-parallel ranks of forward-only micro-batches: summed loss, what it is divided by
     (tokens), and the sums of the objective's metrics."""
-    state.train(False)
-    tokens = count_tokens(state, batches)
-    zero_metrics(state)
-    if state.fp8 is not None:
-        state.fp8.begin()
-    state.stages.begin(batches, seed=None)
-    execute(state.program(len(batches), backward=False), state.handlers)
-    state.stages.end()
-    state.train(True)
-    totals = reduce_step_totals(state)
-    if state.fp8 is not None:
-        state.fp8.amax.zero_()  # no history of evaluations
+    model.train(False)
+    tokens = count_tokens(model, batches)
+    zero_metrics(model)
+    if model.fp8 is not None:
+        model.fp8.begin()
+    model.stages.begin(batches, seed=None)
+    execute(model.program(len(batches), backward=False), model.handlers)
+    model.stages.end()
+    model.train(True)
+    totals = reduce_step_totals(model)
+    if model.fp8 is not None:
+        model.fp8.amax.zero_()  # no history of evaluations
     return torch.cat((torch.stack((totals.loss, tokens)), totals.metrics))

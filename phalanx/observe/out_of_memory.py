@@ -120,7 +120,7 @@ def _function(frame: FrameType) -> str:
 
 def block_name(block: Block, watched: Watched) -> str:
     """Such as "block 3 (layer 2)"."""
-    for (stage, segment), blocks in (watched.state.blocks if watched.state else {}).items():
+    for (stage, segment), blocks in (watched.state.model.blocks if watched.state else {}).items():
         for number, one in zip(watched.plan.segments[stage][segment], blocks):
             if one is block:
                 return f"{number} of {len(watched.plan.facts)} ({contents(watched.plan, range(number, number + 1))})"

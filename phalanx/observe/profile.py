@@ -100,10 +100,10 @@ class Recording:
 def named(state: State) -> Iterator[None]:
     """While inside, the trace shows instructions, blocks and communication (by axis) under their names."""
     with ExitStack() as undo:
-        plain = state.handlers
-        state.handlers = {kind: _named_handler(handler) for kind, handler in plain.items()}
+        plain = state.model.handlers
+        state.model.handlers = {kind: _named_handler(handler) for kind, handler in plain.items()}
         undo.callback(setattr, state, "handlers", plain)
-        for (stage, segment), blocks in state.blocks.items():
+        for (stage, segment), blocks in state.model.blocks.items():
             for number, block in zip(state.plan.segments[stage][segment], blocks):
                 _name_block(block, f"{BLOCK}{number} {type(block).__name__}", undo)
         for axis in state.mesh.axes:

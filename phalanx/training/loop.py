@@ -122,7 +122,7 @@ class Loop:
 
     def _until_done(self, periodic: bool) -> Iterator[list[Batch]]:
         run, mesh = self.state.plan.run, self.state.mesh
-        self.state.train()
+        self.state.model.train()
         if self._made is not None:  # by whoever took batches before, and took no more
             self._step_is_over()
         self._read()
@@ -261,7 +261,7 @@ class Loop:
             self.reporter.log.warn(f"{bad.text}; it was skipped")
 
     def _shadow_due(self, step: int) -> bool:
-        config, fp8 = self.state.plan.run.train.fp8, self.state.fp8
+        config, fp8 = self.state.plan.run.train.fp8, self.state.model.fp8
         if config is None or config.shadow_interval is None or fp8 is None or fp8.over:
             return False
         return step in (1, self._last_fp8_step) or step % config.shadow_interval == 0
@@ -273,10 +273,10 @@ class Loop:
 
     def _switch_fp8(self, step: int) -> None:
         """The last steps are in train.precision, if they are to be."""
-        fp8 = self.state.fp8
+        fp8 = self.state.model.fp8
         if fp8 is None or fp8.config is None or not fp8.turn(step > self._last_fp8_step):
             return
-        self.state.stages.runner.forget()
+        self.state.model.stages.runner.forget()
         what = self.state.plan.run.train.precision if fp8.over else fp8.config.recipe
         self.reporter.log.info(
             f"from step {step} on all linears are in {what} (train.fp8.last_steps={fp8.config.last_steps})"
@@ -285,7 +285,7 @@ class Loop:
     def _watch_fp8(self, pending: Pending) -> None:
         """Tell how far the gradients are from those of a shadow step; linears that lost too much go on in
         train.precision. All ranks know the same numbers, so they decide alike."""
-        fp8, tally, gradient_distance = self.state.fp8, pending.fp8(), pending.gradient_distance()
+        fp8, tally, gradient_distance = self.state.model.fp8, pending.fp8(), pending.gradient_distance()
         if fp8 is None or fp8.config is None or tally is None:
             return
         log, precision = self.reporter.log, self.state.plan.run.train.precision
@@ -300,7 +300,7 @@ class Loop:
         if not bad:
             return
         fp8.fall_back(bad)
-        self.state.stages.runner.forget()
+        self.state.model.stages.runner.forget()
         for name, why in bad.items():
             if log.rank == 0:
                 log.warn(f"step {pending.step}: {name} goes on in {precision}: {why}")
@@ -336,7 +336,7 @@ class Loop:
     def evaluate(self, say: bool = True) -> dict[str, float]:
         """Set name -> mean loss per token over the validation sets; written to metrics, and said if `say`."""
         self.flush()
-        step, losses = self.counters.step, evaluate(self.state, self.valid)
+        step, losses = self.counters.step, evaluate(self.state.model, self.valid)
         if losses:
             if say:
                 text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items())

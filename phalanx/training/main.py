@@ -287,16 +287,16 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
         if scalars.get("train.precision") != run.train.precision:
             before = state.scaler.scale.clone()
             state.scaler.reset()  # a loss scale belongs to its precision
-            if state.fp8 is not None:
-                state.fp8.rescale(state.scaler.scale / before)
+            if state.model.fp8 is not None:
+                state.model.fp8.rescale(state.scaler.scale / before)
         log.info(f"continue from {source}")
         return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:
         load_weights(run.init_from, state.buffers, state.mesh)
-        init_weights(state, exported=False)
+        init_weights(state.model, exported=False)
         log.info(f"start from the weights of {run.init_from}")
     else:
-        init_weights(state)
+        init_weights(state.model)
     return Counters(), None
 
 
@@ -321,8 +321,8 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
             scalars = load_state(
                 path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state)
             )
-            if state.fp8 is not None:
-                state.fp8.loaded()
+            if state.model.fp8 is not None:
+                state.model.fp8.loaded()
             return path, scalars
         except DamagedCheckpoint as error:
             if not run.checkpoint.fallback or len(sources) == 1:
@@ -352,7 +352,7 @@ def loop_of(
     speed = Speed(flops_of(run).per_token, mesh.grid.world, peak, run.train.seq_length, last_step, mesh.shared_bytes)
     sinks = None
     if mesh.rank == 0:
-        for warning in state.agreed.warnings:
+        for warning in state.model.agreed.warnings:
             log.warn(warning)
         log.info(describe(state, total_samples(run)))
         log.info(choices(state))
@@ -361,7 +361,9 @@ def loop_of(
         sinks = Sinks(run.log, SinkStart(folder, counters.step, to_dict(run), log))
         sinks.add(STEP_LINE, StepLines(log, run.log.interval, last_step, mesh.device.type == "cuda", mesh.grid.world))
         after.callback(sinks.close)
-    reporter = Reporter(log, sinks, speed, counters, mesh.device, state.fp8.names if state.fp8 is not None else ())
+    reporter = Reporter(
+        log, sinks, speed, counters, mesh.device, state.model.fp8.names if state.model.fp8 is not None else ()
+    )
     reporter.remaining = lambda: (
         total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
     )

@@ -31,7 +31,7 @@ WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that 
 
 def numbers_of(state: State) -> dict[str, Tensor]:
     """Small tensors of a run's state that are no part of its optimizer."""
-    fp8 = {} if state.fp8 is None else state.fp8.state()
+    fp8 = {} if state.model.fp8 is None else state.model.fp8.state()
     return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in fp8.items()}}
 
 

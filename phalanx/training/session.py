@@ -46,7 +46,7 @@ class Session:
     def model(self) -> nn.ModuleList:
         """This rank's blocks, in the order of the model. Parameters are autograd leaves; in `accumulate` their `grad`
         is a view into a flat buffer."""
-        return self.state.model
+        return self.state.model.modules
 
     @property
     def step(self) -> int:

@@ -25,6 +25,7 @@ from phalanx.comm.mesh import Mesh, init_world, leave_world
 from phalanx.config.run import Run
 from phalanx.data.loader import Loader, micro_batch_samples, train_loader
 from phalanx.engine.build import State, build, write_slot
+from phalanx.engine.model import Model
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
@@ -99,9 +100,9 @@ def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Follow
     """Train `steps` steps from weights that are random everywhere. `drop`: replace this collective by nothing (for
     tests)."""
     state = build(make_plan(run, mesh.grid.world), mesh)
-    random_weights(state)
+    random_weights(state.model)
     mesh.watch.on, mesh.watch.drop = drop is not None, drop
-    state.train()
+    state.model.train()
     loader = train_loader(
         run.data,
         seq_length=run.train.seq_length,
@@ -147,9 +148,9 @@ def with_fewer_labels(batch: Batch, parts: list[float]) -> Batch:
     return replace(batch, labels=labels.view(-1))
 
 
-def random_weights(state: State) -> None:
+def random_weights(model: Model) -> None:
     """Random values for every tensor, norms and biases too: ones and zeros would hide errors."""
-    for holder in state.buffers.holders:
+    for holder in model.buffers.holders:
         for slot in holder.bucket.slots:
             storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype)
             for piece in slot.spec.pieces:

@@ -256,7 +256,7 @@ def state(config):
     run = small(config)
     plan = make_plan(run, 1)
     made = build(plan, Mesh(plan.grid))
-    init_weights(made)
+    init_weights(made.model)
     made.train()
     return made
 
@@ -286,7 +286,7 @@ def test_an_error_ends_the_recording(state, tmp_path):
     recording.start()
     with pytest.raises(KeyError), recording.step(1):
         raise KeyError("x")
-    assert not recording.path.exists() and not any(b._forward_hooks for b in state.model)
+    assert not recording.path.exists() and not any(b._forward_hooks for b in state.model.modules)
     recording.start()
     recording.stop()
     assert recording.path.exists()
@@ -294,11 +294,17 @@ def test_an_error_ends_the_recording(state, tmp_path):
 
 def test_names_come_off_again(state):
     """A step after a recording runs what it ran before: no hooks, the plain handlers, the plain collectives."""
-    plain, axis = state.handlers, Axis("tp", (0, 1))
+    plain, axis = state.model.handlers, Axis("tp", (0, 1))
     state.mesh._axes.append(axis)
     with named(state):
-        assert state.handlers is not plain and any(b._forward_hooks for b in state.model) and "all_reduce" in vars(axis)
-    assert state.handlers is plain and not any(b._forward_hooks or b._forward_pre_hooks for b in state.model)
+        assert (
+            state.model.handlers is not plain
+            and any(b._forward_hooks for b in state.model.modules)
+            and "all_reduce" in vars(axis)
+        )
+    assert state.model.handlers is plain and not any(
+        b._forward_hooks or b._forward_pre_hooks for b in state.model.modules
+    )
     assert not any("all_reduce" in vars(axis) for axis in state.mesh.axes)
 
 

@@ -711,14 +711,14 @@ def logits_of(model, precision: str, data: DataConfig) -> torch.Tensor:
     plan = make_plan(run, 1)
     mesh = Mesh(plan.grid, 0, torch.device("cpu"))
     state = build(plan, mesh)
-    init_weights(state)
-    state.train(False)
+    init_weights(state.model)
+    state.model.train(False)
     batch = valid_loaders(replace(data, paths=(), valid={"v": data.paths}), seq_length=24, seed=1, vocab_size=64)[
         "v"
     ].batch([0, 1])
     with torch.no_grad():
         x = torch.empty(0)
-        *blocks, head = state.model
+        *blocks, head = state.model.modules
         for block in blocks:
             x = block(x, batch)
         logits = head.logits(x, torch.arange(48))

@@ -104,8 +104,8 @@ def one_rank(rank: int, world: int, run: Run, steps: int) -> dict:
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     numbers = []
     for step in range(steps):
         result = update(state, accumulate(state, step_batches(run, mesh, step, False)), lr=1e-2)

@@ -165,11 +165,11 @@ def codes_of(rank: int, world: int, run: Run) -> dict[str, torch.Tensor]:
     """Codes and scales of every matrix after a step, as a rank's products use them."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    parity.random_weights(state)
-    state.train()
+    parity.random_weights(state.model)
+    state.model.train()
     for step in range(2):
         update(state, accumulate(state, parity.step_batches(run, mesh, step, False)), lr=1e-2)
-    evaluate_step(state, parity.step_batches(run, mesh, 2, False))
+    evaluate_step(state.model, parity.step_batches(run, mesh, 2, False))
     if state.buffers.flat[0].cut.cuts_weights:
         for f in state.buffers.flat:
             f.storage.fetch()
@@ -177,7 +177,7 @@ def codes_of(rank: int, world: int, run: Run) -> dict[str, torch.Tensor]:
     made = any(isinstance(f.storage, QuantizedStorage) for f in state.buffers.flat)
     assert made == (run.layout.sharding > 0)
     found = {}
-    for low, p in state.fp8.here:
+    for low, p in state.model.fp8.here:
         for side, q in zip(("straight", "turned"), low.quantized(p)):
             found[f"{low.name} {side}"] = torch.cat(
                 (q.quantized.view(torch.uint8).flatten().float(), q.scales.flatten())
@@ -211,7 +211,7 @@ def test_scales_begin_where_cublas_takes_them():
     state = build(plan, Mesh(Grid()))
     weights = [
         p
-        for block in state.blocks.values()
+        for block in state.model.blocks.values()
         for b in block
         for p in b.parameters()
         if getattr(p, "quantizer", None) is not None

@@ -190,9 +190,9 @@ def two_groups(rank: int, world: int, run, reason: str) -> tuple:
     plan = make_plan(run, world)
     with unlike(reason, rank):
         state = build(plan, SharingMesh(plan.grid, rank))
-    random_weights(state)
+    random_weights(state.model)
     state.buffers.publish()
-    state.train()
+    state.model.train()
     losses = []
     for step in range(2):
         tokens = accumulate(state, step_batches(run, state.mesh, step, False))
@@ -243,22 +243,22 @@ def broken_off(state, name: str) -> None:
     """An error passes through a context; what it changes is as before."""
     recorder = Recorder(state, 1, mock.Mock(rank=0))
     contexts = {
-        "all-to-all": state.by_all_to_all,
+        "all-to-all": state.model.by_all_to_all,
         "shadow": lambda: aside(state),
-        "in full precision": state.fp8.without,
-        "measuring": state.fp8.measuring,
+        "in full precision": state.model.fp8.without,
+        "measuring": state.model.fp8.measuring,
         "recording": lambda: recorder.around(6, None),
         "before what is recorded": lambda: recorder.around(5, None),
     }
 
     def seen() -> tuple:
-        lows = [(low.on, low.current) for low, _ in state.fp8.here]
+        lows = [(low.on, low.current) for low, _ in state.model.fp8.here]
         return (
-            state.stages.runner,
-            [layer.dispatch for layer in state.routed],
+            state.model.stages.runner,
+            [layer.dispatch for layer in state.model.routed],
             lows,
             recorder._recording,
-            list(state.handlers.values()),
+            list(state.model.handlers.values()),
         )
 
     before = seen()

@@ -309,8 +309,8 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
         run = base_run("llama", 4, 2, precision="bf16", **(train if why is None else {}))
         run = replace(run, model=replace(run.model, head_dim=16, intermediate_size=48))
         state = build(make_plan(run, 1), Mesh(Grid(), device=device))
-        init_weights(state)
-        state.train()
+        init_weights(state.model)
+        state.model.train()
         batches = [sample_batch(ids, documents=False).to(device) for ids in ([1, 2], [3, 4])]
         for _ in range(3):
             train_step(state, batches, lr=1e-3)
@@ -462,8 +462,8 @@ def losses(
     run = base_run(model, 4, 2, precision=precision, recompute=recompute, **train)
     run = replace(run, model=replace(run.model, initializer_range=0.1, **(shape or {})))
     state = build(make_plan(run, 1), Mesh(Grid(), 0, device))
-    init_weights(state)
-    state.train()
+    init_weights(state.model)
+    state.model.train()
     batches = [sample_batch(ids, documents=False).to(device) for ids in ([1, 2], [3, 4])]
     return [train_step(state, batches, lr=1e-3).loss.item() for _ in range(10)]
 
@@ -500,12 +500,12 @@ def graphs_check(
                 layout=replace(run.layout, bucket_mb=0, dispatch=dispatch),
             )
             state = build(make_plan(run, 1), Mesh(Grid(), device=device))
-            init_weights(state)
-            state.train()
+            init_weights(state.model)
+            state.model.train()
             losses = []
             for step in range(2 * low_steps or 4):
-                if state.fp8 is not None and state.fp8.turn(step >= low_steps):
-                    state.stages.runner.forget()
+                if state.model.fp8 is not None and state.model.fp8.turn(step >= low_steps):
+                    state.model.stages.runner.forget()
                 result = train_step(state, [sample_batch([3 * step + i], False).to(device) for i in range(3)], lr=1e-3)
                 losses += [result.loss, result.grad_norm]
             found.append([torch.stack(losses), *(f.master for f in state.buffers.flat)])

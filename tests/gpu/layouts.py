@@ -176,8 +176,8 @@ def steps_of(run: Run, mesh: Mesh, documents: bool | str) -> dict:
     """tests.harness.parity.run_layout on a device; below fp64 with gentle weights, in which rounding stays rounding."""
     state, device = build(make_plan(run, mesh.grid.world), mesh), mesh.device
     exact = run.train.precision == "fp64"
-    random_weights(state) if exact else init_weights(state)
-    state.train()
+    random_weights(state.model) if exact else init_weights(state)
+    state.model.train()
     found: dict = {"losses": [], "norms": [], "grads": []}
     for step in range(STEPS):
         tokens = accumulate(state, [b.to(device) for b in step_batches(run, mesh, step, documents)])

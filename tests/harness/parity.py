@@ -290,9 +290,9 @@ def run_layout(
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
+    random_weights(state.model)
     mesh.watch.on, mesh.watch.drop = watch or drop is not None, drop
-    state.train()
+    state.model.train()
     losses, norms, grads = [], [], []
     for step in range(steps):
         tokens = accumulate(state, step_batches(run, mesh, step, documents))

@@ -288,7 +288,7 @@ def train_and_more(rank: int, world: int, t: Trial, folder: Path | None) -> dict
     result = steps(state, t, range(STEPS))
     result["beside"] |= beside
     if "evaluate" in t.also:
-        loss, tokens = evaluate_step(state, batches_of(t, t.run, state.mesh, 9))
+        loss, tokens = evaluate_step(state.model, batches_of(t, t.run, state.mesh, 9))
         beside["evaluate"] = np.array([loss.item(), tokens.item()])
     if "replicas" in t.also:
         check_replicas(state)
@@ -308,7 +308,7 @@ def shadow_kept(state: State, batches: list) -> dict:
 def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
     plan = make_plan(t.run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    random_weights(state)
+    random_weights(state.model)
     state.buffers.publish()
     if "init" in t.also and folder is not None:
         save_to(state, folder.parent / "init" / str(world))
@@ -316,8 +316,8 @@ def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
             flat.storage.weight_kept.fill_(5.0)
             flat.master.fill_(5.0)
         load_weights(folder.parent / "init" / "1" / "step-00000002" / "weights", state.buffers, state.mesh)
-        init_weights(state, exported=False)
-    state.train()
+        init_weights(state.model, exported=False)
+    state.model.train()
     return state
 
 
@@ -347,7 +347,7 @@ def steps(state: State, t: Trial, numbers: Iterable[int]) -> dict:
 def begin_low(state: State, batches: list[Batch], step: int) -> dict[int, torch.Tensor] | None:
     """As the loop does before a step: train.fp8.last_steps, and the reference of a shadow step where it decides who
     falls back."""
-    low, train = state.fp8, state.plan.run.train
+    low, train = state.model.fp8, state.plan.run.train
     if low is None or train.fp8 is None:
         return None
     low.turn(step + 1 > train.steps - train.fp8.last_steps)
@@ -356,7 +356,7 @@ def begin_low(state: State, batches: list[Batch], step: int) -> dict[int, torch.
 
 def finish_low(state: State, told: torch.Tensor | None, distance: torch.Tensor | None) -> dict[str, Any]:
     """As the loop does after a step: linears that lost too much fall back. Who has so far."""
-    low, fp8 = state.fp8, state.plan.run.train.fp8
+    low, fp8 = state.model.fp8, state.plan.run.train.fp8
     if low is None or fp8 is None or told is None:
         return {}
     bad = unsafe(low.names, fp8, told.tolist(), None if distance is None else distance.tolist())
@@ -404,8 +404,8 @@ def resume(rank: int, world: int, t: Trial, folder: Path) -> dict:
         t.run.model,
         numbers_of(state),
     )
-    if state.fp8 is not None:
-        state.fp8.loaded()
+    if state.model.fp8 is not None:
+        state.model.fp8.loaded()
     loaded = parts_of(state, "master")
     return {**steps(state, t, range(STEPS, STEPS + 1)), "loaded": loaded}
 

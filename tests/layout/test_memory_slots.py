@@ -94,13 +94,13 @@ def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[
     any bucket shares."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     seen: dict[tuple, set[int]] = {}
 
     def watched(kind, handler):
         def run_it(i):
-            for n, p in enumerate(p for block in state.blocks[i.stage, i.segment] for p in block.parameters()):
+            for n, p in enumerate(p for block in state.model.blocks[i.stage, i.segment] for p in block.parameters()):
                 seen.setdefault((i.stage, i.segment, n, "weight"), set()).add(p.data_ptr())
                 if kind is Backward and p.grad is not None:
                     seen.setdefault((i.stage, i.segment, n, "grad"), set()).add(p.grad.data_ptr())
@@ -108,12 +108,12 @@ def addresses_on_rank(rank: int, world: int, run: Run) -> tuple[dict[tuple, set[
 
         return run_it
 
-    state.handlers = {
-        kind: watched(kind, h) if kind in (Forward, Backward) else h for kind, h in state.handlers.items()
+    state.model.handlers = {
+        kind: watched(kind, h) if kind in (Forward, Backward) else h for kind, h in state.model.handlers.items()
     }
     for step in range(3):
         update(state, accumulate(state, step_batches(run, mesh, step, False)), lr=1e-3)
-        evaluate_step(state, step_batches(run, mesh, step, False))
+        evaluate_step(state.model, step_batches(run, mesh, step, False))
     state.buffers.ready()
     whole = {f.weight.untyped_storage().data_ptr() for f in state.buffers.flat}
     return seen, len(whole) < len(state.buffers.flat)

@@ -202,22 +202,22 @@ def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
 
 def all_logits(state: State, batches: list[Batch]) -> list[np.ndarray]:
     """Logits of every token of each micro-batch, on the ranks of the last stage."""
-    state.train(False)
-    state.stages.finish = lambda head, x, batch: head.logits(x, torch.arange(batch.num_tokens))
-    state.stages.begin(batches, seed=None)
-    execute(state.program(len(batches), backward=False), state.handlers)
-    state.stages.end()
-    return [state.stages.outputs[mb].numpy() for mb in sorted(state.stages.outputs)]
+    state.model.train(False)
+    state.model.stages.finish = lambda head, x, batch: head.logits(x, torch.arange(batch.num_tokens))
+    state.model.stages.begin(batches, seed=None)
+    execute(state.model.program(len(batches), backward=False), state.model.handlers)
+    state.model.stages.end()
+    return [state.model.stages.outputs[mb].numpy() for mb in sorted(state.model.stages.outputs)]
 
 
 def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
     load_weights(state, weights)
-    state.train()
+    state.model.train()
     tokens = accumulate(state, batches)
     return {
-        "loss": (loss_and_stops(state)[0] / tokens).item(),
+        "loss": (loss_and_stops(state.model)[0] / tokens).item(),
         "grads": parts_of(state, "grad"),
         "logits": all_logits(state, batches),
     }

@@ -208,12 +208,12 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
     load_weights(state, weights)
-    state.train()
+    state.model.train()
     mine = batches[mesh.dp.index :: mesh.dp.size]
     tokens = accumulate(state, mine)
     grads = parts_of(state, "grad")
     return {
-        "loss": (reduce_step_totals(state).loss / tokens).item(),
+        "loss": (reduce_step_totals(state.model).loss / tokens).item(),
         "grads": grads,
         "logits": all_logits(state, mine),
         "dp": mesh.dp.index,

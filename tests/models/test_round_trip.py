@@ -59,7 +59,7 @@ def run_and_save(rank: int, world: int, run: Run, folder: Path, root: Path) -> d
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
     load_weights(folder, state.buffers, mesh)
-    state.train()
+    state.model.train()
     mine = BATCHES[mesh.dp.index :: mesh.dp.size]
     accumulate(state, mine)
     grads = parts_of(state, "grad")

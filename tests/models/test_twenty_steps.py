@@ -165,7 +165,7 @@ def run_steps(rank: int, world: int, run: Run, weights: dict[str, np.ndarray]) -
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
     test_models.load_weights(state, weights)
-    state.train()
+    state.model.train()
     losses, norms = [], []
     for step in range(STEPS):
         tokens = accumulate(state, step_batches(run, mesh, step, False))

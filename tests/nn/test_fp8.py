@@ -327,12 +327,12 @@ def histories(rank: int, world: int, run: Run) -> list[tuple[float, np.ndarray]]
     """The loss scale for the next step, and the largest gradients of the last, of each step."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    init_weights(state)
-    state.train()
+    init_weights(state.model)
+    state.model.train()
     found = []
     for step in range(6):
         train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3)
-        found.append((state.scaler.scale.item(), state.fp8.history[:, DY, 0].clone().numpy()))
+        found.append((state.scaler.scale.item(), state.model.fp8.history[:, DY, 0].clone().numpy()))
     return found
 
 
@@ -362,8 +362,8 @@ def run_shadow(rank: int, world: int, run: Run, drop: bool = False) -> np.ndarra
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    parity.random_weights(state)
-    state.train()
+    parity.random_weights(state.model)
+    state.model.train()
     batches = parity.step_batches(run, mesh, 0, False)
     if drop:
         mesh.world.all_reduce = lambda x, op="sum", async_op=False: Work(x)  # type: ignore[method-assign]
@@ -396,12 +396,12 @@ def turns(rank: int, world: int, run: Run) -> tuple[list[tuple[bool, set[str]]],
     turn was new, and whose values were cast."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    init_weights(state)
-    state.train()
-    names, found = state.fp8.names, []
-    state.fp8.fall_back(names[1:2])
+    init_weights(state.model)
+    state.model.train()
+    names, found = state.model.fp8.names, []
+    state.model.fp8.fall_back(names[1:2])
     for step, over in enumerate((False, True, False, False)):
-        new = state.fp8.turn(over)
+        new = state.model.fp8.turn(over)
         told = train_step(state, parity.step_batches(run, mesh, step, False), lr=1e-3, shadow=step == 3).fp8
         found.append((new, {name for name, values in zip(names, told[..., -1].sum(1).tolist()) if values}))
     return found, list(names)

@@ -60,7 +60,7 @@ def test_a_frozen_bias_of_a_router_stays(ranks):
 def save_on_rank(rank: int, world: int, run: Run, root: Path) -> list:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    random_weights(state)
+    random_weights(state.model)
     for shard in state.optimizer.shards:
         shard.state["m"].fill_(3.0)
     state.buffers.publish()

@@ -26,10 +26,10 @@ def routed(rank: int, world: int, run: Run, undecided: bool = False) -> dict:
     numbers win for every token."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    random_weights(state)
+    random_weights(state.model)
     if undecided:
         clear_routers(state)
-    state.train()
+    state.model.train()
     tokens = accumulate(state, step_batches(run, mesh, 0, False))
     grads = parts_of(state, "grad")
     result = update(state, tokens, lr=1e-2)
@@ -81,9 +81,9 @@ def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndar
     one rank counts."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state, rows = build(make_plan(run, world), mesh), {}
-    random_weights(state)
-    state.train()
-    for layer in state.routed:
+    random_weights(state.model)
+    state.model.train()
+    for layer in state.model.routed:
         rows[layer.layer] = 0
 
         def count(module, args, number=layer.layer):
@@ -91,7 +91,7 @@ def dispatched(rank: int, world: int, run: Run) -> tuple[dict[int, int], np.ndar
 
         layer.experts.register_forward_pre_hook(count)
     accumulate(state, step_batches(run, mesh, 0, False))
-    return rows, reduce_step_totals(state).routing.numpy()
+    return rows, reduce_step_totals(state.model).routing.numpy()
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def by_hand(run: Run, scope: str) -> tuple[tuple[float, float], torch.Tensor]:
     """The balancing losses of a step, before their coefficients and summed over tokens; and the gradient to the only
     router of the losses, each micro-batch weighted as a step weighs it."""
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
-    random_weights(state)
-    layer, seen = state.routed[0], []
+    random_weights(state.model)
+    layer, seen = state.model.routed[0], []
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     batches = step_batches(run, state.mesh, 0, False)
-    state.train()
+    state.model.train()
     accumulate(state, batches)
     weight = layer.gate.detach().clone().requires_grad_()
     total = sum((b.labels >= 0).sum() for b in batches)
@@ -197,9 +197,9 @@ def evaluated(rank: int, world: int, run: Run) -> float:
     """The loss of a step's tokens without training, every token at the same experts."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    random_weights(state)
+    random_weights(state.model)
     clear_routers(state)
-    loss, tokens = evaluate_step(state, step_batches(run, mesh, 0, False))
+    loss, tokens = evaluate_step(state.model, step_batches(run, mesh, 0, False))
     return (loss / tokens).item()
 
 
@@ -252,19 +252,19 @@ def test_tally_starts_again(ranks):
     """What one step counted is not in the next."""
     run = variant()
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     for step in range(2):
         accumulate(state, step_batches(run, state.mesh, step, False))
-        assert (reduce_step_totals(state).routing[:, -1] == 4 * SEQ).all()
+        assert (reduce_step_totals(state.model).routing[:, -1] == 4 * SEQ).all()
 
 
 def exchanged(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
     """(axis, op) -> (calls, bytes handed in) of one step's forward and backward."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     mesh.watch.on = True
     accumulate(state, step_batches(run, mesh, 0, False))
     found: dict[tuple[str, str], tuple[int, int]] = {}

@@ -98,10 +98,10 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
     load_weights(state, weights)
-    state.train()
+    state.model.train()
     mine = batches[mesh.dp.index :: mesh.dp.size]
     tokens = accumulate(state, mine)
-    grads, told = parts_of(state, "grad"), reduce_step_totals(state)
+    grads, told = parts_of(state, "grad"), reduce_step_totals(state.model)
     losses = {"main": (told.loss / tokens).item(), "others": (told.mtp_loss / tokens / DEPTHS).item()}
     return {**losses, "grads": grads, "logits": all_logits(state, mine), "dp": mesh.dp.index}
 
@@ -219,13 +219,13 @@ def test_the_loss_is_told():
     run = Run(model=still, train=TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64"))
     state = build(make_plan(run, 1), Mesh(make_plan(run, 1).grid))
     load_weights(state, truth()["weights"])
-    state.train()
+    state.model.train()
     pending = Pending(1, 0.0, train_step(state, BATCHES, 0.0))
     assert pending.read()[0] == pytest.approx(truth()["main"]) and pending.mtp_loss() == pytest.approx(
         truth()["others"]
     )
     assert [v is not None for v in pending.routing()["entropy"]] == [False, True, True, True]
-    summed, tokens = evaluate_step(state, BATCHES)
+    summed, tokens = evaluate_step(state.model, BATCHES)
     assert (summed / tokens).item() == pytest.approx(truth()["main"])
 
 

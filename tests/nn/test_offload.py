@@ -136,10 +136,10 @@ def offloaded_bytes(rank: int, world: int, run: Run) -> int:
     """What left for the host in one step."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    init_weights(state)
-    state.train()
+    init_weights(state.model)
+    state.model.train()
     accumulate(state, step_batches(run, mesh, 0, False))
-    return state.stages.offloaded_bytes
+    return state.model.stages.offloaded_bytes
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -169,9 +169,9 @@ def device_bytes(rank: int, world: int, run: Run) -> int:
     """Most bytes of tensors at once in a step, but for what was there before."""
     plan = make_plan(run, world)
     state = build(plan, mesh := Mesh(plan.grid, rank))
-    init_weights(state)
-    state.train()
-    state.stages._mover = Elsewhere(CPU)
+    init_weights(state.model)
+    state.model.train()
+    state.model.stages._mover = Elsewhere(CPU)
     batches = step_batches(run, mesh, 0, False)
     with Allocations() as seen:
         accumulate(state, batches)

@@ -21,7 +21,7 @@ from tests.nn.test_fp8 import low_run
 
 
 def blocks_of(state: State) -> list:
-    return [block for segment in state.blocks.values() for block in segment]
+    return [block for segment in state.model.blocks.values() for block in segment]
 
 
 def forward(state: State, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -69,15 +69,15 @@ def gradients(state: State, batches: list[Batch], split: bool) -> dict[str, torc
 def differing(rank: int, world: int, run: Run) -> list[str]:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    parity.random_weights(state)
+    parity.random_weights(state.model)
     state.buffers.publish()
     state.buffers.ready()
-    state.train()
-    if state.fp8 is not None:
-        state.fp8.begin()
+    state.model.train()
+    if state.model.fp8 is not None:
+        state.model.fp8.begin()
         for flat in state.buffers.flat:
             flat.storage.ready()
-            state.fp8.refresh(flat.bucket.id)
+            state.model.fp8.refresh(flat.bucket.id)
     batches = parity.step_batches(run, state.mesh, 0, False)[:2]
     at_once = gradients(state, batches, split=False)
     later = gradients(state, batches, split=True)

@@ -296,8 +296,8 @@ def test_clipping(share):
         run = base_run("llama", global_batch=2)
         plan = make_plan(replace(run, optim=OptimConfig(clip_grad=clip)), 1)
         state = build(plan, Mesh(Grid()))
-        random_weights(state)
-        state.train()
+        random_weights(state.model)
+        state.model.train()
         batches = [sample_batch([1], False), sample_batch([2], False)]
         accumulate(state, batches)
         grads = torch.cat([f.grad.clone() for f in state.buffers.flat])

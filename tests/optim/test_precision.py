@@ -73,8 +73,8 @@ def train(rank: int, world: int, run: Run, steps: int, poison: dict[int, str] | 
     a gradient, both on one rank."""
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    init_weights(state)
-    state.train()
+    init_weights(state.model)
+    state.model.train()
     each, dp = run.train.global_batch // state.mesh.dp.size, state.mesh.dp.index
     found: dict = {"losses": [], "norms": [], "skipped": [], "scales": [], "same": [], "steps": []}
     for step in range(steps):

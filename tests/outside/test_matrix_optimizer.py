@@ -152,16 +152,16 @@ def initial_weights(rank: int, world: int, layout: dict, name: str) -> list[tupl
     run = replace(run, optim=run.optim if name != "adamw" else AdamWConfig())
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    init_weights(state)
+    init_weights(state.model)
     state.buffers.gather()
     state.buffers.ready()
     found = []
-    for block in state.model:
+    for block in state.model.modules:
         found += [(p.spec.name, p.double().square().sum().item()) for p in block.parameters()]
-    before = [p.clone() for p in state.model.parameters()]
+    before = [p.clone() for p in state.model.modules.parameters()]
     state.buffers.publish()
     state.buffers.ready()
-    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.modules.parameters()))
     return sorted(found)
 
 
@@ -204,16 +204,16 @@ def test_a_skipped_step_changes_nothing():
     """Of matrices at home too: no bit of masters, state and weights. The step before and after do change them."""
     plan = make_plan(run_of("llama", {}, "bf16"), 1)
     state = build(plan, Mesh(plan.grid, 0))
-    init_weights(state)
+    init_weights(state.model)
     for skip in (0.0, 1.0, 0.0):
         for flat in state.buffers.flat:
             flat.grad.normal_() if not skip else flat.grad.fill_(torch.nan)
         shards = state.optimizer.shards
         kept = [(s, kind, s.values(kind).clone()) for s in shards for kind in s.kinds]
-        weights = [p.clone() for p in state.model.parameters()]
+        weights = [p.clone() for p in state.model.modules.parameters()]
         state.optimizer.update(0.1, torch.tensor(skip), torch.tensor(0.5))
         same = [torch.equal(s.values(kind), before) for s, kind, before in kept]
-        same += [torch.equal(p, before) for p, before in zip(state.model.parameters(), weights)]
+        same += [torch.equal(p, before) for p, before in zip(state.model.modules.parameters(), weights)]
         assert all(same) if skip else not any(same)
         assert not any(flat.grad.any() for flat in state.buffers.flat)
     assert state.optimizer.step == 2
@@ -226,8 +226,8 @@ def test_rates_and_decay_of_both_optimizers():
     run = replace(run_of("llama", {}), optim=replace(optim, fallback=own))
     plan = make_plan(run, 1)
     state = build(plan, Mesh(plan.grid, 0))
-    init_weights(state)
-    found = {p.spec.name: p for p in state.model.parameters()}
+    init_weights(state.model)
+    found = {p.spec.name: p for p in state.model.modules.parameters()}
     norm, qkv = found["model.norm.weight"], found["model.layers.1.self_attn.q_proj.weight"]
     q = qkv.spec.pieces[0].of(qkv.detach())
     before, generator = q.clone(), torch.Generator().manual_seed(0)

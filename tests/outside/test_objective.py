@@ -281,8 +281,8 @@ def evaluated(rank: int, world: int, run: Run) -> list[float]:
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
-    return evaluate_step(state, parity.step_batches(run, mesh, 0, True)).tolist()
+    random_weights(state.model)
+    return evaluate_step(state.model, parity.step_batches(run, mesh, 0, True)).tolist()
 
 
 @pytest.mark.parametrize("name", ["smoothing", "preference"])

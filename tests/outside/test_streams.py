@@ -93,7 +93,7 @@ def sent_bytes(rank: int, world: int, run: Run) -> list[int]:
     plan = make_plan(run, world)
     mesh, found = Mesh(plan.grid, rank), []
     state, real = build(plan, mesh), Axis.send
-    random_weights(state)
+    random_weights(state.model)
 
     def send(axis: Axis, x: torch.Tensor, to: int):
         found.append(x.nbytes)

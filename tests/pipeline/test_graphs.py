@@ -177,9 +177,9 @@ def trained(
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
-    state.train()
-    assert type(state.stages.runner) is Eager
+    random_weights(state.model)
+    state.model.train()
+    assert type(state.model.stages.runner) is Eager
     recorder = Recorder()
     with mock.patch.object(rng, "philox", philox_of_tensors), recorder.noting():
         return _trained(state, run, documents, recorder if graphs else None)
@@ -195,8 +195,10 @@ def _trained(
 ) -> tuple[list[torch.Tensor], list[int], set[str]]:
     plan, mesh = state.plan, state.mesh
     if recorder:
-        recompute = next(iter(state.blocks.values()))[0].env.recompute
-        state.stages.runner = Graphs(recorder, recompute, (), state.agreed.uncaptured, schedule=plan.schedule)
+        recompute = next(iter(state.model.blocks.values()))[0].env.recompute
+        state.model.stages.runner = Graphs(
+            recorder, recompute, (), state.model.agreed.uncaptured, schedule=plan.schedule
+        )
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))
@@ -206,7 +208,7 @@ def _trained(
         seen |= {f"{s.length} {s.part.count}" for b in batches for s in b.shared}
         result = train_step(state, batches, 1e-3)
         found += [result.loss.clone(), result.grad_norm.clone()]
-    runner = state.stages.runner
+    runner = state.model.stages.runner
     if isinstance(runner, Graphs):  # every slot was foreseen, at the start of the step that got it
         mine = plan.schedule(1).stages_of(mesh.at.pp)
         assert {k: len(slots) for k, slots in runner._slots.items()} == {

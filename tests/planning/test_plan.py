@@ -260,7 +260,7 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
     as rings count them."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    init_weights(state)
+    init_weights(state.model)
     loader = train_loader(
         run.data,
         seq_length=run.train.seq_length,
@@ -277,12 +277,12 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
 
         return run
 
-    state.handlers = {kind: watched(handler) for kind, handler in state.handlers.items()}
+    state.model.handlers = {kind: watched(handler) for kind, handler in state.model.handlers.items()}
     fp8, batches = run.train.fp8, step_batches(run, loader, mesh, 0)
     shadow = shadow_of(state, batches) if fp8 is not None and fp8.shadow_interval is not None else {}
-    if state.fp8 is not None and fp8 is not None:
-        state.fp8.turn(over=fp8.last_steps > 0)
-        state.fp8.renew()  # a step finds codes of its weights, and leaves those of the next
+    if state.model.fp8 is not None and fp8 is not None:
+        state.model.fp8.turn(over=fp8.last_steps > 0)
+        state.model.fp8.renew()  # a step finds codes of its weights, and leaves those of the next
     mesh.watch.on = True
     train_step(state, batches, lr=1e-3)
     state.buffers.ready()

@@ -210,8 +210,8 @@ def sent(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, in
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     batches = step_batches(run, mesh, 0, "packed")
     mesh.watch.on = True
     accumulate(state, batches)

@@ -339,7 +339,7 @@ def logits_twice(rank: int, world: int, run: Run) -> list[np.ndarray]:
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
+    random_weights(state.model)
     batch = sample_batch([5, 6], documents=True)
     first = batch.documents == 0
     other = replace(batch, tokens=torch.where(first, (batch.tokens + 7) % 131, batch.tokens))
@@ -397,8 +397,8 @@ def traffic(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int,
     plan = make_plan(run, world)
     mesh = Mesh(plan.grid, rank)
     state = build(plan, mesh)
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     batches = step_batches(run, mesh, 0, False)
     mesh.watch.on = True
     accumulate(state, batches)
@@ -480,9 +480,9 @@ def test_the_prefetcher_cuts():
 def evaluated(rank: int, world: int, run: Run) -> dict[str, float]:
     plan = make_plan(run, world)
     state = build(plan, Mesh(plan.grid, rank))
-    random_weights(state)
+    random_weights(state.model)
     return evaluate(
-        state, valid_loaders(run.data, seq_length=run.train.seq_length, seed=1, vocab_size=run.model.vocab_size)
+        state.model, valid_loaders(run.data, seq_length=run.train.seq_length, seed=1, vocab_size=run.model.vocab_size)
     )
 
 

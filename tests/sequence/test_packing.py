@@ -336,8 +336,8 @@ def step_of(rank: int, world: int, run: Run, kind: str) -> dict:
     micro-batch of its own."""
     mesh = Mesh(make_plan(run, world).grid, rank)
     state = build(make_plan(run, world), mesh)
-    random_weights(state)
-    state.train()
+    random_weights(state.model)
+    state.model.train()
     if kind == "packed":
         batches = [packed_batch()]
     elif kind == "padded":
