@@ -41,9 +41,9 @@ def row_of(result: dict[str, Any], config: str, overrides: str, commit: str, day
         "ranks": result["ranks"],
         "config": config,
         "overrides": overrides,
-        "step_ms": f"{1e3 * step['median_s']:.1f}",
-        "min_ms": f"{1e3 * step['min_s']:.1f}",
-        "max_ms": f"{1e3 * step['max_s']:.1f}",
+        "step_ms": f"{1e3 * step['median']:.1f}",
+        "min_ms": f"{1e3 * step['low']:.1f}",
+        "max_ms": f"{1e3 * step['high']:.1f}",
         "peak_gib": "" if peak is None else f"{peak / 2**30:.2f}",
         "budget": "" if budget is None else json.dumps(budget, separators=(",", ":")),
     }

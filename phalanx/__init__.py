@@ -25,16 +25,20 @@ if TYPE_CHECKING:
     from phalanx.base.records import Record, Row, Sink, SinkStart, sink
     from phalanx.config.run import Run
     from phalanx.data.own_source import DataSource, SourceStart, source
-    from phalanx.models.family import Family
+    from phalanx.layout.param import Piece
+    from phalanx.models.family import BlockMaker, Family
     from phalanx.nn.objective import SequenceObjective, TokenObjective, objective
+    from phalanx.nn.parameter import Parameter
     from phalanx.ops.dense.token_loss import LogitStats
     from phalanx.ops.optimizer.state import Moment
     from phalanx.optim.config import OptimConfig
     from phalanx.optim.optimizer import Optimizer, ParamRange, WholeMatrix, optimizer
     from phalanx.optim.schedules import LRPoint, lr_schedule
+    from phalanx.sequence.streams import StreamSpec
     from phalanx.training.callbacks import Callback
 
 PUBLIC = {
+    "BlockMaker": "phalanx.models.family",
     "Callback": "phalanx.training.callbacks",
     "DataSource": "phalanx.data.own_source",
     "Family": "phalanx.models.family",
@@ -44,6 +48,8 @@ PUBLIC = {
     "OptimConfig": "phalanx.optim.config",
     "Optimizer": "phalanx.optim.optimizer",
     "ParamRange": "phalanx.optim.optimizer",
+    "Parameter": "phalanx.nn.parameter",
+    "Piece": "phalanx.layout.param",
     "Record": "phalanx.base.records",
     "Row": "phalanx.base.records",
     "Run": "phalanx.config.run",
@@ -51,6 +57,7 @@ PUBLIC = {
     "Sink": "phalanx.base.records",
     "SinkStart": "phalanx.base.records",
     "SourceStart": "phalanx.data.own_source",
+    "StreamSpec": "phalanx.sequence.streams",
     "TokenObjective": "phalanx.nn.objective",
     "WholeMatrix": "phalanx.optim.optimizer",
     "check": "phalanx.api",
@@ -65,6 +72,7 @@ PUBLIC = {
     "train": "phalanx.api",
 }
 __all__ = [
+    "BlockMaker",
     "Callback",
     "DataSource",
     "Family",
@@ -74,6 +82,8 @@ __all__ = [
     "OptimConfig",
     "Optimizer",
     "ParamRange",
+    "Parameter",
+    "Piece",
     "Record",
     "Row",
     "Run",
@@ -81,6 +91,7 @@ __all__ = [
     "Sink",
     "SinkStart",
     "SourceStart",
+    "StreamSpec",
     "TokenObjective",
     "WholeMatrix",
     "__version__",

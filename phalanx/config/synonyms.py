@@ -148,7 +148,10 @@ VALUES: Mapping[str, str] = MappingProxyType(
 _FULL = "what exists: full training, and train.freeze for tensors that are to stay as they are"
 _ADAMW = (
     "what exists: optim.name=adamw, with moments in fp32, bf16 or fp8 (optim.moments), and optimizers of your own, "
-    "optim.name=PACKAGE.MODULE:NAME"
+    "element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
+)
+_OBJECTIVE = (
+    "what exists: training on all tokens of prepared text, and losses of your own: task.name=PACKAGE.MODULE:NAME"
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
@@ -162,8 +165,10 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "adafactor": f"Adafactor is not built yet; {_ADAMW}",
         "shampoo": f"Shampoo is not built yet; {_ADAMW}",
         "soap": f"SOAP is not built yet; {_ADAMW}",
-        "sft": "training on instructions (SFT) is not built yet; what exists: training on all tokens of prepared text",
-        "dpo": "DPO is not built yet; what exists: training on all tokens of prepared text",
+        "sft": f"training on instructions (SFT) is not built yet; {_OBJECTIVE}",
+        "dpo": f"DPO is not built yet; {_OBJECTIVE}",
+        "label_smoothing": f"label smoothing is not built in; {_OBJECTIVE}",
+        "z_loss": f"a z-loss is not built in; {_OBJECTIVE}",
         "compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",
         "torch_compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",
     }
