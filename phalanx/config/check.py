@@ -160,7 +160,7 @@ def check_length(run: Run) -> list[Problem]:
 
 
 def check_recompute(run: Run) -> list[Problem]:
-    """Ops to make again exist in the model, and are named once; a budget names none."""
+    """Ops to recompute exist in the model, and are named once; a budget names none."""
     c, m = run.train, run.model
     absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": not m.rotary}
     known = tuple(name for name in RECOMPUTED if not absent.get(name))

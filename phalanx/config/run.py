@@ -126,13 +126,13 @@ class TrainConfig:
     fp8: Fp8Config | None = None
     """Products of linears in 8 bits; unset: in train.precision."""
     recompute: Literal["none", "pointwise", "selective", "long", "full"] = "none"
-    """Activations made again in backward: none, pointwise (norms and MLP activations: cheap), selective (inside
+    """Activations recomputed in backward: none, pointwise (norms and MLP activations: cheap), selective (inside
     attention), long (all but attention, for long sequences; MLPs in pieces), full (whole blocks)."""
     recompute_ops: list[str] = field(default_factory=list)
-    """Further ops to make again, by name: norm, qkv, rope, attention, up, activation, dropout, experts, mlp, layer,
+    """Further ops to recompute, by name: norm, qkv, rope, attention, up, activation, dropout, experts, mlp, layer,
     block."""
     recompute_budget_gib: float | None = None
-    """GiB that a rank may use in all, as `phalanx plan` forecasts it: what is made again is then chosen block by
+    """GiB that a rank may use in all, as `phalanx plan` forecasts it: what is recomputed is then chosen block by
     block, at the least cost."""
     freeze: list[str] = field(default_factory=list)
     """Globs of Hugging Face names of tensors that stay as they are, such as "*.mlp.*": without gradients and

@@ -1,4 +1,4 @@
-"""make_plan: the plan of a run, with what is made again in backward chosen to fit train.recompute_budget_gib."""
+"""make_plan: the plan of a run, with what is recomputed in backward chosen to fit train.recompute_budget_gib."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def rank_uses(
 def step_costs(plan: Plan) -> Costs:
     """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free.
 
-    Heads make their gradients in forward, and are not made again with recompute.
+    Heads make their gradients in forward, and are not recomputed with recompute.
     """
     facts = plan.facts
     unmixed = tuple(replace(f, flops=f.alone) for f in facts)  # without attention over tokens

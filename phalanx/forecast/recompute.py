@@ -1,7 +1,7 @@
-"""What is made again in backward so that a rank fits its budget: the cheapest choice of ops for each block, found
+"""What is recomputed in backward so that a rank fits its budget: the cheapest choice of ops for each block, found
 before anything runs.
 
-Knows what blocks keep and what their ops cost (measured on the meta device, forecast.memory); how ops are made again
+Knows what blocks keep and what their ops cost (measured on the meta device, forecast.memory); how ops are recomputed
 is nn.recompute's. A choice for a rank is exact over all sets of its blocks' ops, unless there are very many (see
 `cheapest`).
 """
@@ -137,7 +137,7 @@ class _Trace(Recompute):
 @dataclass(frozen=True)
 class Traced:
     """One forward of a block: prices of its named ops (of one that is there more than once, the mean), and how what
-    is kept follows from the ops that are made again (the rules of nn.recompute, without running anything)."""
+    is kept follows from the ops that are recomputed (the rules of nn.recompute, without running anything)."""
 
     trace: _Trace
     prices: dict[str, Price]
@@ -200,7 +200,7 @@ def traced(plan: Plan, number: int) -> Traced:
 
 @dataclass(frozen=True)
 class Option:
-    """A set of a block's ops to make again: bytes kept of a micro-batch, bytes at work, and what it costs per
+    """A set of a block's ops to recompute: bytes kept of a micro-batch, bytes at work, and what it costs per
     micro-batch."""
 
     recomputed: frozenset[str]
@@ -293,7 +293,7 @@ def _fill(
 
 
 def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
-    """What each block is to make again so that no rank is forecast to use more than `budget` bytes, at the least
+    """What each block is to recompute so that no rank is forecast to use more than `budget` bytes, at the least
     cost for each rank.
 
     Where a rank holds several stages, each counts with its own most micro-batches in flight. Raises ConfigError if
@@ -338,7 +338,7 @@ def _fewest(blocks: Sequence[Sequence[Option]], in_flight: Sequence[int]) -> flo
 def _too_small(plan: Plan, lacking: dict[int, float]) -> Problem:
     pp = max(lacking, key=lambda pp: lacking[pp])
     gib = math.ceil(lacking[pp] / 2**30 * 1000) / 1000
-    rule = "must hold what a rank needs with everything made again"
+    rule = "must hold what a rank needs with everything recomputed"
     return Problem(
         "train.recompute_budget_gib",
         plan.run.train.recompute_budget_gib,

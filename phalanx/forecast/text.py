@@ -66,7 +66,7 @@ def plan_report(run: Run, world: int, device: Device | None = None) -> PlanRepor
         ),
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
         f"Memory per rank ({memory.name})": memory_table(plan, uses, memory) + "\n" + fits(plan, uses, device),
-        "Made again in backward (of each stage's micro-batch and rank)": recomputed_text(plan, blocks),
+        "Recomputed in backward (of each stage's micro-batch and rank)": recomputed_text(plan, blocks),
         "In host memory, per rank": host_text(uses),
         f"Sent by each rank per step ({sent.name})": sent_table(plan, uses, sent),
     }
@@ -228,7 +228,7 @@ def recompute_text(run: Run) -> str:
 
 
 def recomputed_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
-    """What is made again where, what that saves and costs; nothing where all is stored."""
+    """What is recomputed where, what that saves and costs; nothing where all is stored."""
     if not any(plan.recomputed):
         return ""
     savings = savings_of(plan, blocks)

@@ -157,7 +157,7 @@ class Use:
     """Bytes of one block at work on one micro-batch.
 
     kept     alive from its forward to its backward, its input included, its output not (that is the next block's input)
-    working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is made again too
+    working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is recomputed too
     output   of the block's outputs
     """
 

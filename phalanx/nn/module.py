@@ -99,7 +99,7 @@ class Block(Module):
     recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
     recomputed: frozenset[str] = (
         frozenset()
-    )  # names of nn.recompute.OPS that are made again in backward; set by the plan
+    )  # names of nn.recompute.OPS that are recomputed in backward; set by the plan
     offloaded = False  # whether what it saves waits in host memory; set by the plan
 
     def forward(self, x: Any, batch: Batch) -> Tensor | Streams:

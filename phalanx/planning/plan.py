@@ -159,7 +159,7 @@ class RankPlan:
 @dataclass(frozen=True)
 class Plan:
     """The decisions of a run. `stages[s]` are block numbers, `segments[s]` groups of them that share a bucket.
-    `again[b]` names the ops (nn.recompute.OPS) of block b that are made again in backward."""
+    `again[b]` names the ops (nn.recompute.OPS) of block b that are recomputed in backward."""
 
     run: Run
     grid: Grid
@@ -326,7 +326,7 @@ class Plan:
         )
 
     def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:
-        """Blocks with these numbers on the meta device, told what to make again in backward."""
+        """Blocks with these numbers on the meta device, told what to recompute in backward."""
         blocks = make_blocks(self.run.model, env, numbers)
         for block, number in zip(blocks, numbers):
             block.recomputed, block.offloaded = self.recomputed[number], number in self.offloaded
@@ -453,7 +453,7 @@ def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Parameter
 
 
 def plan_of(run: Run, world: int) -> Plan:
-    """The layout of a checked config on `world` ranks, with the ops that train.recompute names made again; a budget
+    """The layout of a checked config on `world` ranks, with the ops that train.recompute names recomputed; a budget
     is `make_plan`'s matter."""
     grid = grid_of(run, world)
     facts = model_facts(repr(run.model), run.model, run.train.seq_length)
@@ -491,7 +491,7 @@ def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tup
 
 
 def recomputed_ops(train: TrainConfig) -> frozenset[str]:
-    """What is made again in backward, by name: a preset, and ops beside it."""
+    """What is recomputed in backward, by name: a preset, and ops beside it."""
     return frozenset((*PRESETS[train.recompute], *train.recompute_ops))
 
 
@@ -502,7 +502,7 @@ def bucket_numel(run: Run) -> int:
 
 
 def storing_all(run: Run) -> Run:
-    """The same run with nothing made again in backward, and nothing on the host meanwhile."""
+    """The same run with nothing recomputed in backward, and nothing on the host meanwhile."""
     return replace(
         run, train=replace(run.train, recompute="none", recompute_ops=[], recompute_budget_gib=None, offload_layers=0)
     )

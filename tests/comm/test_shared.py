@@ -54,7 +54,7 @@ def pulling(rank: int, world: int, within: bool) -> list[str]:
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_pulled_is_what_was_written(ranks, world, within):
-    """Truth: the parts of all ranks, made again here. Every round has other numbers, so memory read too early or
+    """Truth: the parts of all ranks, recomputed here. Every round has other numbers, so memory read too early or
     changed too early shows."""
     assert ranks.run("tests.comm.test_shared:pulling", world, within) == [[]] * world
 

@@ -77,7 +77,7 @@ def exchange_rounds(rank: int, world: int, rows: int, order: str, wrong: list[st
 @pytest.mark.parametrize("order", ["g", "s", "gs", "b", "ggs", "bsg", "dgs"])
 @pytest.mark.parametrize("world, rows", [(2, 1), (3, 5), (4, 2)])
 def test_exchanges_equal_their_collectives(ranks, world, rows, order):
-    """Truth: the tensors of all ranks, made again here. Every round has other numbers, so memory used too early or
+    """Truth: the tensors of all ranks, recomputed here. Every round has other numbers, so memory used too early or
     late shows."""
     assert ranks.run("tests.comm.test_symmetric:exchange", world, rows, order) == [[]] * world
 

@@ -471,7 +471,7 @@ RULES = [
         {"model.num_attention_heads"},
         (1,),
     ),
-    # what is made again in backward (71)
+    # what is recomputed in backward (71)
     (
         'train.freeze=["*norm*","*nrom*"]',
         1,

@@ -340,7 +340,7 @@ def every_expert(made: Any) -> Any:
 
 
 def with_budget(run: Run, world: int) -> Run:
-    """A budget half-way between all stored and whole layers made again."""
+    """A budget half-way between all stored and whole layers recomputed."""
     micro = run.train.global_batch // run.train.micro_batch
     plans = [make_plan(replace(run, train=replace(run.train, recompute=how)), world) for how in ("none", "full")]
     needs = [max(use.total for use in rank_uses(plan, micro)[0]) for plan in plans]

@@ -219,7 +219,7 @@ LAYOUTS = {  # no block of a scale is cut in these: the same codes as on one pro
     "tensorwise, dp2, level 0, full recompute": (2, low_run("tensorwise", train=dict(recompute="full"), sharding=0)),
     "tensorwise, tp2, MLA": (2, low_run("tensorwise", "low-latent", tp=2)),
     "tensorwise, dp4, level 3": (4, low_run("tensorwise", train=dict(global_batch=8), sharding=3)),
-    "rowwise, dp2 tp2, level 2, MLP made again": (
+    "rowwise, dp2 tp2, level 2, MLP recomputed": (
         4,
         low_run("rowwise", train=dict(recompute_ops=["up", "activation"]), tp=2, sharding=2),
     ),
@@ -486,7 +486,7 @@ def test_the_last_steps_are_in_bf16(tmp_path, recipe, sharding):
 
 
 def test_random_rounding_goes_on_to_the_bit(tmp_path):
-    """It has no state: a stopped run rounds as the whole one, and so does what is made again in backward."""
+    """It has no state: a stopped run rounds as the whole one, and so does what is recomputed in backward."""
     whole = losses(trained(run_of(tmp_path / "whole", dict(recipe="nvfp4"))))
     trained(run_of(tmp_path / "halves", dict(recipe="nvfp4"), steps=6))
     assert losses(trained(run_of(tmp_path / "halves", dict(recipe="nvfp4")))) == whole

@@ -1,4 +1,4 @@
-"""What is made again in backward: the same bits whatever the set of ops, forecast bytes as they are, and the
+"""What is recomputed in backward: the same bits whatever the set of ops, forecast bytes as they are, and the
 cheapest set within a budget."""
 
 from __future__ import annotations
@@ -264,12 +264,12 @@ def test_a_budget_is_kept(layout, world):
 
 
 def test_a_budget_in_the_plan():
-    """Where all fits, nothing is made again; where it does not, the plan says what is."""
+    """Where all fits, nothing is recomputed; where it does not, the plan says what is."""
     run = tall(None)
     free = forecast(make_plan(run, 1))
     assert not any(make_plan(tall(free / 2**30 + 0.001), 1).recomputed)
     text = plan_text(tall((OVERHEAD + 0.7 * (free - OVERHEAD)) / 2**30), 1)
-    assert "Made again in backward" in text and "within 2." in text and max(map(len, text.splitlines())) <= 140
+    assert "Recomputed in backward" in text and "within 2." in text and max(map(len, text.splitlines())) <= 140
 
 
 def test_options_are_measured_and_none_is_worse_in_all():

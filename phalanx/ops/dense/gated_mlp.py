@@ -37,7 +37,7 @@ class PlainGemms:
 
     @staticmethod
     def gated_backward(dy: Tensor, down: Tensor, pre: Tensor, d_pre: Tensor, hidden: Tensor) -> None:
-        """d_pre from dy through y = hidden down^T; hidden is made again."""
+        """d_pre from dy through y = hidden down^T; hidden is recomputed."""
         d_stacked, _ = gated_backward(dy @ down, _stacked(pre), SWIGLU)
         d_pre.copy_(torch.stack(d_stacked.chunk(2, -1), -1).flatten(1))
         hidden.copy_(gated_forward(_stacked(pre), SWIGLU))
