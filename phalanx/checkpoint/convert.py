@@ -1,4 +1,4 @@
-"""Export and import: from a checkpoint to a Hugging Face folder, and from folders of others to one; each with a
+"""Export and import: from a checkpoint to a Hugging Face folder, and from third-party folders to one; each with a
 report of what was compared.
 
 Nothing here runs code of a folder: safetensors and JSON are read, and of torch's distributed checkpoints the

@@ -136,7 +136,7 @@ def _depths(index: Index, wanted: Shapes) -> list[str]:
     """What to set if the model predicts more or fewer tokens ahead than the folder."""
     have, want = predictors_in(index), predictors_in(wanted)
     return (
-        [f"it has {len(have)} modules that predict further tokens: set model.num_nextn_predict_layers={len(have)}"]
+        [f"it has {len(have)} multi-token prediction modules: set model.num_nextn_predict_layers={len(have)}"]
         if have != want
         else []
     )
@@ -251,7 +251,7 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
 
     Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing,
     unexpected or of another shape: nothing is ever left at random values. The optimizer's state is not touched. What
-    one of our checkpoints holds is compared with its checksums; a folder of others has none.
+    one of our checkpoints holds is compared with its checksums; a third-party folder has none.
     """
     folder = folder_of(path)
     items = masters_to_load(buffers)
@@ -272,7 +272,7 @@ def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | 
 
 def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
     """Receipts of the weights folder of one of our checkpoints, whose small files are compared at once; None: a
-    folder of others."""
+    third-party folder."""
     if folder.name != "weights" or not (folder.parent / NAME).is_file():
         return None
     receipts = read_manifest(folder.parent).receipts("weights")

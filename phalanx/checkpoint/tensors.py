@@ -140,7 +140,7 @@ def fill(
     """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody
     stored is an error.
 
-    receipts    by file name: what is read is compared with them. None: files of others, which have no checksums.
+    receipts    by file name: what is read is compared with them. None: third-party files, which have no checksums.
     """
     jobs: dict[str, list[Job]] = {}
     for item, stored in wanted:
@@ -401,7 +401,7 @@ class CheckedFile:
 
 
 class PlainFile:
-    """A file of others, memory-mapped. A damaged one raises CheckpointError, as far as the format lets damage be
+    """A third-party file, memory-mapped. A damaged one raises CheckpointError, as far as the format lets damage be
     seen."""
 
     def __init__(self, path: Path):

@@ -130,7 +130,7 @@ def export(path: str, out: str, dtype: str | None) -> None:
     click.echo(f"{write(path, out, dtype)} compared with the masters: {REPORT}")
 
 
-@click.command("import", short_help="Make a Hugging Face folder of weights of others.")
+@click.command("import", short_help="Make a Hugging Face folder of third-party weights.")
 @click.argument("path")
 @OUT
 @click.option(

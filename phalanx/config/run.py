@@ -152,7 +152,7 @@ class TrainConfig:
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
     deterministic: bool = False
-    """The same bits whatever the data-parallel size, sharding level, schedule and number of stages are: gradients
+    """The same bits whatever the data-parallel size, layout.sharding, schedule and number of stages are: gradients
     are added up in one binary tree over the micro-batches of a step (dp a power of two). Takes time and
     log2(micro-batches of a rank) more gradient buffers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

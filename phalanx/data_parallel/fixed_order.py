@@ -112,7 +112,7 @@ def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -
 
 
 def sum_from_last(terms: Sequence[Tensor]) -> Tensor:
-    """a + (b + (c + ...)): head and what predicts further tokens first, the embedding last, wherever they lie."""
+    """a + (b + (c + ...)): head and multi-token prediction first, the embedding last, wherever they lie."""
     total = terms[-1]
     for term in reversed(terms[:-1]):
         total = term + total

@@ -217,7 +217,7 @@ def routed_layers(blocks: dict[tuple[int, int], list[Block]], device: torch.devi
 
 
 def mtp_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device) -> tuple[MultiTokenPrediction, ...]:
-    """The block that predicts further tokens, if it is here, with its tally at zero."""
+    """The block of multi-token prediction, if it is here, with its tally at zero."""
     found = tuple(block for segment in blocks.values() for block in segment if isinstance(block, MultiTokenPrediction))
     for block in found:
         block.tally = torch.zeros((), dtype=torch.float64, device=device)

@@ -33,7 +33,7 @@ def fold(x: Tensor) -> Tensor:
 
 
 def check_replicas(state: State) -> None:
-    """Compare what data-parallel ranks hold alike: weights, and at sharding level 0 masters and the optimizer's state
+    """Compare what data-parallel ranks hold alike: weights, and with ZeRO-0 masters and the optimizer's state
     too; of groups that shard, parts.
 
     NumericalStop on all ranks names those that differ from most of their peers (of two, both) and the tensors that

@@ -61,7 +61,7 @@ class BlockUse:
 @dataclass(frozen=True)
 class RankUse:
     """Of one pipeline rank, tp rank 0. memory: bytes by kind, of weights and gradients when they are most. passing:
-    those of them that are there only while blocks at work need them (sharding levels 2 and 3). sent: bytes that it
+    those of them that are there only while blocks at work need them (ZeRO-2 and ZeRO-3). sent: bytes that it
     sends in a step, by axis. live: most (stage, micro-batch) activations at once. numel: elements of its buckets,
     padding included. host: most bytes of activations that wait there.
     pools: bytes beyond `memory` where CUDA graphs are used with several micro-batches in flight, each with a pool of

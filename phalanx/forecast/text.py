@@ -86,7 +86,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
         **({"task": task_text(run.task)} if run.task != TaskConfig() else {}),
         "parameters": f"{num_parameters(plan):,}"
         + (f", {frozen:,} of them frozen" if (frozen := num_frozen(plan)) else ""),
-        "ranks": f"{grid.world:,} = {grid.text}, sharding level {sharding_text(run)}{expert_view(run, grid)}",
+        "ranks": f"{grid.world:,} = {grid.text}, sharding {sharding_text(run)}{expert_view(run, grid)}",
         **({"context": context_text(plan)} if grid.cp > 1 else {}),
         "precision": f"{train.precision}{fp8_text(run)}, recompute {recompute_text(run)}",
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
@@ -176,7 +176,7 @@ def contents(plan: Plan, blocks: range) -> str:
     """Such as "embedding, layers 0-17"."""
     model, last = plan.run.model, len(plan.facts) - 1
     layers = range(max(blocks.start, 1) - 1, min(blocks.stop - 1, model.num_hidden_layers))
-    mtp = "predicts further tokens" if model.predict_layers and last - 1 in blocks else ""
+    mtp = "multi-token prediction" if model.predict_layers and last - 1 in blocks else ""
     between = (
         f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}" if layers else ""
     )

@@ -20,7 +20,7 @@ from phalanx.schedule.buckets import fullest
 def passing_bytes(
     plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision
 ) -> dict[str, int]:
-    """Weights gathered and gradients open at the moment when together they are most (sharding levels 2 and 3); with
+    """Weights gathered and gradients open at the moment when together they are most (ZeRO-2 and ZeRO-3); with
     fixed places none."""
     if plan.fixed_slots:
         return {"weights": 0, "gradients": 0}

@@ -18,7 +18,7 @@ def check(
     kv_heads: int = 1,
     attention_dropout: float = 0.0,
 ) -> list[Problem]:
-    """blocks: transformer layers and `beside_layers` others (embedding, head, what predicts further tokens).
+    """blocks: transformer layers and `beside_layers` others (embedding, head, multi-token prediction).
 
     experts: per layer, 0 for a dense model; expert_size: their width. kv_heads: per layer; attention_dropout: of its
     probabilities.

@@ -76,5 +76,5 @@ class LayoutConfig:
 
     @property
     def dp_copies(self) -> Literal["auto", "on", "off"]:
-        """dp_overlap, `auto` decided as far as the sharding level decides it."""
+        """dp_overlap, `auto` decided as far as `sharding` decides it."""
         return "off" if self.dp_overlap == "auto" and self.sharding < 2 else self.dp_overlap

@@ -82,7 +82,7 @@ class Pending:
         return loss, norm, int(skipped), int(tokens), stop > 0
 
     def mtp_loss(self) -> float | None:
-        """Mean loss of what predicts further tokens, after `read`; None where nothing does."""
+        """Mean loss of multi-token prediction, after `read`; None without such modules."""
         return self._host[5].item() if self._has_mtp else None
 
     def routing(self) -> dict[str, list[Any]] | None:

@@ -479,7 +479,7 @@ def plan_of(run: Run, world: int) -> Plan:
 
 
 def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tuple[range, ...]:
-    """The segments of a stage, with the embedding, the head and what predicts further tokens in different ones: where
+    """The segments of a stage, with the embedding, the head and multi-token prediction in different ones: where
     they share a weight, gradients of each are told apart."""
     users = {0, blocks - 1, blocks - 2} if mtp else {0, blocks - 1}
     made = []
