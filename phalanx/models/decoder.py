@@ -4,6 +4,7 @@ hands over what its layers have instead."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from phalanx.layout.param import Replica, Role
 from phalanx.models.decoder_config import DecoderConfig, decoder_tensors
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.family import BlockMaker
-from phalanx.nn.attention import Attention
+from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
@@ -106,27 +107,27 @@ class DecoderHead(Block):
         return self.head.logits(self.norm(x), rows)
 
 
-def attention(config: DecoderConfig, env: Env, layer: int, **more: Any) -> Attention:
-    """The attention of a layer; `more`: what a family adds to it (norms of heads, biases of its own, sinks)."""
+def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
+    """The attention of a layer, as Llama has it."""
     c, at = config, f"model.layers.{layer}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
-    return Attention(
-        env,
-        (f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
-        c.hidden_size,
-        c.num_attention_heads,
-        c.num_key_value_heads or c.num_attention_heads,
-        head_dim,
-        c.initializer_range,
-        c.initializer_range,
-        Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
+    return AttentionSpec(
+        names=(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
+        width=c.hidden_size,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads or c.num_attention_heads,
+        head_dim=head_dim,
+        std=c.initializer_range,
+        rotation=Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
+        bias="all" if c.attention_bias else "none",
         layer=layer,
-        **{
-            "bias": "all" if c.attention_bias else "none",
-            "kind": AttentionKind(window=c.window(layer)),
-            **more,
-        },
+        kind=AttentionKind(window=c.window(layer)),
     )
+
+
+def attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
+    """The attention of a layer; `changes`: fields of AttentionSpec in which a family differs."""
+    return Attention(env, replace(attention_spec(config, layer), **changes))
 
 
 def dense_mlp(config: DecoderConfig, env: Env, layer: int) -> SwiGLU:

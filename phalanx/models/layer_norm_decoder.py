@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Role
 from phalanx.models.family import BlockMaker
-from phalanx.nn.attention import Attention
+from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
@@ -70,23 +70,23 @@ class LayerNormLayer(Dropping):
         c, at = config, f"transformer.h.{layer}"
         self.p, self.layer = c.dropout, layer
         std, std_out = c.initializer_range, c.initializer_range / math.sqrt(2 * c.num_hidden_layers)
-        names = (*(f"{at}.attn.c_attn.weight",) * 3, f"{at}.attn.c_proj.weight")
+        fused = f"{at}.attn.c_attn.weight"
         heads = c.num_attention_heads
         self.norm1 = LayerNorm(env, f"{at}.ln_1", c.hidden_size, c.layer_norm_epsilon)
-        self.attention = Attention(
-            env,
-            names,
-            c.hidden_size,
-            heads,
-            heads,
-            c.hidden_size // heads,
-            std,
-            std_out,  # type: ignore[arg-type]
+        spec = AttentionSpec(
+            names=(fused, fused, fused, f"{at}.attn.c_proj.weight"),
+            width=c.hidden_size,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=c.hidden_size // heads,
+            std=std,
+            std_out=std_out,
             bias="all",
             transposed=True,
             dropout=c.attention_dropout,
             layer=layer,
         )
+        self.attention = Attention(env, spec)
         self.norm2 = LayerNorm(env, f"{at}.ln_2", c.hidden_size, c.layer_norm_epsilon)
         inner = c.intermediate_size or 4 * c.hidden_size
         self.mlp = GeluMLP(

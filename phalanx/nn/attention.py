@@ -52,63 +52,75 @@ def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionK
     return kind
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What a layer of attention is.
+
+    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
+                c_attn)
+    width       of the model; head_dim: of a head
+    std         of the initial weights; std_out: of the output matrix, if it is another
+    rotation    rotary embedding, if any
+    bias        which projections have one
+    transposed  matrices are stored as (inputs, outputs)
+    dropout     of the probabilities; layer: number that its random numbers are keyed by
+    head_norm   names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon
+    kind        what is read and how; `sinks` decides whether it has some
+    sinks       global name of a logit per query head that joins the softmax
+    """
+
+    names: tuple[str, str, str, str]
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    std: float
+    std_out: float | None = None
+    rotation: Rotation | None = None
+    bias: Literal["none", "qkv", "all"] = "none"
+    transposed: bool = False
+    dropout: float = 0.0
+    layer: int = 0
+    head_norm: tuple[str, str, float] | None = None
+    kind: AttentionKind = CAUSAL
+    sinks: str | None = None
+
+
 class Attention(Module):
     """qkv -> norm of heads (if any) -> rotary (if any) -> causal attention, in a window or with sinks if so asked ->
-    output projection.
-
-    names: global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
-    c_attn).
-    kind: what is read and how; `sinks` decides whether it has some.
-    bias: which projections have one. sinks: global name of a logit per query head that joins the softmax.
-    head_norm: names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon.
-    """
+    output projection."""
 
     first_in_memory = ("qkv.weight", "out.weight", "qkv.bias", "out.bias", "sinks")
 
-    def __init__(
-        self,
-        env: Env,
-        names: tuple[str, str, str, str],
-        width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        std: float,
-        std_out: float,
-        rotation: Rotation | None = None,
-        bias: Literal["none", "qkv", "all"] = "none",
-        transposed: bool = False,
-        dropout: float = 0.0,
-        layer: int = 0,
-        head_norm: tuple[str, str, float] | None = None,
-        kind: AttentionKind = CAUSAL,
-        sinks: str | None = None,
-    ):
+    def __init__(self, env: Env, spec: AttentionSpec):
         super().__init__(env)
-        own = Heads.of(env, heads, kv_heads)
+        heads, head_dim = spec.heads, spec.head_dim
+        own = Heads.of(env, heads, spec.kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
-        self.first_head, self.dropout, self.layer = own.q0, dropout, layer
-        self.rotary = None if rotation is None else Rotary(rotation)
-        self.kind = supported(replace(kind, sinks=sinks is not None), env, dropout)
-        rows = self._rows(names, own, heads * head_dim, kv_heads * head_dim)
-        self.qkv = ColumnLinear(env, rows, width, Init("normal", std), transposed=transposed, bias=bias != "none")
+        self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
+        self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
+        self.kind = supported(replace(spec.kind, sinks=spec.sinks is not None), env, spec.dropout)
+        rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
+        init, transposed = Init("normal", spec.std), spec.transposed
+        init_out = init if spec.std_out is None else Init("normal", spec.std_out)
+        self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.bias != "none")
         features = own.q0 * head_dim, own.q1 * head_dim
         self.out = RowLinear(
             env,
-            names[3],
-            width,
+            spec.names[3],
+            spec.width,
             heads * head_dim,
             features,
-            Init("normal", std_out),
+            init_out,
             transposed=transposed,
-            bias=bias == "all",
+            bias=spec.bias == "all",
         )
-        self.sinks = (
-            self.param(bias_spec([OutputRows(sinks, heads, own.q0, own.q1)], Init("normal", std))) if sinks else None
-        )
-        self.q_norm = RMSNorm(env, head_norm[0], head_dim, head_norm[2]) if head_norm else None
-        self.k_norm = RMSNorm(env, head_norm[1], head_dim, head_norm[2]) if head_norm else None
-        self.num_weights = width * (2 * heads + 2 * kv_heads) * head_dim
+        logits = [OutputRows(spec.sinks, heads, own.q0, own.q1)] if spec.sinks else []
+        self.sinks = self.param(bias_spec(logits, init)) if logits else None
+        norms = spec.head_norm
+        self.q_norm = RMSNorm(env, norms[0], head_dim, norms[2]) if norms else None
+        self.k_norm = RMSNorm(env, norms[1], head_dim, norms[2]) if norms else None
+        self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
 
     def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
         fused = names[0] == names[1]

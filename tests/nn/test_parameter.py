@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -44,3 +46,19 @@ def test_a_module_names_itself_when_a_parameter_has_no_spec():
 
 def test_an_env_has_at_most_eight_fields():
     assert len(fields(Env)) <= 8
+
+
+def test_the_modules_of_a_model_are_names_of_the_room():
+    """`from phalanx.nn import Attention`; asking for one loads no FP8 file."""
+    from phalanx import nn
+
+    assert [name for names in nn.FILES.values() for name in names] and set(nn.__all__) == {
+        name for names in nn.FILES.values() for name in names
+    }
+    for file, names in nn.FILES.items():
+        assert all(getattr(nn, name).__module__ == f"phalanx.nn.{file}" for name in names)
+    code = (
+        "import sys; from phalanx.nn import Attention; "
+        "assert not [m for m in sys.modules if m.startswith('phalanx') and ('quantized' in m or 'fp8' in m)]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,7 +13,7 @@ from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
-from phalanx.nn.attention import Attention
+from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env, OpChoices
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import BACKENDS, attention, choose
@@ -63,7 +63,18 @@ def layer(
     ops: OpChoices | None = None,
 ) -> Attention:
     env = Env(grid=grid or Grid(), ops=ops or OpChoices())
-    return Attention(env, ("q", "k", "v", "o"), 8, 4, 4, 4, 0.1, 0.1, kind=kind, sinks=sinks, dropout=dropout)
+    spec = AttentionSpec(
+        names=("q", "k", "v", "o"),
+        width=8,
+        heads=4,
+        kv_heads=4,
+        head_dim=4,
+        std=0.1,
+        kind=kind,
+        sinks=sinks,
+        dropout=dropout,
+    )
+    return Attention(env, spec)
 
 
 def test_a_layer_is_refused_when_it_is_built():

@@ -18,11 +18,7 @@ from phalanx.layout.param import Init
 from phalanx.models.decoder import attention, decoder_blocks, make_head
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.family import BlockMaker, Family
-from phalanx.nn.env import Env
-from phalanx.nn.head import Head
-from phalanx.nn.linear import ColumnLinear, RowLinear
-from phalanx.nn.module import Block, Module, OutputRows
-from phalanx.nn.norm import RMSNorm
+from phalanx.nn import Block, ColumnLinear, Env, Head, Module, OutputRows, RMSNorm, RowLinear
 from phalanx.sequence.batch import Batch
 
 
