@@ -42,7 +42,7 @@ from phalanx.planning.plan import Plan, fp8_linears, fp8_names
 from phalanx.schedule.actions import Backward, Ready
 
 
-@dataclass
+@dataclass(slots=True)
 class State:
     """What a rank trains with: a model, and what training adds to it. `before_update` is called before weights or
     state change: a copy of them may be under way."""

@@ -102,7 +102,7 @@ def named(state: State) -> Iterator[None]:
     with ExitStack() as undo:
         plain = state.model.handlers
         state.model.handlers = {kind: _named_handler(handler) for kind, handler in plain.items()}
-        undo.callback(setattr, state, "handlers", plain)
+        undo.callback(setattr, state.model, "handlers", plain)
         for (stage, segment), blocks in state.model.blocks.items():
             for number, block in zip(state.plan.segments[stage][segment], blocks):
                 _name_block(block, f"{BLOCK}{number} {type(block).__name__}", undo)

@@ -257,7 +257,7 @@ def state(config):
     plan = make_plan(run, 1)
     made = build(plan, Mesh(plan.grid))
     init_weights(made.model)
-    made.train()
+    made.model.train()
     return made
 
 
