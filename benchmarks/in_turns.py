@@ -1,0 +1,115 @@
+"""Two versions of Phalanx on the same GPUs: both keep their model in memory and step in turns, so that clocks, heat and
+neighbours are the same for both. Prints the ratio new / old of each pair's medians, and old / old as the spread.
+
+git archive 6ff7580 phalanx | tar x -C /tmp/old
+python benchmarks/in_turns.py /tmp/old . --ranks 1 --pairs 5 --steps 4 -- benchmarks/configs/w1.yaml
+python benchmarks/in_turns.py /tmp/old . --ranks 2 -- benchmarks/configs/w4.yaml train.global_batch=16 layout.ep=2
+
+Both models must fit beside each other. The old one is a folder with the package `phalanx` of 6ff7580 or later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PATIENCE_S = 300  # for the other's turn
+PORT = 29611  # and the next one: of the two meetings
+
+
+def in_turns(who: str, folder: Path, pairs: int, steps: int, words: list[str]) -> None:
+    """One rank of one version: `bench step`, whose timed steps wait for their turn."""
+    import phalanx.bench.step as bench
+    from phalanx.cli.main import main
+
+    plain, writes = bench.timed_steps, int(os.environ.get("RANK", "0")) == 0
+    other = "new" if who == "old" else "old"
+
+    def timed_steps(state: Any, step: Any, _: int) -> Any:
+        bench.wait(state)
+        if writes:
+            (folder / f"ready-{who}").touch()
+        until(folder / f"ready-{other}")
+        found = []
+        for pair in range(pairs):
+            turn = 2 * pair + (who == "new")
+            if turn:
+                until(folder / f"done-{turn - 1}")
+            step()
+            found.append(plain(state, step, steps))
+            peak = bench.peak_bytes(state)
+            if writes:
+                made = {"ms": [1e3 * times.median for times in found], "peak": peak}
+                (folder / f"{who}.json").write_text(json.dumps(made), encoding="utf-8")
+                (folder / f"done-{turn}").touch()
+        return found[-1]
+
+    bench.timed_steps = timed_steps
+    total = str(pairs * (steps + 1))  # long enough for the schedule
+    main(["bench", "step", *words, "--warmup", "5", "--steps", total, *(["--force"] if who == "new" else [])])
+
+
+def until(path: Path) -> None:
+    began = time.monotonic()
+    while not path.exists():
+        time.sleep(0.02)
+        if time.monotonic() - began > PATIENCE_S:
+            raise SystemExit(f"waited {PATIENCE_S} s for {path.name}")
+
+
+def start(who: str, package: Path, folder: Path, asked: argparse.Namespace) -> subprocess.Popen:
+    program = [str(Path(__file__).resolve()), "--turns", who, str(folder), str(asked.pairs), str(asked.steps)]
+    port = str(PORT + (who == "new"))
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks), "--master-port", port]
+    command = [sys.executable, *(launcher if asked.ranks > 1 else []), *program, *asked.words]
+    path = os.pathsep.join([str(package.resolve()), os.environ.get("PYTHONPATH", "")])
+    log = (folder / f"{who}.log").open("w")
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
+
+
+def report(folder: Path) -> str:
+    old, new = (json.loads((folder / f"{who}.json").read_text(encoding="utf-8")) for who in ("old", "new"))
+    ratios = [b / a for a, b in zip(old["ms"], new["ms"])]
+    spread = [b / a for a, b in zip(old["ms"], old["ms"][1:])] or [1.0]
+    peaks = " and ".join("n/a" if p is None else f"{p / 2**30:.2f}" for p in (old["peak"], new["peak"]))
+    return (
+        f"old {median(old['ms']):.1f} ms, new {median(new['ms']):.1f} ms, new / old {median(ratios):.4f} "
+        f"({min(ratios):.4f}-{max(ratios):.4f}); old / old before {min(spread):.4f}-{max(spread):.4f}; "
+        f"peak GiB {peaks}"
+    )
+
+
+def run() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("words", nargs="+", help="CONFIG and overrides, after --")
+    asked = parser.parse_args()
+    asked.words = [str(Path(asked.words[0]).resolve()), *asked.words[1:], "--ranks", str(asked.ranks)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        both = {who: start(who, package, folder, asked) for who, package in (("old", asked.old), ("new", asked.new))}
+        failed = [who for who, process in both.items() if process.wait()]
+        for who in failed:
+            print(f"{who} failed:\n{(folder / f'{who}.log').read_text(encoding='utf-8')[-2000:]}", file=sys.stderr)
+        if not failed:
+            print(report(folder))
+        return bool(failed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--turns"]:
+        in_turns(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6:])
+    else:
+        sys.exit(run())
