@@ -1,9 +1,9 @@
 """Two versions of Phalanx on the same GPUs: both keep their model in memory and step in turns, so that clocks, heat and
 neighbours are the same for both. Prints the ratio new / old of each pair's medians, and old / old as the spread.
 
-git archive 6ff7580 phalanx | tar x -C /tmp/old
-python benchmarks/in_turns.py /tmp/old . --ranks 1 --pairs 5 --steps 4 -- benchmarks/configs/w1.yaml
-python benchmarks/in_turns.py /tmp/old . --ranks 2 -- benchmarks/configs/w4.yaml train.global_batch=16 layout.ep=2
+git archive 6ff7580 phalanx | tar x -C ../old
+python benchmarks/in_turns.py ../old . --ranks 1 --pairs 5 --steps 4 -- benchmarks/configs/w1.yaml
+python benchmarks/in_turns.py ../old . --ranks 2 -- benchmarks/configs/w4.yaml train.global_batch=16 layout.ep=2
 
 Both models must fit beside each other. The old one is a folder with the package `phalanx` of 6ff7580 or later.
 """
