@@ -190,7 +190,7 @@ def explain(key: str) -> str:
             [Problem("explain", key, "is not a config key" + (f"; {said}" if said else ""), {}, valid, COMMAND_LINE)]
         )
     if any(tree.sections(k.hint) for k in found):
-        below = [k for k in known if k.path.startswith(f"{key}.")]
+        below = [k for k in known if k.path.startswith(f"{key}.")] or found  # a fallback's keys are those of optim
         return "\n".join(f"{k.path}: {k.type}{_default_text(k)}\n{indent(k.doc, INDENT)}".rstrip() for k in below)
     maps = [
         (k.path, typing.get_args(m)[1]) for k in found for m in tree.members(k.hint) if typing.get_origin(m) is dict

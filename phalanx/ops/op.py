@@ -139,7 +139,7 @@ def load(source: str) -> Any:
 
 @cache
 def absent(package: Package) -> str | None:
-    """Why a package cannot be used, as far as can be told without importing it; None: it is here."""
+    """Why a package cannot be used, as far as can be known without importing it; None: it is here."""
     if package.version is None:
         return None if find_spec(package.module.partition(".")[0]) else f"{package.name} is not installed"
     try:

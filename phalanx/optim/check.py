@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from phalanx.base.errors import Problem
 from phalanx.base.registry import NotFound
-from phalanx.base.rules import at_least, no_effect, problem, within
+from phalanx.base.rules import at_least, default_of, no_effect, problem, within
 from phalanx.layout.param import ROLES
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer, roles_left
@@ -63,7 +63,8 @@ def check_fallback(config: OptimConfig) -> list[Problem]:
         return []
     section, name = "optim.fallback", {"optim.name": config.name}
     if not set(find_optimizer(config.name).roles) < set(ROLES):
-        return no_effect("optim", config, ("fallback",), "an optimizer that leaves some roles to it", name)
+        rule = "has no effect without an optimizer that leaves some roles to it"
+        return [Problem(section, own.name, rule, name, (default_of(type(config), "fallback"),))]
     found = check_own(own, section) + roles_left(config)
     found += no_effect(section, own, SHARED, "an optimizer that reads it: that of optim holds for both", {})
     if config.lr == 0 and own.lr > 0:

@@ -326,7 +326,7 @@ class Plan:
         )
 
     def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:
-        """Blocks with these numbers on the meta device, told what to recompute in backward."""
+        """Blocks with these numbers on the meta device, which know what to recompute in backward."""
         blocks = make_blocks(self.run.model, env, numbers)
         for block, number in zip(blocks, numbers):
             block.recomputed, block.offloaded = self.recomputed[number], number in self.offloaded

@@ -42,21 +42,21 @@ KINDS = [
 ]
 
 
-def low_for(shape: tuple[int, ...], recipe: str, twin: str) -> WeightQuantizer:
+def low_for(shape: tuple[int, ...], recipe: str, implementation: str) -> WeightQuantizer:
     kind = WeightQuantizer if len(shape) == 2 else ExpertQuantizer
-    return kind(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+    return kind(RECIPES[recipe], "w", 0, ModelAxes(), implementation)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("twin", ["plain", "triton"])
+@pytest.mark.parametrize("implementation", ["plain", "triton"])
 @pytest.mark.parametrize("shape, recipe", KINDS, ids=str)
-def test_parts_have_the_codes_of_the_whole(shape, recipe, twin):
+def test_parts_have_the_codes_of_the_whole(shape, recipe, implementation):
     """Truth: the weight in bf16 cast at once. Masters are fp32 numbers that bf16 rounds; cuts go through rows and
     blocks."""
     master = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, shape[-1])
     low = low_for(shape, recipe, "plain")
     low.refresh(master.bfloat16())
     straight, transposed = low.quantized(master)
-    blocks, flat, by = low.blocks(shape), master.flatten(), STORED.choose(twin, master)
+    blocks, flat, by = low.blocks(shape), master.flatten(), STORED.choose(implementation, master)
     bits, codes = torch.zeros(blocks.count, dtype=torch.int32), torch.zeros(flat.numel(), dtype=torch.uint8)
     cuts = [0, 64 * 3, 64 * 101, 64 * 102, flat.numel()]
     parts = [(slice(a, b), a) for a, b in zip(cuts, cuts[1:])]
@@ -89,12 +89,12 @@ def test_blocks_are_those_of_a_matrix():
     assert torch.equal(bits.view(torch.float32).view(blocks.shape), block_amax(x, (32, 64)))
 
 
-@pytest.mark.parametrize("twin", ["plain", "triton"])
-def test_what_is_no_number_is_seen(twin):
+@pytest.mark.parametrize("implementation", ["plain", "triton"])
+def test_what_is_no_number_is_seen(implementation):
     blocks, x = Blocks(2, 64, (1, 64)), torch.ones(128)
     x[70] = math.nan
     bits = torch.zeros(2, dtype=torch.int32)
-    by = STORED.choose(twin, x)
+    by = STORED.choose(implementation, x)
     by.note_largest_(bits, x, 0, blocks, torch.bfloat16)
     found = bits.view(torch.float32)
     assert found[0] == 1 and found[1].isnan()

@@ -59,8 +59,8 @@ ENDS = torch.tensor([37, 37, 165, 200], dtype=torch.int32)  # one has none, one 
 ROWS, OUT, IN = 212, 144, 272
 
 
-def experts_of(recipe: str, twin: str, given: bool = False) -> ExpertQuantizer:
-    low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+def experts_of(recipe: str, implementation: str, given: bool = False) -> ExpertQuantizer:
+    low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), implementation)  # type: ignore[arg-type]
     low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
     if given:
         low.multiplier = torch.tensor([3.0, 40.0, 0.01])
@@ -98,8 +98,8 @@ def filled(q: Scaled) -> Scaled:
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
 def test_casts_are_those_of_the_plain_twin(recipe):
     for which in (X, DY):
-        low, plain = (experts_of(recipe, twin, recipe == "delayed") for twin in ("triton", "plain"))
-        found, exact = (twin.rows(which, rows_of(), ENDS) for twin in (low, plain))
+        low, plain = (experts_of(recipe, implementation, recipe == "delayed") for implementation in ("triton", "plain"))
+        found, exact = (implementation.rows(which, rows_of(), ENDS) for implementation in (low, plain))
         same(used(found[0], False), used(exact[0], False))
         same(filled(used(found[1], True)), filled(used(exact[1], True)))
         seen = low.counts[..., -1].amax(1).int().view(torch.float32)
@@ -110,7 +110,7 @@ def test_casts_are_those_of_the_plain_twin(recipe):
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
 def test_weights_are_cast_where_they_were(recipe):
     outer = 256 if recipe == "blockwise" else OUT
-    low, plain = (experts_of(recipe, twin, recipe == "delayed") for twin in ("triton", "plain"))
+    low, plain = (experts_of(recipe, implementation, recipe == "delayed") for implementation in ("triton", "plain"))
     low.refresh(stack(1, outer, 2))
     before = [(q.quantized.data_ptr(), q.scales.data_ptr()) for q in low.quantized(torch.empty(0))]
     low.refresh(stack(2, outer, 2))
@@ -194,8 +194,8 @@ def test_products_are_those_of_the_plain_twin(name):
     outer = 256 if recipe == "blockwise" else OUT
     inner = 384 if recipe == "blockwise" else IN
     found = []
-    for twin in ("triton", "plain"):
-        low = experts_of(recipe, twin)
+    for implementation in ("triton", "plain"):
+        low = experts_of(recipe, implementation)
         if recipe == "delayed":
             low.multiplier = torch.tensor([90.0, 100.0, 10000.0])
         low.fast_forward = low.fast_backward = fast
@@ -211,10 +211,10 @@ def test_products_are_those_of_the_plain_twin(name):
         torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("twin, rows", [("triton", 5), ("triton", 0), ("plain", 5), ("plain", 0)])
-def test_no_rows_at_all(twin, rows):
-    for recipe in GPU_RECIPES if twin == "plain" else ("tensorwise", "blockwise"):
-        low, ends = experts_of(recipe, twin), torch.zeros(2, dtype=torch.int32)
+@pytest.mark.parametrize("implementation, rows", [("triton", 5), ("triton", 0), ("plain", 5), ("plain", 0)])
+def test_no_rows_at_all(implementation, rows):
+    for recipe in GPU_RECIPES if implementation == "plain" else ("tensorwise", "blockwise"):
+        low, ends = experts_of(recipe, implementation), torch.zeros(2, dtype=torch.int32)
         weight = torch.randn(2, 128, 128).requires_grad_()
         weight.grad = torch.full_like(weight, 3.0)
         x = torch.randn(rows, 128).requires_grad_()
@@ -223,10 +223,10 @@ def test_no_rows_at_all(twin, rows):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("twin", ["triton", "plain"])
-def test_what_is_no_number_reaches_the_product(bad, twin):
+@pytest.mark.parametrize("implementation", ["triton", "plain"])
+def test_what_is_no_number_reaches_the_product(bad, implementation):
     for recipe in GPU_RECIPES:
-        low, x = experts_of(recipe, twin, recipe == "delayed"), torch.randn(ROWS, 256)
+        low, x = experts_of(recipe, implementation, recipe == "delayed"), torch.randn(ROWS, 256)
         x[50, 7] = bad
         forward, by_places = low.rows(X, x, ENDS)
         at = PaddedRows.of(ENDS, ROWS, tiles_for(ROWS, 4))

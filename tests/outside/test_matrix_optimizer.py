@@ -298,6 +298,7 @@ def test_the_fallback_in_the_config():
     assert load_run(None, SMALL).optim.fallback == AdamWConfig()
     assert load_run(None, [*SMALL, "optim.name=adamw"]).optim.fallback is None
     assert explain("optim.fallback.lr").startswith("optim.lr: float")
+    assert "The optimizer of parameters that the one of optim.name does not take" in explain("optim.fallback")
     assert not refused()
 
 
@@ -322,6 +323,7 @@ def test_the_fallback_in_the_config():
 def test_a_wrong_fallback_is_refused(overrides, field, rule, valid):
     found = refused(*overrides.split())
     assert list(found) == [field]
+    assert "AdamWConfig" not in str(found), "values are shown as they are typed"
     assert rule in found[field][0] and (valid is None or valid in found[field][1])
 
 
