@@ -1,0 +1,101 @@
+"""What is asked of the engine, and what it answers: values without a device, a clock or text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+"""An end token came; there is no room for more; somebody cancelled it; its time was up; the engine failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn. The defaults draw from the model's own distribution.
+
+    tokens              at most so many are made; None: as many as positions and memory allow
+    temperature         logits are divided by it; 0: always the likeliest token
+    top_k               of so many likeliest tokens; 0: of all
+    top_p               of the likeliest tokens that together have this probability (Holtzman et al., 2020)
+    min_p               of tokens with at least this part of the likeliest one's probability
+    repetition_penalty  logits of tokens that are in the prompt or were made are divided by it if positive, else
+                        multiplied (Keskar et al., "CTRL", 2019)
+    presence_penalty    subtracted from the logits of tokens that were made
+    frequency_penalty   subtracted from them as often as they were made
+    bias                (token, what is added to its logit)
+    end_tokens          generation ends after one of these
+    least_tokens        of end tokens none is drawn before so many are made
+    seed, sample        random numbers are a function of (seed, sample, position) alone: `sample` numbers the answers to
+                        one prompt
+    logprobs            how many of the likeliest tokens are told with their log-probabilities beside each that was
+                        made; None: none, nor that of the one made. They are those of the model, before temperature,
+                        penalties and bias
+    prompt_logprobs     the same of the tokens of the prompt
+    """
+
+    tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    end_tokens: tuple[int, ...] = ()
+    least_tokens: int = 0
+    seed: int = 0
+    sample: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """number: the engine's, in order of arrival. priority: larger ones first. deadline: by the engine's clock, in
+    seconds."""
+
+    number: int
+    prompt: tuple[int, ...]
+    options: SamplingOptions = field(default_factory=SamplingOptions)
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token with its log-probability, and the likeliest tokens at its place with theirs, best first."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A request has one more token."""
+
+    request: int
+    token: int
+    score: TokenScore | None = None
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """Log-probabilities of a prompt's tokens, of the first None."""
+
+    request: int
+    scores: tuple[TokenScore | None, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request is over. `cached`: tokens of its prompt that needed no computing."""
+
+    request: int
+    reason: EndReason
+    cached: int = 0
+    error: str | None = None
+
+
+Event = NewToken | PromptScored | Finished
