@@ -11,7 +11,8 @@ from torch import Tensor
 from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
-from phalanx.nn.module import Module, OutputRows, bias_spec
+from phalanx.nn.memory import PageSpec
+from phalanx.nn.module import Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
@@ -21,6 +22,7 @@ from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.paged import PagedSequences
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Attention(Module):
         self.q_norm = RMSNorm(env, norms[0], head_dim, norms[2]) if norms else None
         self.k_norm = RMSNorm(env, norms[1], head_dim, norms[2]) if norms else None
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
+        self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
 
     def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
         fused = names[0] == names[1]
@@ -138,6 +141,8 @@ class Attention(Module):
         recompute = self.env.recompute
         qkv = recompute.op("qkv", self.qkv, x)
         q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
+        if batch.paged is not None:
+            return self.out(self._attend_memory(batch.paged, q, k, v))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return self.out(mixed)
 
@@ -170,6 +175,12 @@ class Attention(Module):
             self.env.recompute.keep,
         )
         return context.attention(q, k, v, batch, *how)
+
+    def _attend_memory(self, paged: PagedSequences, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same of sequences that go on from what is remembered of them."""
+        heads = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+        mixed = own_memory(self).attend(heads, paged, self.kind, self.sinks, self.env.kernels_for(ATTENTION))
+        return mixed.flatten(1)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim

@@ -1,11 +1,17 @@
-"""What a layer remembers of a sequence while it is generated, as a pure value: how many bytes it takes and how it is
-allocated follow from it."""
+"""What a layer remembers of a sequence while it is generated: said by the layer as a pure value, from which bytes and
+allocation follow, and kept in pages that all sequences share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.paged import FP8, Pages, paged_attention, store_pages
+from phalanx.ops.op import Kernels
+from phalanx.sequence.paged import PagedSequences
 
 
 @dataclass(frozen=True)
@@ -26,5 +32,42 @@ class PageSpec:
     window: int | None = None
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token."""
-        return self.heads * (self.key + (0 if self.shared else self.value)) * dtype.itemsize
+        """Bytes of one token; in FP8 each key and value has a scale in fp32 beside it."""
+        scales = 4 * (1 if self.shared else 2) if dtype == FP8 else 0
+        return self.heads * ((self.key + (0 if self.shared else self.value)) * dtype.itemsize + scales)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The pages of one layer on this rank. group: which spans and slots of a batch are its own (PagedSequences)."""
+
+    group: int
+    pages: Pages
+
+    def attend(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor | None],
+        paged: PagedSequences,
+        kind: AttentionKind,
+        sinks: Tensor | None,
+        kernels: Kernels,
+    ) -> Tensor:
+        """q (T, query heads, key), k (T, heads, key), v (T, heads, value) or None -> (T, query heads, value): writes
+        the keys and values of the tokens that are here, and lets each read those of its sequence up to itself."""
+        q, k, v = heads
+        store_pages(k, v, self.pages, paged.slots[self.group], kernels)
+        return paged_attention(q, self.pages, paged.spans[self.group], kind, sinks, kernels)
+
+
+def make_pages(spec: PageSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Pages:
+    """The memory of one layer, with nothing remembered yet."""
+    shape, fp8 = (num_pages, page_size, spec.heads), dtype == FP8
+
+    def scales() -> Tensor | None:
+        return torch.zeros(shape, device=device) if fp8 else None
+
+    keys = torch.zeros(*shape, spec.key, device=device).to(dtype)
+    if spec.shared:
+        return Pages(keys, None, spec.value, scales())
+    values = torch.zeros(*shape, spec.value, device=device).to(dtype)
+    return Pages(keys, values, spec.value, scales(), scales())

@@ -8,7 +8,8 @@ each rank then makes its own heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +19,8 @@ from phalanx.layout.param import Init
 from phalanx.nn.attention import supported
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
-from phalanx.nn.module import Module, OutputRows
+from phalanx.nn.memory import PageSpec
+from phalanx.nn.module import Module, OutputRows, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
@@ -28,6 +30,7 @@ from phalanx.ops.dense.rope import turn
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.exchange import gather
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.paged import PagedSequences
 
 EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
 
@@ -99,9 +102,12 @@ class LatentAttention(Module):
         self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
         self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
         self.num_weights = s.num_weights(width, heads)
+        self.remembers = PageSpec(1, s.kv_rank + s.rope, s.kv_rank, shared=True, window=kind.window)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
+        if batch.paged is not None:
+            return self.out(self._attend_memory(x, batch, batch.paged))
         recompute = self.env.recompute
         q, k, v = recompute.op("rope", partial(self._rotated, batch), *recompute.op("qkv", self._project, x))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
@@ -121,13 +127,46 @@ class LatentAttention(Module):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,
         rope)."""
-        s, tp, recompute = self.sizes, self.env.tp, self.env.recompute
+        s = self.sizes
+        q, kv_from, k_rope = self._latents(x)
+        kv = self.kv_up(kv_from).unflatten(-1, (self.heads, s.nope + s.value))
+        return q, kv, gather(k_rope, self.env.tp).unsqueeze(1)
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T / tp, D) -> q (T, heads, nope + rope), and of this rank's tokens (T / tp, ...) the normed latent of keys
+        and values and the part of keys that is to be rotated."""
+        s, recompute = self.sizes, self.env.recompute
         q_latent, kv_latent, k_rope = self.down(x).split((s.q_rank or 0, s.kv_rank, s.rope), -1)
         q_from = x if self.q_norm is None else recompute.op("norm", self.q_norm, q_latent.contiguous())
         q = self.q_up(q_from).unflatten(-1, (self.heads, s.query))
-        kv_from = recompute.op("norm", self.kv_norm, kv_latent.contiguous())
-        kv = self.kv_up(kv_from).unflatten(-1, (self.heads, s.nope + s.value))
-        return q, kv, gather(k_rope.contiguous(), tp).unsqueeze(1)
+        return q, recompute.op("norm", self.kv_norm, kv_latent.contiguous()), k_rope.contiguous()
+
+    def _attend_memory(self, x: Tensor, batch: Batch, paged: PagedSequences) -> Tensor:
+        """-> (T, own heads * value), of sequences that go on: what is remembered of a token is its latent and its
+        rotated key, which all heads share. The matrices that would make a head's keys and values of latents are
+        multiplied into its queries and its output instead (DeepSeek-V2, 2024, section 2.1.2)."""
+        s, tp = self.sizes, self.env.tp
+        q, latent, k_rope = self._latents(x)
+        table = self.rotary.table(batch, q.dtype)
+        keys_up, values_up = self._up_matrices()
+        q_latent = torch.einsum("thn,hnr->thr", q[..., : s.nope], keys_up)
+        q = torch.cat((q_latent, turn(q[..., s.nope :], table, self.interleaved)), -1)
+        rotated = turn(gather(k_rope, tp).unsqueeze(1), table, self.interleaved)
+        k = torch.cat((gather(latent, tp).unsqueeze(1), rotated), -1)
+        scale = 1 / math.sqrt(s.query) if self.kind.scale is None else self.kind.scale
+        kind, kernels = replace(self.kind, scale=scale), self.env.kernels_for(ATTENTION)
+        mixed = own_memory(self).attend((q, k, None), paged, kind, None, kernels)
+        return torch.einsum("thr,hvr->thv", mixed, values_up).flatten(1)
+
+    def _up_matrices(self) -> tuple[Tensor, Tensor]:
+        """(heads, nope, rank) and (heads, value, rank): what makes a head's keys and values of latents."""
+        s = self.sizes
+        if not self.kv_up.is_plain:
+            raise RuntimeError(
+                "the up-projection of latents is no plain matrix, so sequences cannot go on from latents"
+            )
+        both = self.kv_up.weight.view(self.heads, s.nope + s.value, s.kv_rank)
+        return both[:, : s.nope], both[:, s.nope :]
 
     def _rotated(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
         """What `_project` makes -> q, k, v (sequences, heads, S, ...)."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
+from phalanx.nn.memory import LayerMemory, PageSpec
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.streams import Border, Streams
@@ -28,10 +29,13 @@ class Module(nn.Module):
     """
 
     first_in_memory: tuple[str, ...] = ()
+    remembers: PageSpec | None = None
+    """What it remembers of each token of a sequence that goes on (generation)."""
 
     def __init__(self, env: Env):
         super().__init__()
         self.env = env
+        self.memory: LayerMemory | None = None
 
     def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=self.env.freezes(spec))
@@ -77,6 +81,13 @@ class Module(nn.Module):
         return sum(m.loss_flops(seq_length) for m in self.children() if isinstance(m, Module))
 
 
+def own_memory(module: Module) -> LayerMemory:
+    """Where it remembers sequences that go on."""
+    if module.memory is None:
+        raise RuntimeError(f"{type(module).__name__} is given sequences that go on, and has no memory of them")
+    return module.memory
+
+
 def _reordered(found: dict[str, nn.Parameter], path: str, first: tuple[str, ...]) -> dict[str, nn.Parameter]:
     """The same with those of the module at `path` that are named `first` before its others."""
     at = f"{path}." if path else ""
@@ -104,6 +115,10 @@ class Block(Module):
 
     def forward(self, x: Any, batch: Batch) -> Tensor | Streams:
         raise TypeError(f"{type(self).__name__} has no forward")
+
+    def remembering(self) -> list[Module]:
+        """The modules in it that remember something while sequences go on, in the order of the model."""
+        return [m for m in self.modules() if isinstance(m, Module) and m.remembers is not None]
 
     def streams(self, given: Border) -> Border:
         """What goes on from this block where it is given these streams. The first block is given "hidden"."""

@@ -278,7 +278,8 @@ class MoE(Module):
         )
         if real is not None:  # padding goes to no expert
             wanted = ops.dropping(wanted, real.unsqueeze(-1) > 0, experts)
-        choice = wanted if self.balance.capacity is None else self._within_capacity(wanted, batch)
+        limited = self.balance.capacity is not None and batch.paged is None  # else others' tokens would change a text
+        choice = self._within_capacity(wanted, batch) if limited else wanted
         chosen = self._filled(choice.experts_TK, batch, experts)
         if early is not None:
             early.send(chosen, experts, self.env.kernels_for(PERMUTE))

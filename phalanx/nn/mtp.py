@@ -78,6 +78,10 @@ class MultiTokenPrediction(Block):
             loss = loss + self.head.token_loss(state, further)
         return Attach.apply(h, loss, share, partial(self._count, loss.detach()))
 
+    def remembering(self) -> list[Module]:
+        """Depths are for training."""
+        return []
+
     def _hidden(self, depth: nn.Module, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
         return self.env.recompute.whole(partial(depth, batch=batch), h, next_embedding)
 

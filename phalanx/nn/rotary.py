@@ -28,5 +28,6 @@ class Rotary:
 
     def table(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin (T, dim / 2) of the batch's positions, times the scaling's factor."""
-        inv, factor = self.frequencies(batch.seq_length, batch.positions.device)
+        length = batch.seq_length if batch.paged is None else batch.paged.length
+        inv, factor = self.frequencies(length, batch.positions.device)
         return TABLES.of(batch, lambda: rotary_table(batch.positions, inv, dtype, factor), self.rotation, dtype)

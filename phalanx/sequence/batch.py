@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.sequence.balance import assign, degrees_of
+from phalanx.sequence.paged import PagedSequences
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
 IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
@@ -100,7 +101,11 @@ class Batch:
                 the first part's tokens, of the second's and so on; None: each part has its chunks of each sequence
     piece       part of a dealt batch that attention is computed over by itself: its shapes hardly ever come again
     shared      dealt: the documents of which this part has a part, in the order of its tokens; after them come those
-    that are all here The ints are host facts: whether a batch is uniform is never read from the device.
+    that are all here
+    paged       sequences that go on from what layers remember of them (generation): the tokens here are pieces of
+                several, as one flat run; num_sequences is 1
+
+    The ints are host facts: whether a batch is uniform is never read from the device.
     """
 
     tokens: Tensor
@@ -119,6 +124,7 @@ class Batch:
     balanced: Tensor | None = None
     shared: tuple[SharedDocument, ...] = ()
     piece: bool = False
+    paged: PagedSequences | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""
 
@@ -344,4 +350,5 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved, _made={})
+        paged = None if self.paged is None else self.paged.to(device)
+        return replace(self, **moved, paged=paged, _made={})

@@ -52,14 +52,19 @@ class PagedSequences:
     spans   of each group
     slots   of each group (T,) int64  where what is remembered of a token is written: page * page_size + place in it;
             of padding inside NO_PAGE
+    ends    (R,) int64  places in the batch of the tokens whose logits are wanted
+    length  that no sequence may exceed: where angles of rotary embeddings follow the length of a sequence, they are
+            those of this one for all tokens, whenever they come
     """
 
     spans: tuple[PagedSpans, ...]
     slots: tuple[Tensor, ...]
+    ends: Tensor
+    length: int
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table))]
+        return [self.ends, *self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table))]
 
     def to(self, device: torch.device | str) -> PagedSequences:
         def moved(spans: PagedSpans) -> PagedSpans:
@@ -70,4 +75,6 @@ class PagedSequences:
             return replace(spans, **there)
 
         slots = tuple(s.to(device, non_blocking=True) for s in self.slots)
-        return PagedSequences(tuple(map(moved, self.spans)), slots)
+        return replace(
+            self, spans=tuple(map(moved, self.spans)), slots=slots, ends=self.ends.to(device, non_blocking=True)
+        )
