@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.ops.attention.paged import FP8, Pages
+
 
 @dataclass(frozen=True)
 class PageSpec:
@@ -25,6 +27,21 @@ class PageSpec:
     shared: bool = False
     window: int | None = None
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Features of what is stored of a token and head: a key, and a value that is no part of it."""
+        return (self.key,) if self.shared else (self.key, self.value)
+
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token."""
-        return self.heads * (self.key + (0 if self.shared else self.value)) * dtype.itemsize
+        """Bytes of one token. In FP8 with its scales."""
+        scales = torch.float32.itemsize * len(self.stored) if dtype == FP8 else 0
+        return self.heads * (sum(self.stored) * dtype.itemsize + scales)
+
+    def allocate(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str) -> Pages:
+        """Empty pages: zeros."""
+        shape = (pages, page_size, self.heads)
+        made = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in self.stored]
+        scales = [torch.zeros(shape, device=device) if dtype == FP8 else None for _ in self.stored]
+        if self.shared:
+            return Pages(made[0], None, self.value, scales[0])
+        return Pages(made[0], made[1], self.value, scales[0], scales[1])
